@@ -1,0 +1,110 @@
+"""Equal KV blocks: which are used, by how many, and which free ones still hold something worth keeping.
+
+Owns reference counts, the names of cached blocks and the order of eviction. Knows nothing of requests or tensors.
+
+Invariants:
+  1. A block is either free or has references, never both; the null block is neither.
+  2. A block with references is never evicted.
+  3. A name leads to at most one block, and is given only to a block that was computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sensorium.types.errors import InvariantError
+
+NULL_BLOCK = 0  # stands in block tables for positions that no layer of the group reads any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPoolStatistics:
+    num_blocks: int
+    num_used: int
+    num_cached: int
+    num_evictions: int
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise InvariantError(f"a pool needs the null block and one more, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._num_refs = [0] * num_blocks
+        self._name_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        # Least recently used first. Blocks without a name go to the front: nothing is lost by reusing them.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        return self.num_blocks - 1
+
+    def get_cached(self, name: bytes) -> int | None:
+        return self._block_of.get(name)
+
+    def is_free(self, block_id: int) -> bool:
+        return block_id in self._free
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks with one reference each; what they held is forgotten."""
+        if count > len(self._free):
+            raise InvariantError(f"{count} blocks asked, {len(self._free)} free")
+        return [self._allocate_one() for _ in range(count)]
+
+    def _allocate_one(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        name = self._name_of[block_id]
+        if name is not None:
+            del self._block_of[name]
+            self._name_of[block_id] = None
+            self._num_evictions += 1
+        self._num_refs[block_id] = 1
+        return block_id
+
+    def acquire(self, block_id: int) -> None:
+        """Add a reference to a cached block."""
+        if self._num_refs[block_id] == 0:
+            del self._free[block_id]
+        self._num_refs[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference each. Blocks that should be evicted first come first."""
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            if self._num_refs[block_id] <= 0:
+                raise InvariantError(f"block {block_id} was released more often than acquired")
+            self._num_refs[block_id] -= 1
+            if self._num_refs[block_id] == 0:
+                self._free[block_id] = None
+                if self._name_of[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def register(self, block_id: int, name: bytes) -> None:
+        """Make a computed block findable. The first block of a name keeps it; a twin stays without."""
+        if self._num_refs[block_id] <= 0:
+            raise InvariantError(f"block {block_id} is registered although nobody holds it")
+        if self._name_of[block_id] is None and name not in self._block_of:
+            self._name_of[block_id] = name
+            self._block_of[name] = block_id
+
+    def clear_cache(self) -> None:
+        """Forget all names; blocks in use stay in use."""
+        self._block_of.clear()
+        self._name_of = [None] * self.num_blocks
+
+    def statistics(self) -> BlockPoolStatistics:
+        return BlockPoolStatistics(
+            num_blocks=self.num_blocks,
+            num_used=self.capacity - len(self._free),
+            num_cached=len(self._block_of),
+            num_evictions=self._num_evictions,
+        )

@@ -1,0 +1,179 @@
+"""Accounting for encoder outputs: what the worker holds, and who still needs it.
+
+Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_cache` does, and acts only on
+what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
+
+An entry is *reserved* (scheduled to be encoded), then *computed*; a computed one without references is *evictable*.
+
+Invariants:
+  1. used + free == capacity.
+  2. An entry with a reference is never evicted, nor is a reserved one.
+  3. An entry that was never computed is never a hit.
+  4. References are per (request, item): the same image twice in a prompt holds its entry until the second is passed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from sensorium.core.request import Request
+from sensorium.types.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderCacheStatistics:
+    capacity: int
+    num_used_embeds: int
+    num_evictable_embeds: int
+    num_entries: int
+    num_references: int
+    num_evictions: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_embeds: int
+    is_computed: bool = False
+    references: set[tuple[str, int]] = field(default_factory=set)
+
+
+class EncoderCacheManager:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.request_cached_ids: dict[str, set[int]] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._evictable: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._num_free = capacity
+        self._num_evictable = 0
+        self._num_evictions = 0
+        self._freed_keys: list[str] = []
+
+    @property
+    def num_reclaimable_embeds(self) -> int:
+        """What an allocation can have at most: free space and evictable entries."""
+        return self._num_free + self._num_evictable
+
+    def is_computed(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_computed
+
+    def is_reserved(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and not entry.is_computed
+
+    def is_evictable(self, key: str) -> bool:
+        return key in self._evictable
+
+    def has_reference(self, request: Request, mm_index: int) -> bool:
+        return mm_index in self.request_cached_ids.get(request.request_id, ())
+
+    def get_cached_input_ids(self, request: Request) -> frozenset[int] | set[int]:
+        """The items of the request that hold a reference. A lookup, not a copy."""
+        return self.request_cached_ids.get(request.request_id, frozenset())
+
+    def check_and_update_cache(self, request: Request, mm_index: int) -> bool:
+        """Take a reference if the item is computed, or reserved in this step by another; whether it was taken."""
+        key = request.get_encoder_key(mm_index)
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        if key in self._evictable:
+            del self._evictable[key]
+            self._num_evictable -= entry.num_embeds
+        self._add_reference(entry, request.request_id, mm_index)
+        return True
+
+    def can_allocate(self, num_embeds: int) -> bool:
+        return num_embeds <= self.num_reclaimable_embeds
+
+    def allocate(self, request: Request, mm_index: int) -> None:
+        """Reserve space for an item that is about to be encoded, evicting what nobody needs."""
+        key = request.get_encoder_key(mm_index)
+        num_embeds = request.mm_features[mm_index].mm_position.get_num_embeds()
+        if key in self._entries or not self.can_allocate(num_embeds):
+            raise InvariantError(f"encoder entry {key} is held already, or does not fit")
+        while self._num_free < num_embeds:
+            self._evict_oldest()
+        entry = self._entries[key] = _Entry(num_embeds)
+        self._num_free -= num_embeds
+        self._add_reference(entry, request.request_id, mm_index)
+
+    def mark_computed(self, key: str) -> None:
+        """The worker has encoded it. If everyone left meanwhile, it becomes evictable."""
+        entry = self._entries.get(key)
+        if entry is None or entry.is_computed:
+            return
+        entry.is_computed = True
+        if not entry.references:
+            self._make_evictable(key, entry)
+
+    def discard(self, key: str) -> set[str]:
+        """The worker could not encode it: forget it. The ids of the requests that needed it."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return set()
+        if entry.is_computed:
+            raise InvariantError(f"encoder entry {key} was computed before")
+        self._num_free += entry.num_embeds
+        for request_id, mm_index in entry.references:
+            self._remove_from_index(request_id, mm_index)
+        return {request_id for request_id, _ in entry.references}
+
+    def free_encoder_input(self, request: Request, mm_index: int) -> None:
+        """Drop the item's reference, if it holds one."""
+        if not self.has_reference(request, mm_index):
+            return
+        self._remove_from_index(request.request_id, mm_index)
+        key = request.get_encoder_key(mm_index)
+        entry = self._entries[key]
+        entry.references.remove((request.request_id, mm_index))
+        if entry.is_computed and not entry.references:
+            self._make_evictable(key, entry)
+
+    def free(self, request: Request) -> None:
+        """Drop all references of the request; linear in what it holds."""
+        for mm_index in tuple(self.request_cached_ids.get(request.request_id, ())):
+            self.free_encoder_input(request, mm_index)
+
+    def take_freed_keys(self) -> tuple[str, ...]:
+        """What was evicted since the last call: the worker must drop it."""
+        freed, self._freed_keys = tuple(self._freed_keys), []
+        return freed
+
+    def clear_cache(self) -> None:
+        """Evict all that nobody needs."""
+        while self._evictable:
+            self._evict_oldest()
+
+    def statistics(self) -> EncoderCacheStatistics:
+        return EncoderCacheStatistics(
+            capacity=self.capacity,
+            num_used_embeds=self.capacity - self._num_free,
+            num_evictable_embeds=self._num_evictable,
+            num_entries=len(self._entries),
+            num_references=sum(len(entry.references) for entry in self._entries.values()),
+            num_evictions=self._num_evictions,
+        )
+
+    def _add_reference(self, entry: _Entry, request_id: str, mm_index: int) -> None:
+        entry.references.add((request_id, mm_index))
+        self.request_cached_ids.setdefault(request_id, set()).add(mm_index)
+
+    def _remove_from_index(self, request_id: str, mm_index: int) -> None:
+        held = self.request_cached_ids[request_id]
+        held.discard(mm_index)
+        if not held:
+            del self.request_cached_ids[request_id]
+
+    def _make_evictable(self, key: str, entry: _Entry) -> None:
+        self._evictable[key] = None
+        self._num_evictable += entry.num_embeds
+
+    def _evict_oldest(self) -> None:
+        key, _ = self._evictable.popitem(last=False)
+        num_embeds = self._entries.pop(key).num_embeds
+        self._num_evictable -= num_embeds
+        self._num_free += num_embeds
+        self._num_evictions += 1
+        self._freed_keys.append(key)

@@ -1,0 +1,96 @@
+"""A request while it runs. Owned by the scheduler; nobody else changes it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from enum import Enum, auto
+
+from sensorium.core.block_hash import hash_block, hash_root
+from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
+from sensorium.types.request import EngineCoreRequest, FinishReason
+from sensorium.types.sampling import SamplingParams
+
+
+class RequestStatus(Enum):
+    """WAITING → RUNNING → FINISHED; a preemption leads back from RUNNING to WAITING."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Request:
+    """`spans`: sorted, disjoint ranges of positions that must be computed within one step."""
+
+    def __init__(
+        self,
+        core_request: EngineCoreRequest,
+        *,
+        arrival: int,
+        block_size: int,
+        spans: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.core_request = core_request
+        self.request_id: str = core_request.request_id
+        self.mm_features: tuple[MultiModalFeatureSpec, ...] = core_request.mm_features
+        self.sampling_params: SamplingParams = core_request.sampling_params
+        self.arrival = arrival
+        self.spans = spans
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.token_ids = list(core_request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None  # None: never scheduled
+        self.num_encoder_hits = 0
+        self._num_items_counted = 0
+        self._block_size = block_size
+        self._block_hashes: list[bytes] = []
+        self._hash_root = hash_root(adapter=core_request.adapter, cache_salt=core_request.cache_salt)
+        self._encoder_key_suffix = core_request.encoder_key_suffix
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    def get_encoder_key(self, mm_index: int) -> str:
+        """The identity of an item's encoder output: its hash, apart per salt and adapter."""
+        return self.mm_features[mm_index].mm_hash + self._encoder_key_suffix
+
+    def count_encoder_items(self, *, encoded: tuple[int, ...], shared: tuple[int, ...]) -> None:
+        """Items are counted once, although a preempted request asks for them again."""
+        self.num_encoder_hits += sum(mm_index >= self._num_items_counted for mm_index in shared)
+        self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
+
+    def get_split_span(self, position: int) -> tuple[int, int] | None:
+        """The unsplittable span that a border before `position` would split, if any."""
+        index = bisect_left(self.spans, (position,)) - 1  # the last span that begins before `position`
+        if index >= 0 and position < self.spans[index][1]:
+            return self.spans[index]
+        return None
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def block_hash(self, index: int) -> bytes:
+        """The name of the block at `index`, which must be full of known tokens; made once, in order."""
+        while len(self._block_hashes) <= index:
+            self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))
+        return self._block_hashes[index]
+
+    def _make_block_hash(self, index: int) -> bytes:
+        start = index * self._block_size
+        end = start + self._block_size
+        parent = self._block_hashes[index - 1] if index else self._hash_root
+        lo, hi = get_mm_features_in_window(self.mm_features, start, end)
+        items = [(f.mm_hash, f.mm_position.offset - start) for f in self.mm_features[lo:hi]]
+        return hash_block(parent, self.token_ids[start:end], items)

@@ -1,0 +1,330 @@
+"""Who runs in the next step, how many tokens of each, and which encoders.
+
+Owns all requests and their order. Decides with the block and encoder accounting; holds no tensors and does no I/O.
+
+Invariants:
+  1. Every accepted request gets exactly one output with a finish reason.
+  2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
+  3. A request that was given work in a step is not preempted in that step.
+  4. The first running request always makes progress: everyone behind it can be preempted for it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
+from sensorium.core.request import Request, RequestStatus
+from sensorium.core.step import Step, WindowPlan
+from sensorium.core.stopping import get_stop
+from sensorium.core.window_planner import WindowPlanner
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import get_mm_features_in_window
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.scheduling import (
+    BlockIds,
+    EncoderInput,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    StartedRequest,
+)
+
+
+class Scheduler:
+    """`policy`: "fcfs", or "priority" (lower values first, then first come first served)."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        kv_cache: KVCacheManager,
+        encoder_cache: EncoderCacheManager,
+        policy: str = "fcfs",
+    ) -> None:
+        self.limits = limits
+        self.kv_cache = kv_cache
+        self.encoder_cache = encoder_cache
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []  # in the order of service
+        self.waiting: list[Request] = []  # in the order of service
+        self._policy = policy
+        self._planner = WindowPlanner(limits, encoder_cache)
+        self._num_arrivals = 0
+        self._stopped: list[str] = []
+        self._deferred_request_id: str | None = None
+
+    # ---- requests come and go
+
+    def add_request(self, core_request: EngineCoreRequest) -> None:
+        """Accept a request, or raise a `RequestError` if it can never run."""
+        if core_request.request_id in self.requests:
+            raise RequestError(f"request id {core_request.request_id!r} is in use")
+        check_request(core_request, self.limits)
+        spans = get_unsplittable_spans(core_request.mm_features, self.limits)
+        longest_span = max((end - start for start, end in spans), default=0)
+        max_new_tokens = max(self.limits.max_num_batched_tokens, longest_span)
+        max_tokens = get_max_tokens(core_request, self.limits)
+        if not self.kv_cache.can_ever_fit(max_tokens, max_new_tokens):
+            raise RequestError(
+                f"the request may grow to {max_tokens} tokens, more than the whole KV cache holds: "
+                "ask for fewer max_tokens, or start with a larger kv_cache_memory_bytes"
+            )
+        request = Request(core_request, arrival=self._num_arrivals, block_size=self.kv_cache.block_size, spans=spans)
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        insort(self.waiting, request, key=self._rank)
+
+    def abort_request(self, request_id: str) -> EngineCoreOutput | None:
+        """End a request at its caller's wish; `None` if it has ended already."""
+        request = self.requests.get(request_id)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        priority = request.core_request.priority if self._policy == "priority" else 0
+        return priority, request.arrival
+
+    # ---- deciding a step
+
+    def schedule(self) -> SchedulerOutput:
+        """There is neither a prefill nor a decode phase: each request has tokens that are not computed yet, and a
+        step gives it some of them."""
+        step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
+        self._schedule_deferred(step)
+        for request in tuple(self.running):
+            if request.status is RequestStatus.RUNNING and request.request_id not in step.scheduled:
+                self._schedule_running(request, step)
+        while self.waiting and not step.has_preempted and len(self.running) < self.limits.max_num_seqs:
+            if not self._schedule_waiting(self.waiting[0], step):
+                break
+        self._deferred_request_id = step.deferred_request_id
+        return self._make_output(step)
+
+    def _schedule_deferred(self, step: Step) -> None:
+        """A span that found too little room in the last step comes first in this one, alone if it has to."""
+        request = self.requests.get(self._deferred_request_id or "")
+        if request is None:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self._schedule_running(request, step)
+        elif request is self.waiting[0] and len(self.running) < self.limits.max_num_seqs:
+            self._schedule_waiting(request, step)
+        step.is_encoder_closed = False  # that binds those behind it, and it is out of order here
+
+    def _schedule_running(self, request: Request, step: Step) -> None:
+        plan = self._plan(request, request.num_computed_tokens, step)
+        if plan is None:
+            return
+        block_ids = self._allocate_or_preempt(request, plan.end, step)
+        if block_ids is not None:
+            self._commit(request, plan, block_ids, step)
+
+    def _schedule_waiting(self, request: Request, step: Step) -> bool:
+        hit = self._find_prefix(request)
+        plan = self._plan(request, hit.num_tokens, step)
+        if plan is None:
+            return False
+        block_ids = self.kv_cache.allocate(request, plan.end, hit)
+        if block_ids is None:
+            return False
+        self.waiting.remove(request)
+        insort(self.running, request, key=self._rank)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+        started = StartedRequest(request=request.core_request, output_token_ids=request.output_token_ids)
+        step.started.append(started)
+        self._commit(request, plan, block_ids, step)
+        return True
+
+    def _find_prefix(self, request: Request) -> PrefixHit:
+        """A cached prefix that leaves at least one token to compute and doesn't end inside an unsplittable span."""
+        # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has to start at 0.
+        max_tokens = 0 if self.limits.is_encoder_decoder else request.num_tokens - 1
+        hit = self.kv_cache.find_prefix(request, max_tokens)
+        while (span := request.get_split_span(hit.num_tokens)) is not None:
+            hit = self.kv_cache.find_prefix(request, span[0])
+        return hit
+
+    def _plan(self, request: Request, start: int, step: Step) -> WindowPlan | None:
+        plan, lacking = self._planner.get_plan(request, start, step)
+        if lacking == "encoder space":
+            step.is_encoder_closed = True
+        elif lacking == "span" and step.deferred_request_id is None:
+            step.deferred_request_id = request.request_id
+        return plan
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, step: Step) -> BlockIds | None:
+        while (block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+            victim = self._get_victim(request, step)
+            self._preempt(victim)
+            step.has_preempted = True
+            if victim is request:
+                return None
+        return block_ids
+
+    def _get_victim(self, request: Request, step: Step) -> Request:
+        """The last in the order of service behind `request` that has no work in this step; else `request` itself."""
+        for candidate in reversed(self.running):
+            if candidate is request:
+                break
+            if candidate.request_id not in step.scheduled:
+                return candidate
+        return request
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a request but its tokens; it computes them again when there is room."""
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        insort(self.waiting, request, key=self._rank)
+
+    def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
+        encoder_inputs = self._commit_encoder_inputs(request, plan, step)
+        step.num_tokens += plan.end - plan.start
+        step.scheduled[request.request_id] = ScheduledRequest(
+            request_id=request.request_id,
+            num_computed_tokens=plan.start,
+            num_new_tokens=plan.end - plan.start,
+            new_block_ids=block_ids,
+            is_sampled=plan.end == request.num_tokens,
+            encoder_inputs=encoder_inputs,
+        )
+
+    def _commit_encoder_inputs(self, request: Request, plan: WindowPlan, step: Step) -> tuple[EncoderInput, ...]:
+        # What is shared comes first, so that it is not evicted for what is encoded; twins need the entry to exist.
+        for mm_index in plan.to_share:
+            self.encoder_cache.check_and_update_cache(request, mm_index)
+        for mm_index in plan.to_encode:
+            self.encoder_cache.allocate(request, mm_index)
+            step.num_encoder_embeds += request.mm_features[mm_index].mm_position.get_num_embeds()
+        for mm_index in plan.twins:
+            self.encoder_cache.check_and_update_cache(request, mm_index)
+        request.count_encoder_items(encoded=plan.to_encode, shared=plan.to_share + plan.twins)
+        return tuple(EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in plan.to_encode)
+
+    def _make_output(self, step: Step) -> SchedulerOutput:
+        stopped, self._stopped = tuple(self._stopped), []
+        return SchedulerOutput(
+            scheduled=tuple(step.scheduled.values()),
+            started=tuple(step.started),
+            stopped_request_ids=stopped,
+            freed_encoder_keys=self.encoder_cache.take_freed_keys(),
+            num_scheduled_tokens=step.num_tokens,
+        )
+
+    # ---- learning what came of it
+
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Advance every request of the step; the news for their callers."""
+        for scheduled in output.scheduled:
+            for encoder_input in scheduled.encoder_inputs:
+                if encoder_input.key not in result.failed_encodes:
+                    self.encoder_cache.mark_computed(encoder_input.key)
+        outputs = self._fail_encodes(result)
+        for scheduled in output.scheduled:
+            request = self.requests.get(scheduled.request_id)
+            if request is None:
+                continue  # failed above, or aborted while the step ran
+            self._advance(request, scheduled)
+            if scheduled.is_sampled:
+                token_id = result.sampled_token_ids[request.request_id]
+                outputs.append(self._take_token(request, token_id, result.logprobs.get(request.request_id)))
+        return outputs
+
+    def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
+        """The step could not be run at all: end its requests, and forget what they were about to compute."""
+        requests = [self.requests.get(scheduled.request_id) for scheduled in output.scheduled]
+        outputs = [self._finish(request, FinishReason.ERROR, error=reason) for request in requests if request]
+        for scheduled in output.scheduled:
+            for encoder_input in scheduled.encoder_inputs:
+                self.encoder_cache.discard(encoder_input.key)
+        return outputs
+
+    def _fail_encodes(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        outputs = []
+        for key, reason in result.failed_encodes.items():
+            for request_id in sorted(self.encoder_cache.discard(key)):
+                request = self.requests.get(request_id)
+                if request is not None:
+                    outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
+        return outputs
+
+    def _advance(self, request: Request, scheduled: ScheduledRequest) -> None:
+        start = scheduled.num_computed_tokens
+        request.num_computed_tokens = start + scheduled.num_new_tokens
+        self.kv_cache.commit(request)
+        self._free_passed_items(request, start)
+
+    def _free_passed_items(self, request: Request, start: int) -> None:
+        """Release the items that the tokens from `start` on have passed. An encoder-decoder model has stored what it
+        needs of all its items after its first step."""
+        if not request.mm_features:
+            return
+        if self.limits.is_encoder_decoder:
+            self.encoder_cache.free(request)
+            return
+        end = request.num_computed_tokens
+        lo, hi = get_mm_features_in_window(request.mm_features, start, end)
+        for mm_index in range(lo, hi):
+            if request.mm_features[mm_index].mm_position.end <= end:
+                self.encoder_cache.free_encoder_input(request, mm_index)
+
+    def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+        request.append_token(token_id)
+        new_logprobs = () if logprobs is None else (logprobs,)
+        stop = get_stop(request, max_model_len=self.limits.max_model_len)
+        if stop is not None:
+            reason, stop_token_id = stop
+            return self._finish(
+                request, reason, new_token_ids=(token_id,), logprobs=new_logprobs, stop_token_id=stop_token_id
+            )
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=(token_id,),
+            logprobs=new_logprobs,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_encoder_hits=request.num_encoder_hits,
+        )
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        new_token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> EngineCoreOutput:
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        self._release(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.request_id]
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            error=error,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            num_encoder_hits=request.num_encoder_hits,
+        )
+
+    def _release(self, request: Request) -> None:
+        """Give back blocks and encoder references, and let the worker forget the request if it holds it."""
+        self.kv_cache.free(request.request_id)
+        self.encoder_cache.free(request)
+        if request.status is RequestStatus.RUNNING:
+            self._stopped.append(request.request_id)

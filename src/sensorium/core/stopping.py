@@ -1,0 +1,22 @@
+"""When a request has said enough, as far as tokens tell; stop strings are the detokenizer's business."""
+
+from __future__ import annotations
+
+from sensorium.core.request import Request
+from sensorium.types.request import FinishReason
+
+
+def get_stop(request: Request, *, max_model_len: int) -> tuple[FinishReason, int | None] | None:
+    """Why the request ends with its newest token and, for a stop token of the caller, which; `None`: it goes on."""
+    params = request.sampling_params
+    token_id = request.token_ids[-1]
+    if request.num_output_tokens >= params.min_tokens:
+        if token_id in request.core_request.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+    if params.max_tokens is not None and request.num_output_tokens >= params.max_tokens:
+        return FinishReason.LENGTH, None
+    if request.num_tokens >= max_model_len:
+        return FinishReason.LENGTH, None
+    return None

@@ -1,0 +1,123 @@
+"""How many tokens of a request fit into a step, given its media: pure decisions, committed by the scheduler.
+
+Invariants:
+  1. Planning changes neither the request nor the caches.
+  2. A window never ends inside an unsplittable span.
+  3. The first request of a step can always take a whole span, and encode one item, whatever the budgets are.
+"""
+
+from __future__ import annotations
+
+from sensorium.core.admission import Limits
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.request import Request
+from sensorium.core.step import Step, WindowPlan
+from sensorium.types.multimodal import get_mm_features_in_window
+
+
+class WindowPlanner:
+    def __init__(self, limits: Limits, encoder_cache: EncoderCacheManager) -> None:
+        self._limits = limits
+        self._encoder_cache = encoder_cache
+
+    def get_plan(self, request: Request, start: int, step: Step) -> tuple[WindowPlan | None, str]:
+        """The window that begins at `start`, or `None`, and what cut it short: "span", "encoder space" or else."""
+        end = min(request.num_tokens, start + step.num_tokens_left)
+        if end <= start:
+            return None, "tokens"
+        end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
+        if end <= start:
+            return None, "span"
+        room = _EncoderRoom(self._encoder_cache, step, self._limits.max_num_encoder_embeds)
+        end = self._get_end_with_encoders(request, start, end, room)
+        if end <= start:
+            return None, room.lacking
+        plan = WindowPlan(
+            start=start,
+            end=end,
+            to_encode=tuple(room.to_encode),
+            to_share=tuple(room.to_share),
+            twins=tuple(room.twins),
+        )
+        return plan, room.lacking
+
+    def _get_end_outside_span(self, request: Request, start: int, end: int, *, is_first: bool) -> int:
+        """Move an end that splits a span before it, or behind it when nothing else runs and there is nothing before."""
+        span = request.get_split_span(end)
+        if span is None:
+            return end
+        span_start, span_end = span
+        if span_start > start:
+            return span_start
+        return span_end if is_first else start
+
+    def _get_end_with_encoders(self, request: Request, start: int, end: int, room: _EncoderRoom) -> int:
+        """Note in `room` the items of the window; it is cut before the first one that finds none."""
+        limits = self._limits
+        if not request.mm_features or (limits.is_encoder_decoder and start > 0):
+            return end
+        lo, hi = get_mm_features_in_window(
+            request.mm_features, start, end, is_encoder_decoder=limits.is_encoder_decoder
+        )
+        held = self._encoder_cache.get_cached_input_ids(request)
+        for mm_index in range(lo, hi):
+            if mm_index in held:
+                continue
+            position = request.mm_features[mm_index].mm_position
+            if not limits.is_encoder_decoder:
+                a, b = position.get_embeds_indices_in_range(
+                    max(0, start - position.offset), min(position.length, end - position.offset)
+                )
+                if a == b:
+                    continue
+            if not room.take(request.get_encoder_key(mm_index), mm_index, position.get_num_embeds()):
+                return start if limits.is_encoder_decoder else max(start, position.offset)
+        return end
+
+
+class _EncoderRoom:
+    """A trial balance of encoder space and compute for one window."""
+
+    def __init__(self, cache: EncoderCacheManager, step: Step, max_num_embeds: int) -> None:
+        self.to_encode: list[int] = []
+        self.to_share: list[int] = []
+        self.twins: list[int] = []
+        self.lacking = ""
+        self._cache = cache
+        self._step = step
+        self._max_num_embeds = max_num_embeds
+        self._num_reclaimable = cache.num_reclaimable_embeds
+        self._num_used = step.num_encoder_embeds
+        self._encoded: set[str] = set()
+        self._shared: set[str] = set()
+
+    def take(self, key: str, mm_index: int, num_embeds: int) -> bool:
+        """Whether the item can be had in this step; if so it is noted."""
+        if key in self._encoded:
+            self.twins.append(mm_index)
+            return True
+        is_held = self._cache.is_computed(key) or self._cache.is_reserved(key)
+        self.lacking = self._get_lacking(num_embeds, is_held=is_held)
+        if self.lacking:
+            return False
+        if is_held:
+            if self._cache.is_evictable(key) and key not in self._shared:
+                self._num_reclaimable -= num_embeds
+            self._shared.add(key)
+            self.to_share.append(mm_index)
+        else:
+            self._num_reclaimable -= num_embeds
+            self._num_used += num_embeds
+            self._encoded.add(key)
+            self.to_encode.append(mm_index)
+        return True
+
+    def _get_lacking(self, num_embeds: int, *, is_held: bool) -> str:
+        if self._step.is_encoder_closed:
+            return "encoder space"
+        if is_held:
+            return ""
+        if num_embeds > self._num_reclaimable:
+            return "encoder space"
+        is_computable = self._num_used == 0 or self._num_used + num_embeds <= self._max_num_embeds
+        return "" if is_computable else "encoder compute"

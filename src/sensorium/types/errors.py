@@ -1,0 +1,33 @@
+"""Errors by fault: who has to change something so that it doesn't happen again.
+
+SensoriumError
+├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
+│   └── ModelError   the caller: the model can't be run by this engine, and why
+├── CapacityError    nobody: no room right now, worth trying again (HTTP 429 / 503)
+└── InvariantError   us: a bug; loud
+"""
+
+
+class SensoriumError(Exception):
+    """Base of every error that Sensorium raises on purpose."""
+
+
+class RequestError(SensoriumError):
+    """The request can't be served as it is; the message names what is wrong.
+
+    `LLM.generate` attaches the outputs of the whole call as `outputs`, so that neighbours of a bad request are not lost.
+    """
+
+    outputs: tuple[object, ...] = ()
+
+
+class ModelError(RequestError):
+    """The model or its configuration can't be run, with the reason."""
+
+
+class CapacityError(SensoriumError):
+    """There is no room at this moment; the same request may succeed later."""
+
+
+class InvariantError(SensoriumError):
+    """A rule of our own was broken. Always a bug of Sensorium."""

@@ -1,0 +1,45 @@
+"""What a caller of `LLM.generate` gets back; names as in vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sensorium.types.errors import RequestError
+from sensorium.types.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """`rank` is 1 for the likeliest token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated sequence. `stop_reason`: the stop string or token id that ended it; `None` for end-of-sequence."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A request and what came of it. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
+    items whose encoder output was there already."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_cached_tokens: int = 0
+    num_encoder_hits: int = 0
+    error: RequestError | None = None

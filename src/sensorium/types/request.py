@@ -1,0 +1,73 @@
+"""What goes into the core and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from sensorium.types.multimodal import MultiModalFeatureSpec
+from sensorium.types.sampling import SamplingParams
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; every accepted request ends with exactly one."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the caller gave up
+    ERROR = "error"  # it could not be computed; the output carries the reason
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCoreRequest:
+    """A request that is ready to run: tokens and metadata, no text and no tensors.
+
+    `mm_features` are sorted by offset. `sampling_params` are resolved. `eos_token_ids` end it unless it ignores them.
+    `cache_salt` and `adapter` separate what may share KV blocks and encoder outputs. A lower `priority` runs first.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
+    adapter: str | None = None
+    priority: int = 0
+
+    @property
+    def encoder_key_suffix(self) -> str:
+        """What an encoder output's key has after the item's `mm_hash`, so that salts and adapters stay apart."""
+        if self.cache_salt is None and self.adapter is None:
+            return ""
+        return f"/{self.adapter!r}/{self.cache_salt!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the sampled token's, its rank (1 = likeliest), and the likeliest tokens'."""
+
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCoreOutput:
+    """News of one request after a step. The one with a `finish_reason` is its last.
+
+    `stop_token_id` is the token that ended it, when a token did. `error` explains `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_encoder_hits: int = 0

@@ -1,0 +1,78 @@
+"""What the core tells the worker to do in one step, and what the worker answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sensorium.types.request import EngineCoreRequest, TokenLogprobs
+
+# Block ids of one request, one tuple per KV cache group.
+BlockIds = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInput:
+    """An item to encode: the n-th of its request, and the key under which its output is kept."""
+
+    mm_index: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request's share of a step: compute the tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)`.
+
+    `new_block_ids` are appended to the block tables that the worker keeps, or replace them when the request is (re)started.
+    `is_sampled` says whether the step reaches the request's last token, so that a next one is chosen.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_new_tokens: int
+    new_block_ids: BlockIds
+    is_sampled: bool
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedRequest:
+    """A request that the worker doesn't hold: new, or resumed after a preemption with the tokens it had made."""
+
+    request: EngineCoreRequest
+    output_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """The only thing the worker obeys. Lists are in the order in which to act: drop, free, start, then run."""
+
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    started: tuple[StartedRequest, ...] = ()
+    stopped_request_ids: tuple[str, ...] = ()  # finished, aborted or preempted since the last step
+    freed_encoder_keys: tuple[str, ...] = ()  # encoder outputs to drop
+    num_scheduled_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.scheduled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """The sampled token of each request that sampled, and what could not be encoded, by encoder key, with the reason."""
+
+    sampled_token_ids: Mapping[str, int]
+    logprobs: Mapping[str, TokenLogprobs]
+    failed_encodes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheGroup:
+    """Layers that share a block table, because they need the same positions.
+
+    `window`: they attend to the last `window` positions only; `None`: to all.
+    """
+
+    num_blocks: int
+    window: int | None = None
