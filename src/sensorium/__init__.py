@@ -1,1 +1,33 @@
-"""Sensorium."""
+"""Sensorium: multimodal LLM inference in which everything is perceived once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sensorium.types.errors import CapacityError, InvariantError, ModelError, RequestError
+from sensorium.types.outputs import CompletionOutput, RequestOutput
+from sensorium.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from sensorium.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CompletionOutput",
+    "InvariantError",
+    "ModelError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` brings torch and Transformers along: loaded when it is first used."""
+    if name == "LLM":
+        from sensorium.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'sensorium' has no attribute {name!r}")

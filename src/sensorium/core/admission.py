@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec
@@ -15,8 +16,10 @@ from sensorium.types.request import EngineCoreRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`needs_whole_spans`: the model attends in both directions inside an item, so that its embeddings run in one step.
+    """What bounds a step, and what the model asks of it.
 
+    `needs_whole_spans`: the model attends in both directions inside an item, so that its embeddings
+    run in one step.
     `disable_chunked_mm_input`: items run whole although the model would not need it.
     """
 
@@ -50,7 +53,9 @@ def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
     return min(len(request.prompt_token_ids) + max_tokens, limits.max_model_len)
 
 
-def _check_features(features: Iterable[MultiModalFeatureSpec], num_tokens: int, limits: Limits) -> None:
+def _check_features(
+    features: Iterable[MultiModalFeatureSpec], num_tokens: int, limits: Limits
+) -> None:
     previous_end = 0
     for mm_index, feature in enumerate(features):
         position = feature.mm_position
@@ -58,21 +63,29 @@ def _check_features(features: Iterable[MultiModalFeatureSpec], num_tokens: int, 
         num_embeds = position.get_num_embeds()
         if num_embeds > limits.encoder_cache_size:
             raise RequestError(
-                f"{name} needs {num_embeds} embeddings, but the encoder cache holds {limits.encoder_cache_size}: "
-                "send a smaller one, or start with a larger encoder_cache_size"
+                f"{name} needs {num_embeds} embeddings, but the encoder cache holds "
+                f"{limits.encoder_cache_size}: send a smaller one, or start with a larger "
+                "encoder_cache_size"
             )
         if limits.is_encoder_decoder:
             continue
         if position.length == 0:
             raise RequestError(f"{name} takes no place in the prompt")
         if position.offset < previous_end:
-            raise RequestError(f"{name} begins at {position.offset}, before the item ahead of it ends ({previous_end})")
+            raise RequestError(
+                f"{name} begins at {position.offset}, before the item ahead of it ends "
+                f"({previous_end})"
+            )
         if position.end > num_tokens:
-            raise RequestError(f"{name} ends at {position.end}, beyond the prompt's {num_tokens} tokens")
+            raise RequestError(
+                f"{name} ends at {position.end}, beyond the prompt's {num_tokens} tokens"
+            )
         previous_end = position.end
 
 
-def get_unsplittable_spans(features: Iterable[MultiModalFeatureSpec], limits: Limits) -> tuple[tuple[int, int], ...]:
+def get_unsplittable_spans(
+    features: Iterable[MultiModalFeatureSpec], limits: Limits
+) -> tuple[tuple[int, int], ...]:
     """Ranges of positions that must be computed within one step, sorted."""
     if limits.is_encoder_decoder:
         return ()
@@ -81,7 +94,9 @@ def get_unsplittable_spans(features: Iterable[MultiModalFeatureSpec], limits: Li
     if not limits.needs_whole_spans:
         return ()
     spans = tuple(span for f in features for span in f.mm_position.extract_embeds_range())
-    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (start, _) in pairwise(spans):
         if start == end:
-            raise RequestError(f"two media items touch at position {start}: this model needs text between them")
+            raise RequestError(
+                f"two media items touch at position {start}: this model needs text between them"
+            )
     return spans

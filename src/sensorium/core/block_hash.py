@@ -1,7 +1,7 @@
 """Names for full KV blocks: equal names mean equal keys and values.
 
-A name chains over everything that the block's keys and values depend on: the adapter and salt, all tokens up to the
-block's end, and which part of which media item stands at each place.
+A name chains over everything that the block's keys and values depend on: the adapter and salt, all
+tokens up to the block's end, and which part of which media item stands at each place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ def hash_root(*, adapter: str | None, cache_salt: str | None) -> bytes:
     return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt)).digest()
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], mm_items: Sequence[tuple[str, int]]) -> bytes:
-    """`mm_items`: `(mm_hash, offset of the item relative to the block)` of each item that overlaps the block."""
+def hash_block(
+    parent: bytes, token_ids: Sequence[int], mm_items: Sequence[tuple[str, int]]
+) -> bytes:
+    """The name of the block that follows `parent`.
+
+    `mm_items`: `(mm_hash, offset of the item relative to the block)` of each item that overlaps it.
+    """
     digest = hashlib.sha256(parent)
     digest.update(struct.pack("<q", len(token_ids)))
     digest.update(array("q", token_ids).tobytes())

@@ -1,6 +1,7 @@
-"""Equal KV blocks: which are used, by how many, and which free ones still hold something worth keeping.
+"""Equal KV blocks: which are used, by how many, and which free ones are still worth keeping.
 
-Owns reference counts, the names of cached blocks and the order of eviction. Knows nothing of requests or tensors.
+Owns reference counts, the names of cached blocks and the order of eviction. Knows nothing of
+requests or tensors.
 
 Invariants:
   1. A block is either free or has references, never both; the null block is neither.
@@ -35,7 +36,8 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._name_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        # Least recently used first. Blocks without a name go to the front: nothing is lost by reusing them.
+        # Least recently used first. Blocks without a name go to the front: nothing is lost by
+        # reusing them.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_evictions = 0
 
@@ -89,7 +91,10 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, name: bytes) -> None:
-        """Make a computed block findable. The first block of a name keeps it; a twin stays without."""
+        """Make a computed block findable.
+
+        The first block of a name keeps it; a twin stays without.
+        """
         if self._num_refs[block_id] <= 0:
             raise InvariantError(f"block {block_id} is registered although nobody holds it")
         if self._name_of[block_id] is None and name not in self._block_of:

@@ -1,15 +1,17 @@
 """Accounting for encoder outputs: what the worker holds, and who still needs it.
 
-Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_cache` does, and acts only on
-what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
+Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_cache` does, and
+acts only on what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
 
-An entry is *reserved* (scheduled to be encoded), then *computed*; a computed one without references is *evictable*.
+An entry is *reserved* (scheduled to be encoded), then *computed*; a computed one without references
+is *evictable*.
 
 Invariants:
   1. used + free == capacity.
   2. An entry with a reference is never evicted, nor is a reserved one.
   3. An entry that was never computed is never a hit.
-  4. References are per (request, item): the same image twice in a prompt holds its entry until the second is passed.
+  4. References are per (request, item): the same image twice in a prompt holds its entry until the
+     second is passed.
 """
 
 from __future__ import annotations
@@ -73,7 +75,10 @@ class EncoderCacheManager:
         return self.request_cached_ids.get(request.request_id, frozenset())
 
     def check_and_update_cache(self, request: Request, mm_index: int) -> bool:
-        """Take a reference if the item is computed, or reserved in this step by another; whether it was taken."""
+        """Take a reference if the item is computed, or reserved in this step by another.
+
+        Whether it was taken.
+        """
         key = request.get_encoder_key(mm_index)
         entry = self._entries.get(key)
         if entry is None:

@@ -1,11 +1,13 @@
 """Accounting for KV blocks: which blocks hold which positions of which request.
 
-Owns the block tables and one `BlockPool` per group of layers. Holds no tensors: `worker.kv_cache` does.
+Owns the block tables and one `BlockPool` per group of layers. Holds no tensors: `worker.kv_cache`
+does.
 
 Invariants:
   1. An allocation gives all that was asked, in every group, or changes nothing.
   2. A block is findable only after its positions were computed.
-  3. In a group with a window, blocks that no later position reads are released; their place holds the null block.
+  3. In a group with a window, blocks that no later position reads are released; their place holds
+     the null block.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from sensorium.types.scheduling import BlockIds, KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """The longest cached prefix of a request: `num_tokens`, and its blocks per group (null blocks below a window)."""
+    """The longest cached prefix of a request.
+
+    `num_tokens`, and its blocks per group (null blocks below a window).
+    """
 
     num_tokens: int
     block_ids: BlockIds
@@ -34,11 +39,14 @@ class _BlockTable:
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
-        self.num_passed = 0  # leading entries that were released, or never held, because of a window
+        # Leading entries that were released, or never held, because of a window.
+        self.num_passed = 0
 
 
 class KVCacheManager:
-    def __init__(self, groups: Sequence[KVCacheGroup], *, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, groups: Sequence[KVCacheGroup], *, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -50,7 +58,10 @@ class KVCacheManager:
         return tuple(tuple(table.block_ids) for table in self._tables.get(request_id, ()))
 
     def can_ever_fit(self, num_tokens: int, max_new_tokens: int) -> bool:
-        """Whether an otherwise empty cache holds a request of `num_tokens` computed at most `max_new_tokens` a step."""
+        """Whether an otherwise empty cache holds a request of `num_tokens`.
+
+        It is computed in steps of at most `max_new_tokens`.
+        """
         return all(
             self._num_blocks_at_most(group, num_tokens, max_new_tokens) <= pool.capacity
             for group, pool in zip(self.groups, self._pools, strict=True)
@@ -73,7 +84,10 @@ class KVCacheManager:
         while num_blocks > 0 and (miss := self._window_miss(request, num_blocks)) is not None:
             num_blocks = miss
         num_tokens = num_blocks * self.block_size
-        block_ids = tuple(tuple(self._prefix_blocks(request, index, num_tokens)) for index in range(len(self.groups)))
+        block_ids = tuple(
+            tuple(self._prefix_blocks(request, index, num_tokens))
+            for index in range(len(self.groups))
+        )
         return PrefixHit(num_tokens=num_tokens, block_ids=block_ids)
 
     def _leading_hits(self, request: Request, pool: BlockPool, at_most: int) -> int:
@@ -83,9 +97,10 @@ class KVCacheManager:
         return at_most
 
     def _window_miss(self, request: Request, num_blocks: int) -> int | None:
-        """The last block that a prefix of `num_blocks` needs in a group with a window and that is not cached.
+        """The last block that a prefix needs in a group with a window and that is not cached.
 
-        Every shorter prefix that reaches beyond it needs it as well: the next candidate ends before it.
+        Every shorter prefix that reaches beyond it needs it as well: the next candidate ends
+        before it.
         """
         for group, pool in zip(self.groups, self._pools, strict=True):
             if group.window is None:
@@ -108,15 +123,21 @@ class KVCacheManager:
         return blocks
 
     def _first_live_block(self, group: KVCacheGroup, num_computed_tokens: int) -> int:
-        """The first block that a position at or after `num_computed_tokens` reads (position p reads p - window + 1)."""
+        """The first block that a position at or after `num_computed_tokens` reads.
+
+        Position p reads p - window + 1.
+        """
         if group.window is None:
             return 0
         return max(0, num_computed_tokens - group.window + 1) // self.block_size
 
-    def allocate(self, request: Request, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
-        """Give the request blocks for its first `num_tokens` tokens; the new ids per group, or `None` for no room.
+    def allocate(
+        self, request: Request, num_tokens: int, hit: PrefixHit | None = None
+    ) -> BlockIds | None:
+        """Give the request blocks for its first `num_tokens` tokens.
 
-        `hit` starts a request that has no blocks yet on a cached prefix.
+        The new ids per group, or `None` for no room. `hit` starts a request that has no blocks yet
+        on a cached prefix.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
@@ -181,7 +202,10 @@ class KVCacheManager:
         self._num_registered[request.request_id] = max(first, last)
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request, its last ones to be evicted first. Unknown requests hold nothing."""
+        """Release all blocks of a request, its last ones to be evicted first.
+
+        Unknown requests hold nothing.
+        """
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

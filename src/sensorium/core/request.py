@@ -47,7 +47,9 @@ class Request:
         self._num_items_counted = 0
         self._block_size = block_size
         self._block_hashes: list[bytes] = []
-        self._hash_root = hash_root(adapter=core_request.adapter, cache_salt=core_request.cache_salt)
+        self._hash_root = hash_root(
+            adapter=core_request.adapter, cache_salt=core_request.cache_salt
+        )
         self._encoder_key_suffix = core_request.encoder_key_suffix
 
     @property
@@ -73,7 +75,8 @@ class Request:
 
     def get_split_span(self, position: int) -> tuple[int, int] | None:
         """The unsplittable span that a border before `position` would split, if any."""
-        index = bisect_left(self.spans, (position,)) - 1  # the last span that begins before `position`
+        # The last span that begins before `position`.
+        index = bisect_left(self.spans, (position,)) - 1
         if index >= 0 and position < self.spans[index][1]:
             return self.spans[index]
         return None
@@ -82,7 +85,10 @@ class Request:
         self.token_ids.append(token_id)
 
     def block_hash(self, index: int) -> bytes:
-        """The name of the block at `index`, which must be full of known tokens; made once, in order."""
+        """The name of the block at `index`, which must be full of known tokens.
+
+        Made once, in order.
+        """
         while len(self._block_hashes) <= index:
             self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))
         return self._block_hashes[index]

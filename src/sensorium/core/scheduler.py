@@ -1,6 +1,7 @@
 """Who runs in the next step, how many tokens of each, and which encoders.
 
-Owns all requests and their order. Decides with the block and encoder accounting; holds no tensors and does no I/O.
+Owns all requests and their order. Decides with the block and encoder accounting; holds no tensors
+and does no I/O.
 
 Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
@@ -72,7 +73,12 @@ class Scheduler:
                 f"the request may grow to {max_tokens} tokens, more than the whole KV cache holds: "
                 "ask for fewer max_tokens, or start with a larger kv_cache_memory_bytes"
             )
-        request = Request(core_request, arrival=self._num_arrivals, block_size=self.kv_cache.block_size, spans=spans)
+        request = Request(
+            core_request,
+            arrival=self._num_arrivals,
+            block_size=self.kv_cache.block_size,
+            spans=spans,
+        )
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=self._rank)
@@ -93,21 +99,26 @@ class Scheduler:
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput:
-        """There is neither a prefill nor a decode phase: each request has tokens that are not computed yet, and a
-        step gives it some of them."""
+        """There is neither a prefill nor a decode phase: each request has tokens that are not
+        computed yet, and a step gives it some of them.
+        """
         step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
         self._schedule_deferred(step)
         for request in tuple(self.running):
             if request.status is RequestStatus.RUNNING and request.request_id not in step.scheduled:
                 self._schedule_running(request, step)
-        while self.waiting and not step.has_preempted and len(self.running) < self.limits.max_num_seqs:
+        while (
+            self.waiting and not step.has_preempted and len(self.running) < self.limits.max_num_seqs
+        ):
             if not self._schedule_waiting(self.waiting[0], step):
                 break
         self._deferred_request_id = step.deferred_request_id
         return self._make_output(step)
 
     def _schedule_deferred(self, step: Step) -> None:
-        """A span that found too little room in the last step comes first in this one, alone if it has to."""
+        """A span that found too little room in the last step comes first in this one, alone if it
+        has to.
+        """
         request = self.requests.get(self._deferred_request_id or "")
         if request is None:
             return
@@ -139,14 +150,19 @@ class Scheduler:
         request.num_computed_tokens = hit.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = hit.num_tokens
-        started = StartedRequest(request=request.core_request, output_token_ids=request.output_token_ids)
+        started = StartedRequest(
+            request=request.core_request, output_token_ids=request.output_token_ids
+        )
         step.started.append(started)
         self._commit(request, plan, block_ids, step)
         return True
 
     def _find_prefix(self, request: Request) -> PrefixHit:
-        """A cached prefix that leaves at least one token to compute and doesn't end inside an unsplittable span."""
-        # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has to start at 0.
+        """A cached prefix that leaves at least one token to compute and doesn't end inside an
+        unsplittable span.
+        """
+        # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
+        # to start at 0.
         max_tokens = 0 if self.limits.is_encoder_decoder else request.num_tokens - 1
         hit = self.kv_cache.find_prefix(request, max_tokens)
         while (span := request.get_split_span(hit.num_tokens)) is not None:
@@ -161,7 +177,9 @@ class Scheduler:
             step.deferred_request_id = request.request_id
         return plan
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int, step: Step) -> BlockIds | None:
+    def _allocate_or_preempt(
+        self, request: Request, num_tokens: int, step: Step
+    ) -> BlockIds | None:
         while (block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
             victim = self._get_victim(request, step)
             self._preempt(victim)
@@ -171,7 +189,9 @@ class Scheduler:
         return block_ids
 
     def _get_victim(self, request: Request, step: Step) -> Request:
-        """The last in the order of service behind `request` that has no work in this step; else `request` itself."""
+        """The last in the order of service behind `request` that has no work in this step; else
+        `request` itself.
+        """
         for candidate in reversed(self.running):
             if candidate is request:
                 break
@@ -200,8 +220,11 @@ class Scheduler:
             encoder_inputs=encoder_inputs,
         )
 
-    def _commit_encoder_inputs(self, request: Request, plan: WindowPlan, step: Step) -> tuple[EncoderInput, ...]:
-        # What is shared comes first, so that it is not evicted for what is encoded; twins need the entry to exist.
+    def _commit_encoder_inputs(
+        self, request: Request, plan: WindowPlan, step: Step
+    ) -> tuple[EncoderInput, ...]:
+        # What is shared comes first, so that it is not evicted for what is encoded; twins need the
+        # entry to exist.
         for mm_index in plan.to_share:
             self.encoder_cache.check_and_update_cache(request, mm_index)
         for mm_index in plan.to_encode:
@@ -210,7 +233,9 @@ class Scheduler:
         for mm_index in plan.twins:
             self.encoder_cache.check_and_update_cache(request, mm_index)
         request.count_encoder_items(encoded=plan.to_encode, shared=plan.to_share + plan.twins)
-        return tuple(EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in plan.to_encode)
+        return tuple(
+            EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in plan.to_encode
+        )
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         stopped, self._stopped = tuple(self._stopped), []
@@ -224,7 +249,9 @@ class Scheduler:
 
     # ---- learning what came of it
 
-    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
         """Advance every request of the step; the news for their callers."""
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
@@ -238,13 +265,21 @@ class Scheduler:
             self._advance(request, scheduled)
             if scheduled.is_sampled:
                 token_id = result.sampled_token_ids[request.request_id]
-                outputs.append(self._take_token(request, token_id, result.logprobs.get(request.request_id)))
+                outputs.append(
+                    self._take_token(request, token_id, result.logprobs.get(request.request_id))
+                )
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
-        """The step could not be run at all: end its requests, and forget what they were about to compute."""
+        """The step could not be run at all: end its requests, and forget what they were about to
+        compute.
+        """
         requests = [self.requests.get(scheduled.request_id) for scheduled in output.scheduled]
-        outputs = [self._finish(request, FinishReason.ERROR, error=reason) for request in requests if request]
+        outputs = [
+            self._finish(request, FinishReason.ERROR, error=reason)
+            for request in requests
+            if request
+        ]
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
                 self.encoder_cache.discard(encoder_input.key)
@@ -266,8 +301,9 @@ class Scheduler:
         self._free_passed_items(request, start)
 
     def _free_passed_items(self, request: Request, start: int) -> None:
-        """Release the items that the tokens from `start` on have passed. An encoder-decoder model has stored what it
-        needs of all its items after its first step."""
+        """Release the items that the tokens from `start` on have passed. An encoder-decoder model
+        has stored what it needs of all its items after its first step.
+        """
         if not request.mm_features:
             return
         if self.limits.is_encoder_decoder:
@@ -279,14 +315,20 @@ class Scheduler:
             if request.mm_features[mm_index].mm_position.end <= end:
                 self.encoder_cache.free_encoder_input(request, mm_index)
 
-    def _take_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+    def _take_token(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    ) -> EngineCoreOutput:
         request.append_token(token_id)
         new_logprobs = () if logprobs is None else (logprobs,)
         stop = get_stop(request, max_model_len=self.limits.max_model_len)
         if stop is not None:
             reason, stop_token_id = stop
             return self._finish(
-                request, reason, new_token_ids=(token_id,), logprobs=new_logprobs, stop_token_id=stop_token_id
+                request,
+                reason,
+                new_token_ids=(token_id,),
+                logprobs=new_logprobs,
+                stop_token_id=stop_token_id,
             )
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -323,7 +365,9 @@ class Scheduler:
         )
 
     def _release(self, request: Request) -> None:
-        """Give back blocks and encoder references, and let the worker forget the request if it holds it."""
+        """Give back blocks and encoder references, and let the worker forget the request if it
+        holds it.
+        """
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request)
         if request.status is RequestStatus.RUNNING:

@@ -1,4 +1,4 @@
-"""When a request has said enough, as far as tokens tell; stop strings are the detokenizer's business."""
+"""When a request has said enough, as far as tokens tell; the detokenizer sees to stop strings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from sensorium.types.request import FinishReason
 
 
 def get_stop(request: Request, *, max_model_len: int) -> tuple[FinishReason, int | None] | None:
-    """Why the request ends with its newest token and, for a stop token of the caller, which; `None`: it goes on."""
+    """Why the request ends with its newest token, or `None`: it goes on.
+
+    The second value is the token id when a stop token of the caller ended it.
+    """
     params = request.sampling_params
     token_id = request.token_ids[-1]
     if request.num_output_tokens >= params.min_tokens:

@@ -1,9 +1,12 @@
-"""How many tokens of a request fit into a step, given its media: pure decisions, committed by the scheduler.
+"""How many tokens of a request fit into a step, given its media.
+
+Pure decisions, which the scheduler commits.
 
 Invariants:
   1. Planning changes neither the request nor the caches.
   2. A window never ends inside an unsplittable span.
-  3. The first request of a step can always take a whole span, and encode one item, whatever the budgets are.
+  3. The first request of a step can always take a whole span, and encode one item, whatever the
+     budgets are.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ class WindowPlanner:
         self._encoder_cache = encoder_cache
 
     def get_plan(self, request: Request, start: int, step: Step) -> tuple[WindowPlan | None, str]:
-        """The window that begins at `start`, or `None`, and what cut it short: "span", "encoder space" or else."""
+        """The window that begins at `start`, or `None`, and what cut it short: "span", "encoder
+        space" or else.
+        """
         end = min(request.num_tokens, start + step.num_tokens_left)
         if end <= start:
             return None, "tokens"
@@ -41,8 +46,12 @@ class WindowPlanner:
         )
         return plan, room.lacking
 
-    def _get_end_outside_span(self, request: Request, start: int, end: int, *, is_first: bool) -> int:
-        """Move an end that splits a span before it, or behind it when nothing else runs and there is nothing before."""
+    def _get_end_outside_span(
+        self, request: Request, start: int, end: int, *, is_first: bool
+    ) -> int:
+        """Move an end that splits a span before it, or behind it when nothing else runs and there
+        is nothing before.
+        """
         span = request.get_split_span(end)
         if span is None:
             return end
@@ -51,7 +60,9 @@ class WindowPlanner:
             return span_start
         return span_end if is_first else start
 
-    def _get_end_with_encoders(self, request: Request, start: int, end: int, room: _EncoderRoom) -> int:
+    def _get_end_with_encoders(
+        self, request: Request, start: int, end: int, room: _EncoderRoom
+    ) -> int:
         """Note in `room` the items of the window; it is cut before the first one that finds none."""
         limits = self._limits
         if not request.mm_features or (limits.is_encoder_decoder and start > 0):
@@ -70,7 +81,9 @@ class WindowPlanner:
                 )
                 if a == b:
                     continue
-            if not room.take(request.get_encoder_key(mm_index), mm_index, position.get_num_embeds()):
+            if not room.take(
+                request.get_encoder_key(mm_index), mm_index, position.get_num_embeds()
+            ):
                 return start if limits.is_encoder_decoder else max(start, position.offset)
         return end
 

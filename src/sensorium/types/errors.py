@@ -15,7 +15,8 @@ class SensoriumError(Exception):
 class RequestError(SensoriumError):
     """The request can't be served as it is; the message names what is wrong.
 
-    `LLM.generate` attaches the outputs of the whole call as `outputs`, so that neighbours of a bad request are not lost.
+    `LLM.generate` attaches the outputs of the whole call as `outputs`, so that neighbours of a bad
+    request are not lost.
     """
 
     outputs: tuple[object, ...] = ()

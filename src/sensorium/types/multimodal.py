@@ -1,6 +1,7 @@
-"""What the engine knows about media items: where they stand in the prompt and how large they are. Never tensors.
+"""What the engine knows about media items: where they stand in the prompt, and how large they are.
 
-Ranges are half-open. Everything that is asked per step costs O(1), or O(log n) in the number of items of a request.
+Never tensors. Ranges are half-open. Everything that is asked per step costs O(1), or O(log n) in
+the number of items of a request.
 """
 
 from __future__ import annotations
@@ -33,21 +34,27 @@ class PlaceholderRange:
     length: int
     is_embed: tuple[bool, ...] | None = None
     end: int = field(init=False, compare=False, repr=False)
-    # embeds_cumsum[i] = number of embeddings among the first i + 1 positions. A list, because the scheduler asks in
-    # every step and indexing a tensor costs microseconds.
+    # embeds_cumsum[i] = number of embeddings among the first i + 1 positions. A list, because the
+    # scheduler asks in every step and indexing a tensor costs microseconds.
     embeds_cumsum: list[int] | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.offset < 0 or self.length < 0:
-            raise RequestError(f"a placeholder needs offset and length >= 0, not {self.offset} and {self.length}")
+            raise RequestError(
+                f"a placeholder needs offset and length >= 0, not {self.offset} and {self.length}"
+            )
         mask = self.is_embed
         if mask is not None and not isinstance(mask, tuple):
             mask = tuple(map(bool, mask))
             object.__setattr__(self, "is_embed", mask)
         if mask and len(mask) != self.length:
-            raise RequestError(f"is_embed has {len(mask)} entries for a placeholder of {self.length} positions")
+            raise RequestError(
+                f"is_embed has {len(mask)} entries for a placeholder of {self.length} positions"
+            )
         object.__setattr__(self, "end", self.offset + self.length)
-        object.__setattr__(self, "embeds_cumsum", None if mask is None else list(accumulate(mask, initial=0))[1:])
+        object.__setattr__(
+            self, "embeds_cumsum", None if mask is None else list(accumulate(mask, initial=0))[1:]
+        )
 
     def get_num_embeds(self) -> int:
         """How many embeddings the item's encoder must give."""
@@ -56,7 +63,10 @@ class PlaceholderRange:
         return self.embeds_cumsum[-1] if self.embeds_cumsum else 0
 
     def get_embeds_indices_in_range(self, start: int, end: int) -> tuple[int, int]:
-        """The item's embeddings `[a, b)` that belong to its positions `[start, end)`, relative to `offset`."""
+        """The item's embeddings `[a, b)` that belong to its positions `[start, end)`.
+
+        The positions are relative to `offset`.
+        """
         cumsum = self.embeds_cumsum
         if cumsum is None:
             return start, end
@@ -92,11 +102,16 @@ _end_of = attrgetter("mm_position.end")
 
 
 def get_mm_features_in_window(
-    mm_features: Sequence[MultiModalFeatureSpec], start: int, end: int, *, is_encoder_decoder: bool = False
+    mm_features: Sequence[MultiModalFeatureSpec],
+    start: int,
+    end: int,
+    *,
+    is_encoder_decoder: bool = False,
 ) -> tuple[int, int]:
-    """The items `[lo, hi)` that overlap the positions `[start, end)`. `mm_features` are sorted and don't overlap.
+    """The items `[lo, hi)` that overlap the positions `[start, end)`.
 
-    An encoder-decoder model has every item at offset 0, not at a place of the prompt: `lo` is 0 there.
+    `mm_features` are sorted and don't overlap. An encoder-decoder model has every item at offset 0,
+    not at a place of the prompt: `lo` is 0 there.
     """
     lo = 0 if is_encoder_decoder else bisect_right(mm_features, start, key=_end_of)
     return lo, bisect_left(mm_features, end, lo=lo, key=_offset_of)

@@ -19,7 +19,10 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence. `stop_reason`: the stop string or token id that ended it; `None` for end-of-sequence."""
+    """One generated sequence.
+
+    `stop_reason`: the stop string or token id that ended it; `None` for end-of-sequence.
+    """
 
     index: int
     text: str
@@ -32,8 +35,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and what came of it. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
-    items whose encoder output was there already."""
+    """A request and what came of it.
+
+    `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the items whose
+    encoder output was there already.
+    """
 
     request_id: str
     prompt: str | None

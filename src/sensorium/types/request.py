@@ -25,8 +25,9 @@ class FinishReason(str, Enum):
 class EngineCoreRequest:
     """A request that is ready to run: tokens and metadata, no text and no tensors.
 
-    `mm_features` are sorted by offset. `sampling_params` are resolved. `eos_token_ids` end it unless it ignores them.
-    `cache_salt` and `adapter` separate what may share KV blocks and encoder outputs. A lower `priority` runs first.
+    `mm_features` are sorted by offset. `sampling_params` are resolved. `eos_token_ids` end it
+    unless it ignores them. `cache_salt` and `adapter` separate what may share KV blocks and encoder
+    outputs. A lower `priority` runs first.
     """
 
     request_id: str
@@ -40,7 +41,10 @@ class EngineCoreRequest:
 
     @property
     def encoder_key_suffix(self) -> str:
-        """What an encoder output's key has after the item's `mm_hash`, so that salts and adapters stay apart."""
+        """What an encoder output's key has after the item's `mm_hash`.
+
+        It keeps salts and adapters apart.
+        """
         if self.cache_salt is None and self.adapter is None:
             return ""
         return f"/{self.adapter!r}/{self.cache_salt!r}"
@@ -48,7 +52,10 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the sampled token's, its rank (1 = likeliest), and the likeliest tokens'."""
+    """Log-probabilities at one position.
+
+    The sampled token's, its rank (1 = likeliest), and the likeliest tokens'.
+    """
 
     logprob: float
     rank: int
@@ -60,7 +67,8 @@ class TokenLogprobs:
 class EngineCoreOutput:
     """News of one request after a step. The one with a `finish_reason` is its last.
 
-    `stop_token_id` is the token that ended it, when a token did. `error` explains `FinishReason.ERROR`.
+    `stop_token_id` is the token that ended it, when a token did. `error` explains
+    `FinishReason.ERROR`.
     """
 
     request_id: str

@@ -1,4 +1,7 @@
-"""How the next token is chosen and when to stop, as the caller says it; names as in OpenAI's API and vLLM."""
+"""How the next token is chosen and when to stop, as the caller says it.
+
+Names as in OpenAI's API and vLLM.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,23 @@ class SamplingParams:
     def _problems(self) -> list[tuple[str, str | None]]:
         temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
         return [
-            ("temperature", None if temperature is None or 0 <= temperature <= 100 else "must be in [0, 100]"),
+            (
+                "temperature",
+                None if temperature is None or 0 <= temperature <= 100 else "must be in [0, 100]",
+            ),
             ("top_p", None if top_p is None or 0 < top_p <= 1 else "must be in (0, 1]"),
-            ("top_k", None if top_k is None or _is_count(top_k) else "must be an integer >= 0 (0: no limit)"),
+            (
+                "top_k",
+                None
+                if top_k is None or _is_count(top_k)
+                else "must be an integer >= 0 (0: no limit)",
+            ),
             ("seed", None if self.seed is None or _is_int(self.seed) else "must be an integer"),
             (
                 "max_tokens",
-                None if self.max_tokens is None or _is_count(self.max_tokens, 1) else "must be an integer >= 1",
+                None
+                if self.max_tokens is None or _is_count(self.max_tokens, 1)
+                else "must be an integer >= 1",
             ),
             ("min_tokens", None if _is_count(self.min_tokens) else "must be an integer >= 0"),
             (
@@ -65,15 +78,23 @@ class SamplingParams:
                 if self.max_tokens is None or self.min_tokens <= self.max_tokens
                 else f"must be at most max_tokens={self.max_tokens}",
             ),
-            ("stop", None if all(isinstance(s, str) and s for s in self.stop) else "must be non-empty strings"),
+            (
+                "stop",
+                None
+                if all(isinstance(s, str) and s for s in self.stop)
+                else "must be non-empty strings",
+            ),
             (
                 "stop_token_ids",
-                None if all(_is_count(t) for t in self.stop_token_ids) else "must be token ids (integers >= 0)",
+                None
+                if all(_is_count(t) for t in self.stop_token_ids)
+                else "must be token ids (integers >= 0)",
             ),
             (
                 "logprobs",
                 None
-                if self.logprobs is None or (_is_count(self.logprobs) and self.logprobs <= MAX_LOGPROBS)
+                if self.logprobs is None
+                or (_is_count(self.logprobs) and self.logprobs <= MAX_LOGPROBS)
                 else f"must be in [0, {MAX_LOGPROBS}]",
             ),
         ]
@@ -83,7 +104,10 @@ class SamplingParams:
         return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
 
     def resolve(self, defaults: GenerationDefaults, *, seed: int) -> SamplingParams:
-        """A copy with nothing left open but `max_tokens`; `seed` is used when the request has none."""
+        """A copy with nothing left open but `max_tokens`.
+
+        `seed` is used when the request has none.
+        """
         return replace(
             self,
             temperature=defaults.temperature if self.temperature is None else self.temperature,

@@ -21,10 +21,12 @@ class EncoderInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
-    """One request's share of a step: compute the tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)`.
+    """One request's share of a step.
 
-    `new_block_ids` are appended to the block tables that the worker keeps, or replace them when the request is (re)started.
-    `is_sampled` says whether the step reaches the request's last token, so that a next one is chosen.
+    Compute the tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)`.
+    `new_block_ids` are appended to the block tables that the worker keeps, or replace them when the
+    request is (re)started. `is_sampled` says whether the step reaches the request's last token, so
+    that a next one is chosen.
     """
 
     request_id: str
@@ -37,7 +39,10 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRequest:
-    """A request that the worker doesn't hold: new, or resumed after a preemption with the tokens it had made."""
+    """A request that the worker doesn't hold.
+
+    New, or resumed after a preemption with the tokens it had made.
+    """
 
     request: EngineCoreRequest
     output_token_ids: tuple[int, ...] = ()
@@ -45,7 +50,10 @@ class StartedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """The only thing the worker obeys. Lists are in the order in which to act: drop, free, start, then run."""
+    """The only thing the worker obeys.
+
+    Lists are in the order in which to act: drop, free, start, then run.
+    """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     started: tuple[StartedRequest, ...] = ()
@@ -60,7 +68,10 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The sampled token of each request that sampled, and what could not be encoded, by encoder key, with the reason."""
+    """The sampled token of each request that sampled, and what could not be encoded.
+
+    The latter by encoder key, with the reason.
+    """
 
     sampled_token_ids: Mapping[str, int]
     logprobs: Mapping[str, TokenLogprobs]

@@ -1,0 +1,160 @@
+"""What the user said, made complete: every value that the engine's parts are built with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PretrainedConfig
+
+from sensorium.core.admission import Limits
+from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
+from sensorium.types.errors import ModelError
+from sensorium.types.scheduling import KVCacheGroup
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # of what is free once the weights are loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What the user may say; `None` means: choose."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    encoder_cache_size: int | None = None
+    max_num_encoder_embeds: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+    enable_prefix_caching: bool = True
+    disable_chunked_mm_input: bool = False
+    scheduling_policy: str = "fcfs"
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+            "encoder_cache_size",
+            "max_num_encoder_embeds",
+            "block_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ModelError(f"{name} must be an integer >= 1, not {value!r}")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ModelError(
+                f"scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Complete, and the same for as long as the engine lives."""
+
+    limits: Limits
+    groups: tuple[KVCacheGroup, ...]
+    block_size: int
+    enable_prefix_caching: bool
+    scheduling_policy: str
+
+
+def resolve_config(
+    options: EngineOptions,
+    *,
+    text_config: PretrainedConfig,
+    layer_groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    needs_whole_spans: bool,
+) -> EngineConfig:
+    is_cuda = device.type == "cuda"
+    max_num_seqs = options.max_num_seqs or (256 if is_cuda else 32)
+    max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
+    context = getattr(text_config, "max_position_embeddings", None)
+    max_model_len = options.max_model_len or context
+    if max_model_len is None:
+        raise ModelError("the model's config names no context length: give max_model_len")
+    if context is not None and max_model_len > context:
+        raise ModelError(
+            f"max_model_len={max_model_len} is more than the model's context of {context}"
+        )
+    element_size = torch.empty((), dtype=dtype).element_size()
+    memory_bytes = options.kv_cache_memory_bytes or _choose_memory_bytes(
+        layer_groups, max_num_seqs * max_model_len, options.block_size, element_size, device
+    )
+    window = max((group.window or 0 for group in layer_groups), default=0)
+    groups = plan_kv_cache(
+        layer_groups,
+        memory_bytes=memory_bytes,
+        block_size=options.block_size,
+        element_size=element_size,
+        max_tokens_per_window_group=max_num_seqs * (window + 2 * options.block_size)
+        + max(max_num_batched_tokens, max_model_len),
+    )
+    return EngineConfig(
+        limits=Limits(
+            max_model_len=_fit_context(
+                options.max_model_len, max_model_len, groups, options.block_size
+            ),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            encoder_cache_size=options.encoder_cache_size or DEFAULT_ENCODER_CACHE_SIZE,
+            max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
+            needs_whole_spans=needs_whole_spans,
+            disable_chunked_mm_input=options.disable_chunked_mm_input,
+        ),
+        groups=groups,
+        block_size=options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        scheduling_policy=options.scheduling_policy,
+    )
+
+
+def _choose_memory_bytes(
+    layer_groups: tuple[LayerGroup, ...],
+    most_tokens: int,
+    block_size: int,
+    element_size: int,
+    device: torch.device,
+) -> int:
+    """Enough for all requests at full length, but not more than a share of what is free."""
+    per_block = sum(
+        group.num_bytes_per_block(block_size=block_size, element_size=element_size)
+        for group in layer_groups
+    )
+    wanted = (-(-most_tokens // block_size) + 1) * per_block
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(wanted, int(free * MEMORY_SHARE[device.type]))
+
+
+def _fit_context(
+    asked: int | None, max_model_len: int, groups: tuple[KVCacheGroup, ...], block_size: int
+) -> int:
+    """A request of full length must fit into the groups that keep everything."""
+    capacity = min(
+        ((group.num_blocks - 1) * block_size for group in groups if group.window is None),
+        default=max_model_len,
+    )
+    if max_model_len <= capacity:
+        return max_model_len
+    if asked is not None:
+        raise ModelError(
+            f"max_model_len={asked} does not fit: the KV cache holds {capacity} tokens. "
+            "Give a larger kv_cache_memory_bytes or a smaller max_model_len"
+        )
+    logger.warning("the context is cut to %d tokens, which is what the KV cache holds", capacity)
+    return capacity

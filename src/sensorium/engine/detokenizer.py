@@ -1,0 +1,58 @@
+"""Text from tokens as they come, and the end at a stop string."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Detokenizer:
+    """Gives out text only when later tokens can't change it.
+
+    A token's text depends on its neighbours (bytes of one character, leading spaces), so the last tokens
+    are decoded together with the one before them, and what that one had given is cut off.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: tuple[int, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        # A few tokens of the prompt: the first new token may need a neighbour to know about its leading space.
+        self._token_ids = list(prompt_token_ids[-6:])
+        self._prefix_start = 0
+        self._read_end = len(self._token_ids)
+        self.text = ""
+
+    def add(self, token_id: int) -> None:
+        self._token_ids.append(token_id)
+        prefix = self._decode(self._prefix_start, self._read_end)
+        text = self._decode(self._prefix_start, len(self._token_ids))
+        if len(text) > len(prefix) and not text.endswith(_REPLACEMENT_CHARACTER):
+            self._take(text, prefix)
+
+    def finish(self) -> None:
+        """Give out the rest, complete or not."""
+        prefix = self._decode(self._prefix_start, self._read_end)
+        self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
+
+    def _take(self, text: str, prefix: str) -> None:
+        self.text += text[len(prefix) :]
+        self._prefix_start, self._read_end = self._read_end, len(self._token_ids)
+
+    def _decode(self, start: int, end: int) -> str:
+        text: str = self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
+        return text
+
+
+def find_stop(
+    text: str, stop: tuple[str, ...], *, num_new_characters: int
+) -> tuple[str, int] | None:
+    """The stop string that begins first in `text` and its place, if one ends in the new characters."""
+    found = []
+    for candidate in stop:
+        start = text.find(candidate, max(0, len(text) - num_new_characters - len(candidate) + 1))
+        if start >= 0:
+            found.append((start, candidate))
+    if not found:
+        return None
+    start, candidate = min(found)
+    return candidate, start

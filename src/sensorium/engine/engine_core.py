@@ -1,0 +1,96 @@
+"""The step loop: the scheduler decides, the worker obeys, the scheduler learns.
+
+Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is refused
+at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a finish reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from sensorium.core.scheduler import Scheduler
+from sensorium.engine.payload_store import PayloadStore
+from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
+from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+_MAX_IDLE_STEPS = 8  # a step may be empty once in a while; a row of them means that nobody can move
+
+
+class Runner(Protocol):
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    def forget_request(self, request_id: str) -> None: ...
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class EngineCore:
+    def __init__(self, scheduler: Scheduler, runner: Runner, payloads: PayloadStore) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.payloads = payloads
+        self._num_idle_steps = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests
+
+    def add_request(
+        self, request: EngineCoreRequest, payloads: Mapping[str, MultiModalKwargsItem]
+    ) -> None:
+        """Accept a request with the tensors of its media, by `mm_hash`; or raise a `RequestError`."""
+        if request.request_id in self.scheduler.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use")
+        try:
+            self.payloads.add(request, payloads)
+            self.runner.add_request(request)
+            self.scheduler.add_request(request)
+        except RequestError:
+            self._forget(request.request_id)
+            raise
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """End requests at their callers' wish. Those that have ended already are passed over."""
+        aborted = [self.scheduler.abort_request(request_id) for request_id in request_ids]
+        outputs = [output for output in aborted if output is not None]
+        self._forget_finished(outputs)
+        return outputs
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Compute one step; the news of its requests."""
+        scheduled = self.scheduler.schedule()
+        self._check_progress(scheduled)
+        try:
+            result = self.runner.execute(scheduled)
+        except (
+            Exception
+        ) as error:  # our bug, or no memory: it must not take requests of later steps along
+            logger.exception("a step of %d requests failed", len(scheduled.scheduled))
+            outputs = self.scheduler.fail_step(
+                scheduled, f"internal error: {type(error).__name__}: {error}"
+            )
+        else:
+            outputs = self.scheduler.update_from_output(scheduled, result)
+        self._forget_finished(outputs)
+        return outputs
+
+    def _check_progress(self, scheduled: SchedulerOutput) -> None:
+        self._num_idle_steps = self._num_idle_steps + 1 if scheduled.is_empty else 0
+        if self._num_idle_steps > _MAX_IDLE_STEPS and self.has_requests:
+            raise InvariantError(
+                f"{len(self.scheduler.requests)} requests, and none can be scheduled"
+            )
+
+    def _forget_finished(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self.payloads.release(request_id)
+        self.runner.forget_request(request_id)

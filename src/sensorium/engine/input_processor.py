@@ -1,0 +1,137 @@
+"""From what a caller gives to a request that the core can run, with the tensors of its media beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sensorium.multimodal.placeholders import expand_text, expand_token_ids
+from sensorium.multimodal.processor import MultiModalProcessor, ProcessedItem
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.sampling import GenerationDefaults, SamplingParams
+
+_PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedRequest:
+    """`payloads`: processed tensors by `mm_hash`. `prompt`: the text, if text was given."""
+
+    request: EngineCoreRequest
+    payloads: Mapping[str, MultiModalKwargsItem]
+    prompt: str | None
+
+
+class InputProcessor:
+    """Owns nothing but the source of seeds for requests that have none."""
+
+    def __init__(
+        self,
+        processor: MultiModalProcessor,
+        *,
+        defaults: GenerationDefaults,
+        limit_mm_per_prompt: Mapping[str, int],
+        seed: int,
+    ) -> None:
+        self.processor = processor
+        self.defaults = defaults
+        self._limits = dict(limit_mm_per_prompt)
+        self._seeds = random.Random(seed)
+
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedRequest:
+        """Raises a `RequestError` that names what is wrong with the prompt."""
+        fields = _normalise(prompt)
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        items = self._process_items(fields)
+        if text is not None:
+            expanded_ids, features = expand_text(self.processor, text, items)
+        else:
+            expanded_ids, features = expand_token_ids(self.processor, token_ids or (), items)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(expanded_ids),
+            sampling_params=params.resolve(self.defaults, seed=self._seeds.getrandbits(63)),
+            mm_features=tuple(features),
+            eos_token_ids=self.defaults.eos_token_ids,
+            cache_salt=fields.get("cache_salt"),
+            priority=fields.get("priority", 0),
+        )
+        payloads = {item.mm_hash: item.kwargs for item in items}
+        return ProcessedRequest(request=request, payloads=payloads, prompt=text)
+
+    def _process_items(self, fields: TextPrompt) -> list[ProcessedItem]:
+        processor_kwargs = fields.get("mm_processor_kwargs") or {}
+        items = []
+        for modality, media in (fields.get("multi_modal_data") or {}).items():
+            entries = _as_list(modality, media)
+            self._check_count(modality, len(entries))
+            for index, entry in enumerate(entries):
+                try:
+                    item = self.processor.process_item(modality, entry, processor_kwargs)
+                except RequestError as error:
+                    raise RequestError(f"{modality} {index}: {error}") from error
+                items.append(item)
+        return items
+
+    def _check_count(self, modality: str, count: int) -> None:
+        if count and modality not in self.processor.modalities:
+            takes = ", ".join(self.processor.modalities) or "text only"
+            raise RequestError(f"this model takes no {modality} (it takes: {takes})")
+        limit = self._limits.get(modality)
+        if limit is not None and count > limit:
+            raise RequestError(
+                f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one prompt"
+            )
+
+
+def _normalise(prompt: Prompt) -> TextPrompt:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        return {"prompt_token_ids": _check_token_ids(prompt)}
+    unknown = sorted(set(prompt) - _PROMPT_KEYS)
+    if unknown:
+        raise RequestError(f"unknown prompt field(s): {', '.join(map(str, unknown))}")
+    if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
+    fields: TextPrompt = {**prompt}
+    if "prompt_token_ids" in prompt:
+        fields["prompt_token_ids"] = _check_token_ids(prompt["prompt_token_ids"])
+    elif not isinstance(prompt["prompt"], str):
+        raise RequestError(f"'prompt' must be text, not {type(prompt['prompt']).__name__}")
+    for name in ("multi_modal_data", "mm_processor_kwargs"):
+        if not isinstance(prompt.get(name) or {}, Mapping):
+            raise RequestError(f"{name!r} must be a mapping")
+    if not isinstance(prompt.get("priority", 0), int):
+        raise RequestError("'priority' must be an integer")
+    if not isinstance(prompt.get("cache_salt"), str | None):
+        raise RequestError("'cache_salt' must be text")
+    return fields
+
+
+def _check_token_ids(token_ids: Sequence[int]) -> list[int]:
+    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+    if not isinstance(ids, list | tuple):
+        raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise RequestError(f"token ids are integers >= 0, not {token_id!r}")
+    return list(ids)
+
+
+def _as_list(modality: str, media: Any) -> list[Any]:
+    """One item or a list of them. A list of frames is one video."""
+    if media is None:
+        return []
+    if not isinstance(media, list | tuple):
+        return [media]
+    is_frames = modality == "video" and media and getattr(media[0], "ndim", 3) == 3
+    is_frames = is_frames and not isinstance(media[0], list | tuple)
+    return [media] if is_frames else list(media)

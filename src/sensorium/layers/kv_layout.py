@@ -1,0 +1,110 @@
+"""What the keys and values of a model look like, layer by layer, and how memory is split among them.
+
+Plain numbers: no tensors here. A *group* is a set of layers with one window, hence one block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sensorium.types.errors import ModelError
+from sensorium.types.scheduling import KVCacheGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """`source`: the layer whose keys and values this one reads; another than itself for layers that share them."""
+
+    layer_index: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    source: int
+
+    @property
+    def num_elements_per_token(self) -> int:
+        """0 for a layer that stores nothing of its own."""
+        if self.source != self.layer_index:
+            return 0
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    window: int | None
+    layers: tuple[LayerSpec, ...]
+
+    def num_bytes_per_block(self, *, block_size: int, element_size: int) -> int:
+        num_elements = sum(layer.num_elements_per_token for layer in self.layers)
+        return num_elements * block_size * element_size
+
+
+def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
+    """Groups by window, the one that attends to everything first. A sharing layer belongs to its source's group."""
+    window_of = {layer.layer_index: layer.window for layer in layers}
+    for layer in layers:
+        if layer.window != window_of[layer.source]:
+            raise ModelError(
+                f"layer {layer.layer_index} shares keys and values with layer {layer.source}, "
+                "which has another attention window: not supported"
+            )
+    windows = sorted(set(window_of.values()), key=lambda window: (window is not None, window or 0))
+    return tuple(
+        LayerGroup(window=window, layers=tuple(layer for layer in layers if layer.window == window))
+        for window in windows
+    )
+
+
+def plan_kv_cache(
+    groups: Sequence[LayerGroup],
+    *,
+    memory_bytes: int,
+    block_size: int,
+    element_size: int,
+    max_tokens_per_window_group: int,
+) -> tuple[KVCacheGroup, ...]:
+    """Split memory so that every group holds the same number of tokens.
+
+    A group with a window never needs more than `max_tokens_per_window_group` beside its windows: when that is less
+    than its share, the others get the rest. One block of each group is the null block.
+    """
+    sizes = [
+        g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
+    ]
+    bounds = [
+        None if g.window is None else _num_blocks(max_tokens_per_window_group, block_size) + 1
+        for g in groups
+    ]
+    num_blocks = _num_equal_blocks(sizes, bounds, memory_bytes)
+    if num_blocks < 2:
+        raise ModelError(
+            f"the KV cache needs at least {2 * sum(sizes)} bytes, but kv_cache_memory_bytes is {memory_bytes}"
+        )
+    return tuple(
+        KVCacheGroup(
+            num_blocks=num_blocks if bound is None else min(num_blocks, bound), window=g.window
+        )
+        for g, bound in zip(groups, bounds, strict=True)
+    )
+
+
+def _num_equal_blocks(sizes: Sequence[int], bounds: Sequence[int | None], memory_bytes: int) -> int:
+    """The largest n for which min(n, bound) blocks of every group fit into the memory."""
+    low, high = 0, memory_bytes // max(1, min(sizes)) + 1
+    while low < high - 1:
+        middle = (low + high) // 2
+        used = sum(
+            size * (middle if bound is None else min(middle, bound))
+            for size, bound in zip(sizes, bounds, strict=True)
+        )
+        if used <= memory_bytes:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _num_blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)

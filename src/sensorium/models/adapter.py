@@ -1,0 +1,212 @@
+"""One interface over every Transformers model: encode items, embed tokens, run the decoder, make logits.
+
+The defaults ask the model itself. A family overrides what can't be asked. Nothing here knows requests, blocks or
+schedules, and nothing of the model is changed but the attention function of its decoder.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
+
+from sensorium.layers.kv_layout import LayerSpec
+from sensorium.models.attention_seam import PAGED_ATTENTION, AttentionCall
+from sensorium.models.kv_probe import KVProbe
+from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
+
+MODALITIES = ("image", "video", "audio")
+# Transformers' numbers in `mm_token_type_ids`; 0 is text.
+_TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
+
+
+class ModelAdapter:
+    """The generic family: whatever follows Transformers' conventions needs no code of its own."""
+
+    # Items of these modalities attend in both directions among their own embeddings.
+    bidirectional_modalities: frozenset[str] = frozenset()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config: PretrainedConfig = model.config
+        self.text_config: PretrainedConfig = model.config.get_text_config(decoder=True)
+        is_nested = self.text_config is not self.config
+        model.set_attn_implementation(
+            {"text_config": PAGED_ATTENTION} if is_nested else PAGED_ATTENTION
+        )
+        self._base: Any = model.base_model
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
+        self.has_mrope = hasattr(self._base, "get_rope_index")
+        self.modalities = tuple(m for m in MODALITIES if hasattr(self._base, f"get_{m}_features"))
+        self._vocab_size = int(self.text_config.vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def needs_whole_spans(self) -> bool:
+        return bool(self.bidirectional_modalities)
+
+    # ---- the decoder
+
+    def embed(
+        self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """[N] ids, with `mm_embeds` put at the tokens `mm_index`; the embeddings [1, N, hidden] and more arguments for
+        the decoder. Ids at `mm_index` have no embedding of their own (a placeholder may lie outside the vocabulary)."""
+        if mm_index is None or mm_embeds is None:
+            return self._embedding(input_ids)[None], {}
+        embeds = self._embedding(input_ids.index_fill(0, mm_index, 0))
+        return embeds.index_copy(0, mm_index, mm_embeds.to(embeds.dtype))[None], {}
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor,
+        attention_call: AttentionCall,
+        extra: dict[str, Any],
+    ) -> torch.Tensor:
+        """[1, N, hidden] and positions [3, N] (M-RoPE) or [N]: the last hidden states [N, hidden]."""
+        position_ids = positions[:, None] if self.has_mrope else positions[None]
+        output = self._decoder(
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            use_cache=False,
+            attention_call=attention_call,
+            **extra,
+        )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, hidden] → float32 [B, vocabulary], scaled as the model's own head does."""
+        logits = self._head(hidden).float()
+        config = self.text_config
+        if (scale := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (softcap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits
+
+    @torch.inference_mode()
+    def probe_layers(self) -> tuple[LayerSpec, ...]:
+        """The KV layout, from a forward pass over two tokens."""
+        probe = KVProbe()
+        embeds, extra = self.embed(torch.zeros(2, dtype=torch.long, device=self.device), None, None)
+        positions = torch.arange(2, device=self.device)
+        self.forward(embeds, positions.expand(3, 2) if self.has_mrope else positions, probe, extra)
+        expected = int(self.text_config.num_hidden_layers)
+        if len(probe.layers) != expected:
+            raise ModelError(
+                f"{type(self.model).__name__} has {expected} layers, of which {len(probe.layers)} use the "
+                "attention interface: models with other kinds of layers are not supported"
+            )
+        return probe.layers
+
+    # ---- positions
+
+    def get_mrope_positions(
+        self,
+        token_ids: Sequence[int],
+        features: Sequence[MultiModalFeatureSpec],
+        items: Sequence[MultiModalKwargsItem],
+    ) -> tuple[torch.Tensor, int]:
+        """Positions [3, prompt] on the CPU, and what to add to the index of a token behind the prompt."""
+        if not features:
+            return torch.arange(len(token_ids)).expand(3, -1), 0
+        token_types = torch.zeros(1, len(token_ids), dtype=torch.int)
+        for feature in features:
+            for start, end in feature.mm_position.extract_embeds_range():
+                token_types[0, start:end] = _TOKEN_TYPES[feature.modality]
+        positions, delta = self._get_rope_index(torch.tensor([list(token_ids)]), token_types, items)
+        return positions[:, 0].cpu(), int(delta[0, 0])
+
+    def _get_rope_index(
+        self,
+        input_ids: torch.Tensor,
+        token_types: torch.Tensor,
+        items: Sequence[MultiModalKwargsItem],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        function = self._base.get_rope_index
+        names = inspect.signature(function).parameters.keys() & {
+            name for item in items for name in item
+        }
+        arguments = {
+            name: torch.cat([item[name] for item in items if name in item]) for name in names
+        }
+        return function(input_ids, mm_token_type_ids=token_types, **arguments)
+
+    # ---- encoders
+
+    def encode(
+        self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Run one modality's encoder over items of any requests; one [num_embeds, width] per item."""
+        function = getattr(self._base, f"get_{modality}_features")
+        names = inspect.signature(function).parameters.keys()
+        arguments = {
+            name: tensor.to(self.device)
+            for name, tensor in _collate(items).items()
+            if name in names
+        }
+        output = function(**arguments, return_dict=True)
+        return self._split(output, num_embeds)
+
+    def _split(self, output: Any, num_embeds: Sequence[int]) -> list[torch.Tensor]:
+        embeds = output.pooler_output
+        if isinstance(embeds, list | tuple):
+            embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in embeds])
+        elif embeds.ndim == 3 and getattr(output, "attention_mask", None) is not None:
+            embeds = embeds[output.attention_mask.bool()]
+        embeds = embeds.reshape(-1, embeds.shape[-1])
+        if len(embeds) != sum(num_embeds):
+            raise RequestError(
+                f"the encoder gave {len(embeds)} embeddings for placeholders of {sum(num_embeds)}"
+            )
+        return list(embeds.split(list(num_embeds)))
+
+
+def _collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
+    """Concatenate the items' tensors; trailing dimensions of unequal size are padded with zeros."""
+    names = items[0].keys()
+    for item in items:
+        if item.keys() != names:
+            raise RequestError(
+                f"items of one batch have different tensors: {sorted(names)}, {sorted(item)}"
+            )
+    return {name: torch.cat(_pad_alike([item[name] for item in items])) for name in names}
+
+
+def _pad_alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    trailing = [tensor.shape[1:] for tensor in tensors]
+    if len(set(trailing)) == 1:
+        return tensors
+    if len({len(shape) for shape in trailing}) > 1:
+        raise RequestError(f"items of one batch have shapes that don't go together: {trailing}")
+    largest = [max(sizes) for sizes in zip(*trailing, strict=True)]
+    padded = []
+    for tensor, shape in zip(tensors, trailing, strict=True):
+        widths = [
+            w
+            for size, most in reversed(list(zip(shape, largest, strict=True)))
+            for w in (0, most - size)
+        ]
+        padded.append(pad(tensor, widths))
+    return padded

@@ -1,0 +1,9 @@
+"""Gemma 3: the embeddings of an image see each other in both directions."""
+
+from __future__ import annotations
+
+from sensorium.models.adapter import ModelAdapter
+
+
+class Gemma3Adapter(ModelAdapter):
+    bidirectional_modalities = frozenset({"image"})

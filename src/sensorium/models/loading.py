@@ -1,0 +1,104 @@
+"""From a path or hub id to a model that is ready to run, or to one sentence that says why not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from sensorium.models.adapter import ModelAdapter
+from sensorium.models.families import ADAPTERS
+from sensorium.types.errors import ModelError
+from sensorium.types.sampling import GenerationDefaults
+
+logger = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def load_config(model: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (
+        Exception
+    ) as error:  # Transformers raises many kinds for what is one fault: there is no such model
+        raise ModelError(f"no model can be loaded from {model!r}: {error}") from error
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {device!r}: use auto, cpu or cuda") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {device!r} was asked for, but torch finds no CUDA device")
+    return resolved
+
+
+def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """`auto`: the checkpoint's, but float32 on a CPU that has no bfloat16 instructions (it would be 100 times slower)."""
+    if dtype in _DTYPES:
+        return _DTYPES[dtype]
+    if dtype != "auto":
+        raise ModelError(f"unknown dtype {dtype!r}: use auto, {', '.join(_DTYPES)}")
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(stored, str):
+        stored = _DTYPES.get(stored)
+    if device.type == "cpu" and (stored is not torch.bfloat16 or not _has_fast_bfloat16()):
+        return torch.float32
+    return stored or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def _has_fast_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def load_model(
+    model: str, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
+) -> ModelAdapter:
+    model_class = _get_model_class(config)
+    loaded: PreTrainedModel = model_class.from_pretrained(model, dtype=dtype).to(device).eval()
+    adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
+    return adapter_class(loaded)
+
+
+def _get_model_class(config: PretrainedConfig) -> Any:
+    """The Transformers class that the checkpoint names, if its decoder lets us in."""
+    name = (config.architectures or [""])[0]
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        raise ModelError(
+            f"{name or config.model_type!r} is not an architecture that Transformers knows"
+        )
+    if config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder model: not supported yet")
+    if not hasattr(model_class, "generate") or not getattr(
+        model_class, "_supports_attention_backend", False
+    ):
+        raise ModelError(
+            f"{name} can't be run: it does not generate through Transformers' attention interface"
+        )
+    return model_class
+
+
+def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
+    """The model's `generation_config.json`, as far as it concerns sampling."""
+    config = model.generation_config
+    eos = config.eos_token_id
+    eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
+    for name, neutral in (("repetition_penalty", 1.0), ("min_p", None), ("suppress_tokens", None)):
+        value = getattr(config, name, None)
+        if value not in (None, neutral):
+            logger.warning("generation config: %s=%s is not supported yet and ignored", name, value)
+    if config.do_sample is False:
+        return GenerationDefaults(temperature=0.0, eos_token_ids=eos_token_ids)
+    return GenerationDefaults(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        top_k=config.top_k or 0,
+        eos_token_ids=eos_token_ids,
+    )

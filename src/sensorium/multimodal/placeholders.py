@@ -1,0 +1,137 @@
+"""Puts processed items into a prompt: expands the markers and finds where each item's tokens are.
+
+Text is expanded as text and tokenised once, because tokens may merge over the border of a replacement.
+A prompt that came as token ids is spliced: its caller has decided where the borders are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from sensorium.multimodal.processor import MultiModalProcessor, ProcessedItem
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+
+ExpandedPrompt = tuple[list[int], list[MultiModalFeatureSpec]]
+_Span = tuple[ProcessedItem, int, int]  # an item and its half-open range
+
+
+def expand_text(
+    processor: MultiModalProcessor, text: str, items: Sequence[ProcessedItem]
+) -> ExpandedPrompt:
+    """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th item."""
+    pieces, spans = _replace_markers(processor, text, items)
+    encoding = processor.tokenizer("".join(pieces))
+    token_ids = list(encoding["input_ids"])
+    ranges = []
+    for item, start, end in spans:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None or last is None:
+            raise RequestError(f"the tokenizer drops a part of the prompt at its {item.modality}")
+        ranges.append((item, first, last + 1))
+    return token_ids, _make_features(processor, token_ids, ranges)
+
+
+def expand_token_ids(
+    processor: MultiModalProcessor, token_ids: Sequence[int], items: Sequence[ProcessedItem]
+) -> ExpandedPrompt:
+    """The same for a prompt of token ids with one marker token per item."""
+    queues = _make_queues(processor, items)
+    markers = {
+        processor.tokenizer.convert_tokens_to_ids(processor.get_marker(modality)): modality
+        for modality in queues
+    }
+    expanded: list[int] = []
+    ranges: list[_Span] = []
+    counts = dict.fromkeys(queues, 0)
+    for token_id in token_ids:
+        modality = markers.get(token_id)
+        if modality is None:
+            expanded.append(token_id)
+            continue
+        counts[modality] += 1
+        item = next(queues[modality], None)
+        if item is not None:
+            start = len(expanded)
+            replacement = processor.tokenizer(item.replacement, add_special_tokens=False)
+            expanded.extend(replacement["input_ids"])
+            ranges.append((item, start, len(expanded)))
+    _check_counts(processor, counts, items)
+    return expanded, _make_features(processor, expanded, ranges)
+
+
+def _replace_markers(
+    processor: MultiModalProcessor, text: str, items: Sequence[ProcessedItem]
+) -> tuple[list[str], list[_Span]]:
+    """The expanded text in pieces, and the characters of each item in it."""
+    queues = _make_queues(processor, items)
+    modality_of = {processor.get_marker(modality): modality for modality in queues}
+    pieces: list[str] = []
+    spans: list[_Span] = []
+    counts = dict.fromkeys(queues, 0)
+    length = 0
+    pattern = "|".join(f"({re.escape(marker)})" for marker in modality_of) or "(?!)"
+    for piece in filter(None, re.split(pattern, text)):
+        modality = modality_of.get(piece)
+        if modality is not None:
+            counts[modality] += 1
+            item = next(queues[modality], None)
+            if item is not None:
+                piece = item.replacement
+                spans.append((item, length, length + len(piece)))
+        pieces.append(piece)
+        length += len(piece)
+    _check_counts(processor, counts, items)
+    return pieces, spans
+
+
+def _make_queues(
+    processor: MultiModalProcessor, items: Sequence[ProcessedItem]
+) -> dict[str, Iterator[ProcessedItem]]:
+    return {m: iter([item for item in items if item.modality == m]) for m in processor.modalities}
+
+
+def _check_counts(
+    processor: MultiModalProcessor, counts: dict[str, int], items: Sequence[ProcessedItem]
+) -> None:
+    for modality, num_markers in counts.items():
+        num_items = sum(item.modality == modality for item in items)
+        if num_markers != num_items:
+            marker = processor.get_marker(modality)
+            raise RequestError(
+                f"the prompt has {num_markers} {marker!r} marker(s), but {num_items} {modality} item(s) came with it"
+            )
+
+
+def _make_features(
+    processor: MultiModalProcessor, token_ids: Sequence[int], ranges: Sequence[_Span]
+) -> list[MultiModalFeatureSpec]:
+    placeholder_ids = {processor.get_token_id(modality) for modality in processor.modalities}
+    features: list[MultiModalFeatureSpec] = []
+    end_of_last = 0
+    for item, first, end in ranges:
+        start = max(
+            first, end_of_last
+        )  # neighbours may share a token that merges over their border
+        _check_no_placeholder(token_ids[end_of_last:start], placeholder_ids)
+        token_id = processor.get_token_id(item.modality)
+        is_embed = tuple(token == token_id for token in token_ids[start:end])
+        position = PlaceholderRange(start, end - start, None if all(is_embed) else is_embed)
+        if position.get_num_embeds() == 0:
+            raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")
+        features.append(
+            MultiModalFeatureSpec(
+                modality=item.modality, mm_hash=item.mm_hash, mm_position=position
+            )
+        )
+        end_of_last = end
+    _check_no_placeholder(token_ids[end_of_last:], placeholder_ids)
+    return features
+
+
+def _check_no_placeholder(token_ids: Sequence[int], placeholder_ids: set[int]) -> None:
+    if placeholder_ids.intersection(token_ids):
+        raise RequestError(
+            "the prompt holds a media placeholder token that belongs to no media item"
+        )

@@ -1,0 +1,155 @@
+"""Turns one step's schedule into tensors: a flat batch of tokens, decoding requests first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sensorium.layers.attention.backend import GroupTables, StepLayout
+from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest
+from sensorium.utils.growing_array import IntArray
+from sensorium.worker.encoder_cache import EncoderCache
+from sensorium.worker.gather import get_gather_slices
+from sensorium.worker.request_states import RequestState
+from sensorium.worker.staging import StagingBuffer
+
+Row = tuple[ScheduledRequest, RequestState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """`sampled`: the rows that choose a next token, and `logits_index` their last tokens in the batch."""
+
+    rows: tuple[Row, ...]
+    input_ids: torch.Tensor  # [N]
+    positions: torch.Tensor  # [N], or [3, N] with M-RoPE
+    layout: StepLayout
+    mm_index: torch.Tensor | None  # tokens that are replaced by embeddings
+    mm_embeds: torch.Tensor | None
+    sampled: tuple[RequestState, ...]
+    logits_index: torch.Tensor
+
+
+class InputBatch:
+    def __init__(
+        self,
+        *,
+        groups: Sequence[KVCacheGroup],
+        block_size: int,
+        bidirectional_modalities: frozenset[str],
+        encoder_cache: EncoderCache,
+        staging: StagingBuffer,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._block_size = block_size
+        self._bidirectional_modalities = bidirectional_modalities
+        self._encoder_cache = encoder_cache
+        self._staging = staging
+
+    def prepare(self, rows: Sequence[Row]) -> StepInputs:
+        ordered = tuple(sorted(rows, key=lambda row: row[0].num_new_tokens > 1))
+        query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
+        seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
+        starts = np.concatenate([[0], np.cumsum(query_lens)])
+        mm_index, mm_embeds = self._gather_mm_embeds(ordered, starts)
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "input_ids": _flat(
+                state.token_ids.values[s.num_computed_tokens : _end(s)] for s, state in ordered
+            ),
+            "positions": _flat(
+                state.get_positions(s.num_computed_tokens, _end(s)) for s, state in ordered
+            ),
+            "logits_index": np.array(
+                [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled],
+                dtype=np.int64,
+            ),
+            "mm_index": mm_index,
+        }
+        until = self._make_attend_until(ordered, starts)
+        if until is not None:
+            arrays["attend_until"] = until
+        for index in range(len(self._groups)):
+            arrays[f"slots{index}"] = _flat(
+                state.get_slots(index, s.num_computed_tokens, _end(s), self._block_size)
+                for s, state in ordered
+            )
+            arrays[f"tables{index}"] = _pad_tables(
+                [state.block_ids[index].values for _, state in ordered]
+            )
+        tensors = self._staging.upload(arrays)
+        return StepInputs(
+            rows=ordered,
+            input_ids=tensors["input_ids"],
+            positions=tensors["positions"],
+            layout=StepLayout(
+                query_lens=query_lens,
+                seq_lens=seq_lens,
+                attend_until=tensors.get("attend_until"),
+                groups=tuple(
+                    GroupTables(
+                        window=group.window,
+                        slot_mapping=tensors[f"slots{index}"],
+                        block_tables=tensors[f"tables{index}"],
+                    )
+                    for index, group in enumerate(self._groups)
+                ),
+            ),
+            mm_index=tensors["mm_index"] if mm_embeds else None,
+            mm_embeds=torch.cat(mm_embeds) if mm_embeds else None,
+            sampled=tuple(state for s, state in ordered if s.is_sampled),
+            logits_index=tensors["logits_index"],
+        )
+
+    def _gather_mm_embeds(
+        self, rows: Sequence[Row], starts: IntArray
+    ) -> tuple[IntArray, list[torch.Tensor]]:
+        index: list[IntArray] = []
+        embeds: list[torch.Tensor] = []
+        for (scheduled, state), start in zip(rows, starts, strict=False):
+            first = scheduled.num_computed_tokens
+            for part in get_gather_slices(state.request.mm_features, first, _end(scheduled)):
+                embeds.append(
+                    self._encoder_cache[state.get_encoder_key(part.mm_index)][part.start : part.end]
+                )
+                index.append(part.positions + (start - first))
+        return (np.concatenate(index) if index else np.empty(0, dtype=np.int64)), embeds
+
+    def _make_attend_until(self, rows: Sequence[Row], starts: IntArray) -> IntArray | None:
+        """For each token the end of what it sees. `None` unless some span of the step is seen in both directions."""
+        if not self._bidirectional_modalities:
+            return None
+        until = _flat(np.arange(s.num_computed_tokens, _end(s)) + 1 for s, _ in rows)
+        has_span = False
+        for (scheduled, state), start in zip(rows, starts, strict=False):
+            first = scheduled.num_computed_tokens
+            features = state.request.mm_features
+            for part in get_gather_slices(features, first, _end(scheduled)):
+                if features[part.mm_index].modality not in self._bidirectional_modalities:
+                    continue
+                has_span = True
+                for span_start, span_end in features[
+                    part.mm_index
+                ].mm_position.extract_embeds_range():
+                    a, b = max(span_start, first), min(span_end, _end(scheduled))
+                    if a < b:
+                        until[start + a - first : start + b - first] = span_end
+        return until if has_span else None
+
+
+def _end(scheduled: ScheduledRequest) -> int:
+    return scheduled.num_computed_tokens + scheduled.num_new_tokens
+
+
+def _flat(parts: object) -> IntArray:
+    return np.concatenate(list(parts), axis=-1)  # type: ignore[call-overload]
+
+
+def _pad_tables(tables: Sequence[IntArray]) -> IntArray:
+    padded = np.zeros((len(tables), max(len(table) for table in tables)), dtype=np.int64)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return padded

@@ -1,0 +1,185 @@
+"""Obeys a `SchedulerOutput`: encode, gather, run the decoder, sample. It chooses nothing.
+
+Owns all tensors of the engine. Item tensors are read from `payloads`, which the engine core fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sensorium.layers.attention.backend import PagedAttention
+from sensorium.models.adapter import ModelAdapter
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem, get_mm_features_in_window
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.scheduling import (
+    KVCacheGroup,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from sensorium.worker.encoder_cache import EncoderCache
+from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
+from sensorium.worker.input_batch import InputBatch, StepInputs
+from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.request_states import PromptPositions, RequestState
+from sensorium.worker.sampler import Sampler, SamplingRow
+from sensorium.worker.staging import StagingBuffer
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        *,
+        kv_cache: KVCache,
+        groups: Sequence[KVCacheGroup],
+        block_size: int,
+        attention: PagedAttention,
+        payloads: Mapping[str, MultiModalKwargsItem],
+    ) -> None:
+        self.encoder_cache = EncoderCache()
+        self._adapter = adapter
+        self._kv_cache = kv_cache
+        self._num_groups = len(groups)
+        self._attention = attention
+        self._payloads = payloads
+        self._states: dict[str, RequestState] = {}
+        self._mrope: dict[str, PromptPositions] = {}
+        self._encoder_runner = EncoderRunner(adapter, self.encoder_cache)
+        self._input_batch = InputBatch(
+            groups=groups,
+            block_size=block_size,
+            bidirectional_modalities=adapter.bidirectional_modalities,
+            encoder_cache=self.encoder_cache,
+            staging=StagingBuffer(device=adapter.device),
+        )
+        self._sampler = Sampler(device=adapter.device)
+
+    # ---- requests come and go
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Prepare what a request needs whenever it runs; a `RequestError` if its items don't fit the model."""
+        if max(request.prompt_token_ids) >= self._adapter.vocab_size and not request.mm_features:
+            raise RequestError(
+                f"token id {max(request.prompt_token_ids)} is outside the model's vocabulary"
+            )
+        if not self._adapter.has_mrope:
+            return
+        items = [self._payloads[feature.mm_hash] for feature in request.mm_features]
+        try:
+            positions, delta = self._adapter.get_mrope_positions(
+                request.prompt_token_ids, request.mm_features, items
+            )
+        except Exception as error:  # one request's media may fail here, whatever the model raises
+            raise RequestError(f"no positions for the media of this prompt: {error}") from error
+        self._mrope[request.request_id] = PromptPositions(positions=positions.numpy(), delta=delta)
+
+    def forget_request(self, request_id: str) -> None:
+        """The request has ended."""
+        self._mrope.pop(request_id, None)
+
+    # ---- one step
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self._apply_changes(output)
+        failed = self._encoder_runner.run(self._get_encoder_jobs(output.scheduled))
+        rows = [
+            (s, self._states[s.request_id]) for s in output.scheduled if not self._is_hit(s, failed)
+        ]
+        if not rows:
+            return ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes=failed)
+        inputs = self._input_batch.prepare(rows)
+        hidden = self._forward(inputs)
+        return self._sample(inputs, hidden, failed)
+
+    def _apply_changes(self, output: SchedulerOutput) -> None:
+        for key in output.freed_encoder_keys:
+            self.encoder_cache.drop(key)
+        for request_id in output.stopped_request_ids:
+            self._states.pop(request_id, None)
+        for started in output.started:
+            request = started.request
+            self._states[request.request_id] = RequestState(
+                request,
+                started.output_token_ids,
+                num_groups=self._num_groups,
+                mrope=self._mrope.get(request.request_id),
+            )
+        for scheduled in output.scheduled:
+            self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
+
+    def _get_encoder_jobs(self, scheduled: Sequence[ScheduledRequest]) -> list[EncoderJob]:
+        jobs = []
+        for entry in scheduled:
+            features = self._states[entry.request_id].request.mm_features
+            for encoder_input in entry.encoder_inputs:
+                feature = features[encoder_input.mm_index]
+                item = self._payloads[feature.mm_hash]
+                jobs.append(EncoderJob(key=encoder_input.key, feature=feature, item=item))
+        return jobs
+
+    def _is_hit(self, scheduled: ScheduledRequest, failed: Mapping[str, str]) -> bool:
+        """Whether the request needs an item in this step that could not be encoded."""
+        if not failed:
+            return False
+        state = self._states[scheduled.request_id]
+        start = scheduled.num_computed_tokens
+        lo, hi = get_mm_features_in_window(
+            state.request.mm_features, start, start + scheduled.num_new_tokens
+        )
+        return any(state.get_encoder_key(mm_index) in failed for mm_index in range(lo, hi))
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        self._attention.prepare(inputs.layout)
+        embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
+        return self._adapter.forward(embeds, inputs.positions, self, extra)
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """The decoder's attention layers call this (`models.attention_seam`); the window is that of the layer's group."""
+        del window
+        return self._attention.attend(
+            self._kv_cache[layer_index], query, key, value, scaling=scaling
+        )
+
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor, failed: Mapping[str, str]
+    ) -> ModelRunnerOutput:
+        if not inputs.sampled:
+            return ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes=failed)
+        logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
+        rows = [_get_sampling_row(state) for state in inputs.sampled]
+        token_ids, logprobs = self._sampler.sample(logits, rows)
+        ids = [state.request.request_id for state in inputs.sampled]
+        for state, token_id in zip(inputs.sampled, token_ids, strict=True):
+            state.token_ids.extend((token_id,))
+        return ModelRunnerOutput(
+            sampled_token_ids=dict(zip(ids, token_ids, strict=True)),
+            logprobs={
+                i: entry for i, entry in zip(ids, logprobs, strict=True) if entry is not None
+            },
+            failed_encodes=failed,
+        )
+
+
+def _get_sampling_row(state: RequestState) -> SamplingRow:
+    params = state.params
+    banned: tuple[int, ...] = ()
+    if state.num_output_tokens < params.min_tokens:
+        eos = () if params.ignore_eos else state.request.eos_token_ids
+        banned = (*eos, *params.stop_token_ids)
+    return SamplingRow(
+        params=params, num_output_tokens=state.num_output_tokens, banned_token_ids=banned
+    )

@@ -1,0 +1,68 @@
+"""What the worker remembers of each request that runs: tokens, block tables, positions.
+
+Owned by the model runner and changed only as `SchedulerOutput` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.scheduling import BlockIds
+from sensorium.utils.growing_array import GrowingArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPositions:
+    """M-RoPE: positions [3, prompt], and what to add to the index of a later token."""
+
+    positions: IntArray
+    delta: int
+
+
+class RequestState:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        output_token_ids: tuple[int, ...],
+        *,
+        num_groups: int,
+        mrope: PromptPositions | None,
+    ) -> None:
+        self.request = request
+        self.params = request.sampling_params
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))
+        self.block_ids = [GrowingArray() for _ in range(num_groups)]
+        self._mrope = mrope
+        self._encoder_key_suffix = request.encoder_key_suffix
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def add_blocks(self, new_block_ids: BlockIds) -> None:
+        for table, block_ids in zip(self.block_ids, new_block_ids, strict=True):
+            table.extend(block_ids)
+
+    def get_encoder_key(self, mm_index: int) -> str:
+        return self.request.mm_features[mm_index].mm_hash + self._encoder_key_suffix
+
+    def get_positions(self, start: int, end: int) -> IntArray:
+        """[end - start], or [3, end - start] with M-RoPE."""
+        indices = np.arange(start, end)
+        if self._mrope is None:
+            return indices
+        num_prompt = min(max(self.num_prompt_tokens - start, 0), end - start)
+        positions = np.empty((3, end - start), dtype=np.int64)
+        positions[:, :num_prompt] = self._mrope.positions[:, start : start + num_prompt]
+        positions[:, num_prompt:] = indices[num_prompt:] + self._mrope.delta
+        return positions
+
+    def get_slots(self, group_index: int, start: int, end: int, block_size: int) -> IntArray:
+        """Where the keys and values of the tokens `[start, end)` are stored."""
+        indices = np.arange(start, end)
+        slots: IntArray = self.block_ids[group_index].values[indices // block_size] * block_size
+        return slots + indices % block_size

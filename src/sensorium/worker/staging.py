@@ -1,0 +1,47 @@
+"""One host-to-device copy a step: everything a step needs is packed into one buffer of 64-bit words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class StagingBuffer:
+    """Persistent host and device memory, grown when a step needs more. On a CPU both are the same memory."""
+
+    def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
+        self._device_type = device
+        self._allocate(num_words)
+
+    def _allocate(self, num_words: int) -> None:
+        is_cuda = self._device_type.type == "cuda"
+        self._host = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_cuda)
+        self._device = (
+            torch.zeros(num_words, dtype=torch.int64, device=self._device_type)
+            if is_cuda
+            else self._host
+        )
+
+    def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
+        """int64 and float64 arrays by name, as tensors on the device; valid until the next upload."""
+        num_words = sum(array.size for array in arrays.values())
+        if num_words > len(self._host):
+            self._allocate(2 * num_words)
+        words = self._host.numpy()
+        spans = {}
+        start = 0
+        for name, array in arrays.items():
+            end = start + array.size
+            words[start:end] = array.reshape(-1).view(np.int64)
+            spans[name] = (start, end)
+            start = end
+        if self._device is not self._host:
+            self._device[:start].copy_(self._host[:start], non_blocking=True)
+        return {name: self._view(array, *spans[name]) for name, array in arrays.items()}
+
+    def _view(self, array: npt.NDArray[np.generic], start: int, end: int) -> torch.Tensor:
+        words = self._device[start:end].view(array.shape)
+        return words.view(torch.float64) if array.dtype == np.float64 else words

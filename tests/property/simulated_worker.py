@@ -1,0 +1,190 @@
+"""A worker that obeys `SchedulerOutput` and computes no tensors: a KV slot holds the *name* of what
+its keys and values would depend on, so that a wrong block is seen as a wrong name.
+
+It checks whatever a real worker relies on: a request reads only its own content, each embedding
+comes from an entry that is there, and nothing is encoded that is held already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sensorium.core.block_pool import NULL_BLOCK
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.scheduling import (
+    KVCacheGroup,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+
+GARBAGE = -1
+
+
+class Contents:
+    """Names chained over adapter, salt, tokens and media; equal names mean equal content."""
+
+    def __init__(self) -> None:
+        self._names: dict[Hashable, int] = {}
+
+    def get_root(self, request: EngineCoreRequest, *, is_encoder_decoder: bool = False) -> int:
+        heard = [f.mm_hash for f in request.mm_features] if is_encoder_decoder else []
+        return self._get((request.adapter, request.cache_salt, *heard))
+
+    def get_next(self, parent: int, token_id: int, embed: tuple[str, int] | None) -> int:
+        return self._get((parent, token_id, embed))
+
+    def _get(self, content: Hashable) -> int:
+        return self._names.setdefault(content, len(self._names))
+
+
+def iter_embeds(request: EngineCoreRequest) -> Iterator[tuple[int, int, int]]:
+    """`(position, mm_index, which embedding of the item)` of each position that takes one."""
+    for mm_index, feature in enumerate(request.mm_features):
+        place = feature.mm_position
+        mask = place.is_embed if place.is_embed is not None else (True,) * place.length
+        taken = [relative for relative, is_embed in enumerate(mask) if is_embed]
+        for embed_index, relative in enumerate(taken):
+            yield place.offset + relative, mm_index, embed_index
+
+
+@dataclass
+class Row:
+    """What the worker keeps of a request. `embed_at`: position → (mm_index, which embedding)."""
+
+    request: EngineCoreRequest
+    token_ids: list[int]
+    names: list[int]  # names[p]: what position p - 1 holds; names[0] is the root
+    embed_at: dict[int, tuple[int, int]]
+    tables: list[list[int]] = field(default_factory=list)
+    num_computed_tokens: int = 0
+
+    def get_key(self, mm_index: int) -> str:
+        return self.request.mm_features[mm_index].mm_hash + self.request.encoder_key_suffix
+
+
+class SimulatedWorker:
+    def __init__(
+        self, groups: Sequence[KVCacheGroup], *, block_size: int, is_encoder_decoder: bool = False
+    ) -> None:
+        self.rows: dict[str, Row] = {}
+        self.encoded_keys: set[str] = set()
+        self._groups = tuple(groups)
+        self._block_size = block_size
+        self._is_encoder_decoder = is_encoder_decoder
+        self._contents = Contents()
+        self._slots: dict[tuple[int, int, int], int] = {}
+
+    def execute(
+        self, output: SchedulerOutput, *, token_id: int, failing_hashes: Collection[str] = ()
+    ) -> ModelRunnerOutput:
+        """Obey; every request that samples gets `token_id`, items of `failing_hashes` fail."""
+        self._drop_and_start(output)
+        failed = self._encode(output, failing_hashes)
+        healthy = []
+        for scheduled in output.scheduled:
+            row = self._extend(scheduled)
+            is_healthy = failed.isdisjoint(self._needed_keys(row, scheduled))
+            self._write(row, scheduled, is_healthy=is_healthy)
+            healthy += [scheduled] if is_healthy else []
+        for scheduled in healthy:
+            self._read(self.rows[scheduled.request_id], scheduled)
+        sampled = {}
+        for scheduled in healthy:
+            row = self.rows[scheduled.request_id]
+            row.num_computed_tokens += scheduled.num_new_tokens
+            assert scheduled.is_sampled == (row.num_computed_tokens == len(row.token_ids))
+            if scheduled.is_sampled:
+                sampled[scheduled.request_id] = token_id
+                row.token_ids.append(token_id)
+        return ModelRunnerOutput(
+            sampled_token_ids=sampled,
+            logprobs={},
+            failed_encodes=dict.fromkeys(sorted(failed), "it can't be encoded"),
+        )
+
+    def _drop_and_start(self, output: SchedulerOutput) -> None:
+        self.encoded_keys.difference_update(output.freed_encoder_keys)
+        for request_id in output.stopped_request_ids:
+            self.rows.pop(request_id, None)
+        starts = {s.request_id: s.num_computed_tokens for s in output.scheduled}
+        for started in output.started:
+            request = started.request
+            assert request.request_id not in self.rows, "started, but never stopped"
+            self.rows[request.request_id] = Row(
+                request=request,
+                token_ids=[*request.prompt_token_ids, *started.output_token_ids],
+                names=[
+                    self._contents.get_root(request, is_encoder_decoder=self._is_encoder_decoder)
+                ],
+                embed_at={}
+                if self._is_encoder_decoder
+                else {position: (i, embed) for position, i, embed in iter_embeds(request)},
+                tables=[[] for _ in self._groups],
+                num_computed_tokens=starts[request.request_id],
+            )
+
+    def _encode(self, output: SchedulerOutput, failing_hashes: Collection[str]) -> set[str]:
+        failed = set()
+        for scheduled in output.scheduled:
+            row = self.rows[scheduled.request_id]
+            for encoder_input in scheduled.encoder_inputs:
+                key = encoder_input.key
+                assert key == row.get_key(encoder_input.mm_index)
+                assert key not in self.encoded_keys | failed, "encoded although it is held"
+                if row.request.mm_features[encoder_input.mm_index].mm_hash in failing_hashes:
+                    failed.add(key)
+                else:
+                    self.encoded_keys.add(key)
+        return failed
+
+    def _extend(self, scheduled: ScheduledRequest) -> Row:
+        row = self.rows[scheduled.request_id]
+        assert row.num_computed_tokens == scheduled.num_computed_tokens
+        assert scheduled.num_new_tokens > 0
+        for table, new_ids in zip(row.tables, scheduled.new_block_ids, strict=True):
+            table.extend(new_ids)
+        return row
+
+    def _needed_keys(self, row: Row, scheduled: ScheduledRequest) -> set[str]:
+        start = scheduled.num_computed_tokens
+        end = start + scheduled.num_new_tokens
+        if self._is_encoder_decoder:
+            return {row.get_key(i) for i in range(len(row.request.mm_features)) if start == 0}
+        return {row.get_key(row.embed_at[p][0]) for p in range(start, end) if p in row.embed_at}
+
+    def _write(self, row: Row, scheduled: ScheduledRequest, *, is_healthy: bool) -> None:
+        start = scheduled.num_computed_tokens
+        if is_healthy:
+            missing = self._needed_keys(row, scheduled) - self.encoded_keys
+            assert not missing, f"{scheduled.request_id} needs {missing}, which nobody encoded"
+        for position in range(start, start + scheduled.num_new_tokens):
+            name = self._get_name(row, position) if is_healthy else GARBAGE
+            for group_index in range(len(self._groups)):
+                self._slots[self._get_slot(row, group_index, position)] = name
+
+    def _read(self, row: Row, scheduled: ScheduledRequest) -> None:
+        start = scheduled.num_computed_tokens
+        for group_index, group in enumerate(self._groups):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, start + scheduled.num_new_tokens):
+                found = self._slots.get(self._get_slot(row, group_index, position))
+                assert found == self._get_name(row, position), (
+                    f"{scheduled.request_id} reads another's content at {position}"
+                )
+
+    def _get_slot(self, row: Row, group_index: int, position: int) -> tuple[int, int, int]:
+        block_id = row.tables[group_index][position // self._block_size]
+        assert block_id != NULL_BLOCK, f"position {position} has no block"
+        return group_index, block_id, position % self._block_size
+
+    def _get_name(self, row: Row, position: int) -> int:
+        while len(row.names) <= position + 1:
+            place = len(row.names) - 1
+            embed = None
+            if place in row.embed_at:
+                mm_index, embed_index = row.embed_at[place]
+                embed = row.request.mm_features[mm_index].mm_hash, embed_index
+            row.names.append(self._contents.get_next(row.names[-1], row.token_ids[place], embed))
+        return row.names[position + 1]
