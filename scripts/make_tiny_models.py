@@ -1,9 +1,9 @@
-"""Makes tiny models with random weights, complete with tokenizer, processor and chat template, offline.
+"""Makes tiny random models with tokenizer, processor and chat template, offline.
 
     python scripts/make_tiny_models.py build/tiny-models [family ...]
 
-Weights are scaled so that the models are sensitive to their inputs: with the usual initialisation a random
-model only echoes, and a wrong mask, position or embedding would not change its tokens.
+Weights are scaled so that the models are sensitive to their inputs: with the usual initialisation a
+random model only echoes, and a wrong mask, position or embedding would not change its tokens.
 """
 
 from __future__ import annotations
@@ -23,27 +23,35 @@ from sensorium.models.torchvision_shim import ensure_torchvision
 ensure_torchvision()
 
 _CORPUS = [
-    "the quick brown fox jumps over the lazy dog. what is in this picture? describe the image\n\n please\n",
-    "user assistant system hello world audio transcribe this sound, count the objects and name colors 0123456789",
+    "the quick brown fox jumps over the lazy dog. what is in this picture? "
+    "describe the image\n\n please\n",
+    "user assistant system hello world audio transcribe this sound, "
+    "count the objects and name colors 0123456789",
 ] * 20
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}%IMAGE%{% elif c['type'] == 'video' %}%VIDEO%"
-    "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}<start_of_image>{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
+    "{% if c['type'] == 'image' %}<start_of_image>"
+    "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 
 
 def make_tokenizer(
-    special: list[str], *, eos: str, pad: str, bos: str | None = None, extra: dict[str, str] | None = None
+    special: list[str],
+    *,
+    eos: str,
+    pad: str,
+    bos: str | None = None,
+    extra: dict[str, str] | None = None,
 ) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +71,9 @@ def make_tokenizer(
 
 @torch.no_grad()
 def rescale(model: Any, *, embedding_std: float = 1.0, seed: int = 0) -> Any:
-    """Matrices get a standard deviation of 1/sqrt(inputs), so that signals neither vanish nor saturate."""
+    """Matrices get a standard deviation of 1/sqrt(inputs), so that signals neither vanish nor
+    saturate.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
@@ -238,7 +248,9 @@ def make_gemma3(directory: Path) -> None:
     )
     half = [0.5] * 3
     processor = tf.Gemma3Processor(
-        tf.Gemma3ImageProcessor(size={"height": 112, "width": 112}, image_mean=half, image_std=half),
+        tf.Gemma3ImageProcessor(
+            size={"height": 112, "width": 112}, image_mean=half, image_std=half
+        ),
         tokenizer,
         image_seq_length=16,
         chat_template=_GEMMA,
@@ -270,7 +282,9 @@ def make_family(name: str, parent: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make tiny random models.")
     parser.add_argument("directory", type=Path, help="where to put them, one folder each")
-    parser.add_argument("families", nargs="*", metavar="family", help=f"default: all of {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "families", nargs="*", metavar="family", help=f"default: all of {', '.join(FAMILIES)}"
+    )
     arguments = parser.parse_args()
     for name in arguments.families or FAMILIES:
         if name not in FAMILIES:

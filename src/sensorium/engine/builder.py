@@ -1,4 +1,6 @@
-"""Puts an engine core together: loads the model, learns its layout, plans the memory, connects the parts."""
+"""Puts an engine core together: loads the model, learns its layout, plans the memory, connects
+the parts.
+"""
 
 from __future__ import annotations
 

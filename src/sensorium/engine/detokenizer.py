@@ -10,13 +10,14 @@ _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes t
 class Detokenizer:
     """Gives out text only when later tokens can't change it.
 
-    A token's text depends on its neighbours (bytes of one character, leading spaces), so the last tokens
-    are decoded together with the one before them, and what that one had given is cut off.
+    A token's text depends on its neighbours (bytes of one character, leading spaces), so the last
+    tokens are decoded together with the one before them, and what that one had given is cut off.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
-        # A few tokens of the prompt: the first new token may need a neighbour to know about its leading space.
+        # A few tokens of the prompt: the first new token may need a neighbour to know about its
+        # leading space.
         self._token_ids = list(prompt_token_ids[-6:])
         self._prefix_start = 0
         self._read_end = len(self._token_ids)
@@ -46,7 +47,9 @@ class Detokenizer:
 def find_stop(
     text: str, stop: tuple[str, ...], *, num_new_characters: int
 ) -> tuple[str, int] | None:
-    """The stop string that begins first in `text` and its place, if one ends in the new characters."""
+    """The stop string that begins first in `text` and its place, if one ends in the new
+    characters.
+    """
     found = []
     for candidate in stop:
         start = text.find(candidate, max(0, len(text) - num_new_characters - len(candidate) + 1))

@@ -1,7 +1,8 @@
 """The step loop: the scheduler decides, the worker obeys, the scheduler learns.
 
-Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is refused
-at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a finish reason.
+Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is
+refused at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a
+finish reason.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class EngineCore:
     def add_request(
         self, request: EngineCoreRequest, payloads: Mapping[str, MultiModalKwargsItem]
     ) -> None:
-        """Accept a request with the tensors of its media, by `mm_hash`; or raise a `RequestError`."""
+        """Accept a request with the tensors of its media, by `mm_hash`; or raise a
+        `RequestError`.
+        """
         if request.request_id in self.scheduler.requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
         try:

@@ -1,4 +1,6 @@
-"""From what a caller gives to a request that the core can run, with the tensors of its media beside it."""
+"""From what a caller gives to a request that the core can run, with the tensors of its media
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,13 @@ from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
 
 _PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
+_FIELD_TYPES: dict[str, type] = {
+    "prompt": str,
+    "multi_modal_data": Mapping,
+    "mm_processor_kwargs": Mapping,
+    "cache_salt": str,
+    "priority": int,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +110,15 @@ def _normalise(prompt: Prompt) -> TextPrompt:
         raise RequestError(f"unknown prompt field(s): {', '.join(map(str, unknown))}")
     if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
+    for name, kind in _FIELD_TYPES.items():
+        value = prompt.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise RequestError(
+                f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
+            )
     fields: TextPrompt = {**prompt}
     if "prompt_token_ids" in prompt:
         fields["prompt_token_ids"] = _check_token_ids(prompt["prompt_token_ids"])
-    elif not isinstance(prompt["prompt"], str):
-        raise RequestError(f"'prompt' must be text, not {type(prompt['prompt']).__name__}")
-    for name in ("multi_modal_data", "mm_processor_kwargs"):
-        if not isinstance(prompt.get(name) or {}, Mapping):
-            raise RequestError(f"{name!r} must be a mapping")
-    if not isinstance(prompt.get("priority", 0), int):
-        raise RequestError("'priority' must be an integer")
-    if not isinstance(prompt.get("cache_salt"), str | None):
-        raise RequestError("'cache_salt' must be text")
     return fields
 
 

@@ -22,10 +22,11 @@ from sensorium.types.sampling import SamplingParams
 class LLM:
     """A model that is ready to generate.
 
-    `model` is a directory or a hub id. Values that are not given are chosen to fit the model and the
-    machine: `max_model_len` from the model's config, `kv_cache_memory_bytes` from the free memory.
-    `dtype="auto"` takes the checkpoint's, but float32 on CPUs without bfloat16. `encoder_cache_size`
-    counts embeddings. `limit_mm_per_prompt` caps the items of a modality, e.g. `{"image": 4}`.
+    `model` is a directory or a hub id. Values that are not given are chosen to fit the model and
+    the machine: `max_model_len` from the model's config, `kv_cache_memory_bytes` from the free
+    memory. `dtype="auto"` takes the checkpoint's, but float32 on CPUs without bfloat16.
+    `encoder_cache_size` counts embeddings. `limit_mm_per_prompt` caps the items of a modality, e.g.
+    `{"image": 4}`.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, batched; the outputs are in the order of the prompts.
 
-        A prompt that can't be served doesn't touch the others: they finish. Then its `RequestError` is raised,
-        with all outputs in `error.outputs`; or, with `return_errors`, it is the `error` of its own output.
+        A prompt that can't be served doesn't touch the others: they finish. Then its `RequestError`
+        is raised, with all outputs in `error.outputs`; or, with `return_errors`, it is the `error`
+        of its own output.
         """
         entries = _as_prompts(prompts)
         params = _as_params(sampling_params, len(entries))
@@ -126,7 +128,9 @@ class LLM:
 
 
 class _Run:
-    """One call of `generate`: feeds prompts as the engine takes them, so that media is not processed far ahead."""
+    """One call of `generate`: feeds prompts as the engine takes them, so that media is not
+    processed far ahead.
+    """
 
     def __init__(
         self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]

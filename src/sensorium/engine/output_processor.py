@@ -35,7 +35,9 @@ class OutputProcessor:
         self._states[request.request_id] = _RequestState(request, prompt, detokenizer)
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """The requests that ended, and the ids of those that met a stop string: the core must abort them."""
+        """The requests that ended, and the ids of those that met a stop string: the core must
+        abort them.
+        """
         finished: list[RequestOutput] = []
         stopped: list[str] = []
         for output in outputs:

@@ -28,7 +28,9 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         return len(self._items)
 
     def add(self, request: EngineCoreRequest, payloads: Mapping[str, MultiModalKwargsItem]) -> None:
-        """Keep a request's items until `release`. Those that are here already need not be brought again."""
+        """Keep a request's items until `release`. Those that are here already need not be
+        brought again.
+        """
         if request.request_id in self._hashes_of:
             raise InvariantError(f"payloads of request {request.request_id!r} were added twice")
         hashes = frozenset(feature.mm_hash for feature in request.mm_features)

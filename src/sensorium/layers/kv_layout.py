@@ -1,4 +1,5 @@
-"""What the keys and values of a model look like, layer by layer, and how memory is split among them.
+"""What the keys and values of a model look like, layer by layer, and how memory is split among
+them.
 
 Plain numbers: no tensors here. A *group* is a set of layers with one window, hence one block table.
 """
@@ -14,7 +15,9 @@ from sensorium.types.scheduling import KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """`source`: the layer whose keys and values this one reads; another than itself for layers that share them."""
+    """`source`: the layer whose keys and values this one reads; another than itself for layers
+    that share them.
+    """
 
     layer_index: int
     num_kv_heads: int
@@ -42,7 +45,9 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
-    """Groups by window, the one that attends to everything first. A sharing layer belongs to its source's group."""
+    """Groups by window, the one that attends to everything first. A sharing layer belongs to its
+    source's group.
+    """
     window_of = {layer.layer_index: layer.window for layer in layers}
     for layer in layers:
         if layer.window != window_of[layer.source]:
@@ -67,8 +72,9 @@ def plan_kv_cache(
 ) -> tuple[KVCacheGroup, ...]:
     """Split memory so that every group holds the same number of tokens.
 
-    A group with a window never needs more than `max_tokens_per_window_group` beside its windows: when that is less
-    than its share, the others get the rest. One block of each group is the null block.
+    A group with a window never needs more than `max_tokens_per_window_group` beside its windows:
+    when that is less than its share, the others get the rest. One block of each group is the null
+    block.
     """
     sizes = [
         g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
@@ -80,7 +86,8 @@ def plan_kv_cache(
     num_blocks = _num_equal_blocks(sizes, bounds, memory_bytes)
     if num_blocks < 2:
         raise ModelError(
-            f"the KV cache needs at least {2 * sum(sizes)} bytes, but kv_cache_memory_bytes is {memory_bytes}"
+            f"the KV cache needs at least {2 * sum(sizes)} bytes, "
+            f"but kv_cache_memory_bytes is {memory_bytes}"
         )
     return tuple(
         KVCacheGroup(

@@ -1,7 +1,9 @@
-"""One interface over every Transformers model: encode items, embed tokens, run the decoder, make logits.
+"""One interface over every Transformers model: encode items, embed tokens, run the decoder, make
+logits.
 
-The defaults ask the model itself. A family overrides what can't be asked. Nothing here knows requests, blocks or
-schedules, and nothing of the model is changed but the attention function of its decoder.
+The defaults ask the model itself. A family overrides what can't be asked. Nothing here knows
+requests, blocks or schedules, and nothing of the model is changed but the attention function of its
+decoder.
 """
 
 from __future__ import annotations
@@ -68,8 +70,10 @@ class ModelAdapter:
     def embed(
         self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """[N] ids, with `mm_embeds` put at the tokens `mm_index`; the embeddings [1, N, hidden] and more arguments for
-        the decoder. Ids at `mm_index` have no embedding of their own (a placeholder may lie outside the vocabulary)."""
+        """[N] ids, with `mm_embeds` put at the tokens `mm_index`; the embeddings [1, N, hidden]
+        and more arguments for the decoder. Ids at `mm_index` have no embedding of their own (a
+        placeholder may lie outside the vocabulary).
+        """
         if mm_index is None or mm_embeds is None:
             return self._embedding(input_ids)[None], {}
         embeds = self._embedding(input_ids.index_fill(0, mm_index, 0))
@@ -82,7 +86,9 @@ class ModelAdapter:
         attention_call: AttentionCall,
         extra: dict[str, Any],
     ) -> torch.Tensor:
-        """[1, N, hidden] and positions [3, N] (M-RoPE) or [N]: the last hidden states [N, hidden]."""
+        """[1, N, hidden] and positions [3, N] (M-RoPE) or [N]: the last hidden states [N,
+        hidden].
+        """
         position_ids = positions[:, None] if self.has_mrope else positions[None]
         output = self._decoder(
             inputs_embeds=inputs_embeds,
@@ -115,8 +121,8 @@ class ModelAdapter:
         expected = int(self.text_config.num_hidden_layers)
         if len(probe.layers) != expected:
             raise ModelError(
-                f"{type(self.model).__name__} has {expected} layers, of which {len(probe.layers)} use the "
-                "attention interface: models with other kinds of layers are not supported"
+                f"{type(self.model).__name__} has {expected} layers, of which {len(probe.layers)} "
+                "use the attention interface: models with other kinds of layers are not supported"
             )
         return probe.layers
 
@@ -128,7 +134,9 @@ class ModelAdapter:
         features: Sequence[MultiModalFeatureSpec],
         items: Sequence[MultiModalKwargsItem],
     ) -> tuple[torch.Tensor, int]:
-        """Positions [3, prompt] on the CPU, and what to add to the index of a token behind the prompt."""
+        """Positions [3, prompt] on the CPU, and what to add to the index of a token behind the
+        prompt.
+        """
         if not features:
             return torch.arange(len(token_ids)).expand(3, -1), 0
         token_types = torch.zeros(1, len(token_ids), dtype=torch.int)
@@ -158,7 +166,9 @@ class ModelAdapter:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run one modality's encoder over items of any requests; one [num_embeds, width] per item."""
+        """Run one modality's encoder over items of any requests; one [num_embeds, width] per
+        item.
+        """
         function = getattr(self._base, f"get_{modality}_features")
         names = inspect.signature(function).parameters.keys()
         arguments = {

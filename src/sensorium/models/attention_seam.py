@@ -1,8 +1,9 @@
 """Where Transformers' attention layers meet ours: one function, registered under a name of our own.
 
-A model's decoder is told to use it and calls it in every attention layer. What to do travels with the call: the decoder
-hands unknown keyword arguments down to the attention function, in every family tried. Encoders keep their attention.
-Transformers builds no masks for a name that it doesn't know.
+A model's decoder is told to use it and calls it in every attention layer. What to do travels with
+the call: the decoder hands unknown keyword arguments down to the attention function, in every
+family tried. Encoders keep their attention. Transformers builds no masks for a name that it doesn't
+know.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001  (no masks are made for us)
     *,
     attention_call: AttentionCall,
     scaling: float | None = None,

@@ -1,4 +1,6 @@
-"""Learns the KV layout of a decoder by watching one small forward pass, instead of reading family-specific configs."""
+"""Learns the KV layout of a decoder by watching one small forward pass, instead of reading
+family-specific configs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from sensorium.layers.kv_layout import LayerSpec
 
 
 class KVProbe:
-    """An `AttentionCall` that notes what each layer brings. Layers that share keys bring the very same tensor."""
+    """An `AttentionCall` that notes what each layer brings. Layers that share keys bring the
+    very same tensor.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[int, torch.Tensor] = {}

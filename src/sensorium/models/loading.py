@@ -40,7 +40,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """`auto`: the checkpoint's, but float32 on a CPU that has no bfloat16 instructions (it would be 100 times slower)."""
+    """`auto`: the checkpoint's, but float32 on a CPU that has no bfloat16 instructions (it would
+    be 100 times slower).
+    """
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":

@@ -1,8 +1,9 @@
 """Makes `import torchvision` work beside a CPU build of torch.
 
-The wheels of the package index link their compiled operators against CUDA. Without it they don't load, and the import
-ends with "operator torchvision::nms does not exist". `transforms.v2`, all that the processors need, is pure torch: with
-the schemas of the two operators declared, the import succeeds. Goes when a CPU wheel exists for every platform.
+The wheels of the package index link their compiled operators against CUDA. Without it they don't
+load, and the import ends with "operator torchvision::nms does not exist". `transforms.v2`, all that
+the processors need, is pure torch: with the schemas of the two operators declared, the import
+succeeds. Goes when a CPU wheel exists for every platform.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _library: torch.library.Library | None = None  # the declarations live as long a
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision, with the operators declared if it fails without. Absent is fine: not every model needs it."""
+    """Import torchvision, with the operators declared if it fails without. Absent is fine: not
+    every model needs it.
+    """
     global _library
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except ImportError:
         return
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Names media by content: equal names mean equal pixels, samples and processing options.
 
-Every value is framed by its type and length and mappings are sorted, so that no two different inputs
-give the same bytes. Types without a canonical form are refused.
+Every value is framed by its type and length and mappings are sorted, so that no two different
+inputs give the same bytes. Types without a canonical form are refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Puts processed items into a prompt: expands the markers and finds where each item's tokens are.
 
-Text is expanded as text and tokenised once, because tokens may merge over the border of a replacement.
-A prompt that came as token ids is spliced: its caller has decided where the borders are.
+Text is expanded as text and tokenised once, because tokens may merge over the border of a
+replacement. A prompt that came as token ids is spliced: its caller has decided where the borders
+are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _Span = tuple[ProcessedItem, int, int]  # an item and its half-open range
 def expand_text(
     processor: MultiModalProcessor, text: str, items: Sequence[ProcessedItem]
 ) -> ExpandedPrompt:
-    """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th item."""
+    """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th
+    item.
+    """
     pieces, spans = _replace_markers(processor, text, items)
     encoding = processor.tokenizer("".join(pieces))
     token_ids = list(encoding["input_ids"])
@@ -100,7 +103,8 @@ def _check_counts(
         if num_markers != num_items:
             marker = processor.get_marker(modality)
             raise RequestError(
-                f"the prompt has {num_markers} {marker!r} marker(s), but {num_items} {modality} item(s) came with it"
+                f"the prompt has {num_markers} {marker!r} marker(s), "
+                f"but {num_items} {modality} item(s) came with it"
             )
 
 

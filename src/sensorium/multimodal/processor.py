@@ -1,7 +1,7 @@
 """Runs the model's own Hugging Face processor, one media item a call.
 
-An item's result must not depend on its neighbours: that is what makes it reusable. It is the tensors
-that the encoder takes, and the text that stands for the item in an expanded prompt.
+An item's result must not depend on its neighbours: that is what makes it reusable. It is the
+tensors that the encoder takes, and the text that stands for the item in an expanded prompt.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class ProcessedItem:
 
 
 class MultiModalProcessor:
-    """Owns the processor and the tokenizer of a model. A model for text alone has only the latter."""
+    """Owns the processor and the tokenizer of a model. A model for text alone has only the
+    latter.
+    """
 
     def __init__(self, model: str, config: PretrainedConfig) -> None:
         self._token_ids = {
@@ -126,7 +128,9 @@ def _get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
 
 
 def _check_media(modality: str, media: object) -> object:
-    """Media in process: PIL images, arrays and tensors. Paths and addresses are not followed here."""
+    """Media in process: PIL images, arrays and tensors. Paths and addresses are not followed
+    here.
+    """
     if isinstance(media, Image.Image) and modality == "image":
         return media if media.mode == "RGB" else media.convert("RGB")
     if modality == "video" and isinstance(media, list | tuple) and media:

@@ -1,4 +1,6 @@
-"""Runs the encoders for the items of a step, in batches across requests; one bad item fails alone."""
+"""Runs the encoders for the items of a step, in batches across requests; one bad item fails
+alone.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class EncoderRunner:
                 [job.item for job in jobs],
                 [job.feature.mm_position.get_num_embeds() for job in jobs],
             )
-            # A NaN in a stored key or value would reach other requests: attention multiplies masked values by zero.
+            # A NaN in a stored key or value would reach other requests: attention multiplies masked
+            # values by zero.
             if not bool(torch.stack([torch.isfinite(item).all() for item in embeds]).all()):
                 return "its embeddings are not finite numbers"
         except (

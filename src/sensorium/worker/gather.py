@@ -16,7 +16,9 @@ from sensorium.utils.growing_array import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSlice:
-    """The embeddings `[start, end)` of item `mm_index` go to the tokens `positions` of the prompt."""
+    """The embeddings `[start, end)` of item `mm_index` go to the tokens `positions` of the
+    prompt.
+    """
 
     mm_index: int
     start: int

@@ -22,7 +22,9 @@ Row = tuple[ScheduledRequest, RequestState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """`sampled`: the rows that choose a next token, and `logits_index` their last tokens in the batch."""
+    """`sampled`: the rows that choose a next token, and `logits_index` their last tokens in the
+    batch.
+    """
 
     rows: tuple[Row, ...]
     input_ids: torch.Tensor  # [N]
@@ -119,7 +121,9 @@ class InputBatch:
         return (np.concatenate(index) if index else np.empty(0, dtype=np.int64)), embeds
 
     def _make_attend_until(self, rows: Sequence[Row], starts: IntArray) -> IntArray | None:
-        """For each token the end of what it sees. `None` unless some span of the step is seen in both directions."""
+        """For each token the end of what it sees. `None` unless some span of the step is seen in
+        both directions.
+        """
         if not self._bidirectional_modalities:
             return None
         until = _flat(np.arange(s.num_computed_tokens, _end(s)) + 1 for s, _ in rows)

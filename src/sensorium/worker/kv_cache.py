@@ -12,7 +12,9 @@ from sensorium.types.scheduling import KVCacheGroup
 
 
 class KVCache:
-    """Owns the tensors, zeroed at the start: padding reads the null block, and garbage there could be NaN."""
+    """Owns the tensors, zeroed at the start: padding reads the null block, and garbage there
+    could be NaN.
+    """
 
     def __init__(
         self,

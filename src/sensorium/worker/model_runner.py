@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from sensorium.layers.attention.backend import PagedAttention
@@ -61,11 +62,10 @@ class ModelRunner:
     # ---- requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Prepare what a request needs whenever it runs; a `RequestError` if its items don't fit the model."""
-        if max(request.prompt_token_ids) >= self._adapter.vocab_size and not request.mm_features:
-            raise RequestError(
-                f"token id {max(request.prompt_token_ids)} is outside the model's vocabulary"
-            )
+        """Prepare what a request needs whenever it runs; a `RequestError` if its items don't fit
+        the model.
+        """
+        self._check_token_ids(request)
         if not self._adapter.has_mrope:
             return
         items = [self._payloads[feature.mm_hash] for feature in request.mm_features]
@@ -76,6 +76,18 @@ class ModelRunner:
         except Exception as error:  # one request's media may fail here, whatever the model raises
             raise RequestError(f"no positions for the media of this prompt: {error}") from error
         self._mrope[request.request_id] = PromptPositions(positions=positions.numpy(), delta=delta)
+
+    def _check_token_ids(self, request: EngineCoreRequest) -> None:
+        """Only a placeholder may lie outside the vocabulary: its embedding comes from an encoder."""
+        token_ids = np.array(request.prompt_token_ids)
+        for feature in request.mm_features:
+            for start, end in feature.mm_position.extract_embeds_range():
+                token_ids[start:end] = 0
+        most = int(token_ids.max())
+        if most >= self._adapter.vocab_size:
+            raise RequestError(
+                f"token id {most} is outside the model's vocabulary of {self._adapter.vocab_size}"
+            )
 
     def forget_request(self, request_id: str) -> None:
         """The request has ended."""
@@ -148,7 +160,9 @@ class ModelRunner:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """The decoder's attention layers call this (`models.attention_seam`); the window is that of the layer's group."""
+        """The decoder's attention layers call this (`models.attention_seam`); the window is that
+        of the layer's group.
+        """
         del window
         return self._attention.attend(
             self._kv_cache[layer_index], query, key, value, scaling=scaling

@@ -1,7 +1,7 @@
 """Chooses the next tokens of a batch, all rows at once.
 
-A row draws one number per token, a function of its request's seed and the token's index alone: what else is in the
-batch, and whether the request was preempted, makes no difference.
+A row draws one number per token, a function of its request's seed and the token's index alone: what
+else is in the batch, and whether the request was preempted, makes no difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """float32 logits [B, vocabulary] → a token, and log-probabilities if the row wants them, for each row."""
+        """float32 logits [B, vocabulary] → a token, and log-probabilities if the row wants them,
+        for each row.
+        """
         raw_logits = logits
         logits = _ban(logits, rows)
         token_ids = logits.argmax(dim=-1)
@@ -76,7 +78,9 @@ class Sampler:
 
 
 def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), each a hash of a seed and an index (the finaliser of SplitMix64, applied twice)."""
+    """Numbers in [0, 1), each a hash of a seed and an index (the finaliser of SplitMix64,
+    applied twice).
+    """
     words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
         words = _mix(words) + np.array(indices, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,6 @@
-"""One host-to-device copy a step: everything a step needs is packed into one buffer of 64-bit words."""
+"""One host-to-device copy a step: everything a step needs is packed into one buffer of 64-bit
+words.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 
 class StagingBuffer:
-    """Persistent host and device memory, grown when a step needs more. On a CPU both are the same memory."""
+    """Persistent host and device memory, grown when a step needs more. On a CPU both are the
+    same memory.
+    """
 
     def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
         self._device_type = device
@@ -26,7 +30,9 @@ class StagingBuffer:
         )
 
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """int64 and float64 arrays by name, as tensors on the device; valid until the next upload."""
+        """int64 and float64 arrays by name, as tensors on the device; valid until the next
+        upload.
+        """
         num_words = sum(array.size for array in arrays.values())
         if num_words > len(self._host):
             self._allocate(2 * num_words)

@@ -1,7 +1,8 @@
 """What every paged attention implementation offers, and what it is told about a step.
 
-Shapes: N tokens of the step, B requests, H query heads, K key/value heads, D head size, S key positions.
-Requests with one query token (decoding) come first; the tokens of a request are consecutive.
+Shapes: N tokens of the step, B requests, H query heads, K key/value heads, D head size, S key
+positions. Requests with one query token (decoding) come first; the tokens of a request are
+consecutive.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class GroupTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """One step's requests. `attend_until[i]`: token i sees the positions before it; beyond its own inside a span that
-    is attended in both directions. `None`: causal everywhere."""
+    """One step's requests. `attend_until[i]`: token i sees the positions before it; beyond its
+    own inside a span that is attended in both directions. `None`: causal everywhere.
+    """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]  # positions known after the step
@@ -64,4 +66,6 @@ class PagedAttention(Protocol):
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Store the new keys and values unless they are shared; the attention output [1, N, H, D of values]."""
+        """Store the new keys and values unless they are shared; the attention output [1, N, H, D
+        of values].
+        """

@@ -1,7 +1,9 @@
-"""Paged attention with torch's own kernels: gathers blocks, then one call per bucket of equal length.
+"""Paged attention with torch's own kernels: gathers blocks, then one call per bucket of equal
+length.
 
-Grouped query heads are folded into the query length, which is about a third faster than repeating the keys. Decoding
-requests are padded within a bucket (lengths of one power of two), so that a long one doesn't slow down the short ones.
+Grouped query heads are folded into the query length, which is about a third faster than repeating
+the keys. Decoding requests are padded within a bucket (lengths of one power of two), so that a long
+one doesn't slow down the short ones.
 
 Masks and block lists are made once per step and group, and used by all its layers.
 """

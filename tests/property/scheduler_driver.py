@@ -1,0 +1,177 @@
+"""A scheduler and a simulated worker, driven step by step, with every promise checked on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from sensorium.core.admission import Limits
+from sensorium.core.block_pool import NULL_BLOCK
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.scheduler import Scheduler
+from sensorium.types.errors import RequestError
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
+from sensorium.types.scheduling import ScheduledRequest, SchedulerOutput
+
+from .simulated_worker import SimulatedWorker
+from .strategies import CacheSizes
+
+
+def get_spans(request: EngineCoreRequest, limits: Limits) -> list[tuple[int, int]]:
+    """Ranges that may not be split, told position by position."""
+    if limits.is_encoder_decoder:
+        return []
+    spans: list[tuple[int, int]] = []
+    for feature in request.mm_features:
+        place = feature.mm_position
+        if limits.disable_chunked_mm_input:
+            spans.append((place.offset, place.end))
+        elif limits.needs_whole_spans:
+            mask = place.is_embed if place.is_embed is not None else (True,) * place.length
+            taken = [place.offset + i for i, is_embed in enumerate(mask) if is_embed]
+            starts = [p for p in taken if p - 1 not in taken]
+            ends = [p + 1 for p in taken if p + 1 not in taken]
+            spans.extend(zip(starts, ends, strict=True))
+    return spans
+
+
+def check_blocks(kv_cache: KVCacheManager, request_ids: Iterable[str]) -> None:
+    """Tables and pools tell the same: references, and a block is either free or used."""
+    held = [Counter[int]() for _ in kv_cache.groups]
+    for request_id in request_ids:
+        for count, block_ids in zip(held, kv_cache.get_block_ids(request_id), strict=False):
+            count.update(block_id for block_id in block_ids if block_id != NULL_BLOCK)
+    for count, pool in zip(held, kv_cache._pools, strict=True):
+        for block_id in range(1, pool.num_blocks):
+            assert pool._num_refs[block_id] == count[block_id]
+            assert pool.is_free(block_id) == (count[block_id] == 0)
+
+
+class SchedulerDriver:
+    def __init__(self, limits: Limits, sizes: CacheSizes, policy: str) -> None:
+        self.limits = limits
+        self.kv_cache = KVCacheManager(
+            sizes.groups,
+            block_size=sizes.block_size,
+            enable_prefix_caching=sizes.enable_prefix_caching,
+        )
+        self.encoder_cache = EncoderCacheManager(limits.encoder_cache_size)
+        self.scheduler = Scheduler(
+            limits, kv_cache=self.kv_cache, encoder_cache=self.encoder_cache, policy=policy
+        )
+        self.worker = SimulatedWorker(
+            sizes.groups,
+            block_size=sizes.block_size,
+            is_encoder_decoder=limits.is_encoder_decoder,
+        )
+        self.open: dict[str, EngineCoreRequest] = {}
+
+    def add(self, request: EngineCoreRequest) -> bool:
+        """Whether it was accepted."""
+        try:
+            self.scheduler.add_request(request)
+        except RequestError:
+            return False
+        assert request.request_id not in self.open
+        self.open[request.request_id] = request
+        return True
+
+    def abort(self, request_id: str) -> None:
+        output = self.scheduler.abort_request(request_id)
+        assert (output is not None) == (request_id in self.open)
+        if output is not None:
+            self.take([output])
+
+    def take(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            assert output.request_id in self.open, "news of a request that has ended"
+            if output.finish_reason is not None:
+                del self.open[output.request_id]
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        assert bool(self.open) != output.is_empty, "a step does something while there are requests"
+        self._check_budgets(output)
+        return output
+
+    def finish_step(
+        self, output: SchedulerOutput, *, token_id: int, failing_hashes: Collection[str] = ()
+    ) -> None:
+        result = self.worker.execute(output, token_id=token_id, failing_hashes=failing_hashes)
+        self.take(self.scheduler.update_from_output(output, result))
+        for key in self.worker.encoded_keys:
+            assert self.encoder_cache.is_computed(key), "the worker keeps what the core forgot"
+        assert len(self.worker.encoded_keys) >= self.encoder_cache.statistics().num_entries
+
+    def fail_step(self, output: SchedulerOutput, *, has_run: bool) -> None:
+        """The worker breaks down before it did anything, or after it did everything."""
+        if has_run:
+            self.worker.execute(output, token_id=1)
+        self.take(self.scheduler.fail_step(output, "the worker broke down"))
+
+    def step(self, token_id: int = 1) -> None:
+        self.finish_step(self.schedule(), token_id=token_id)
+
+    def drain(self) -> None:
+        """All requests end within a bounded number of steps, and then nothing is held."""
+        for _ in range(self.get_step_bound()):
+            if not self.open:
+                break
+            self.step()
+        assert not self.open, "requests are stuck"
+        assert not self.scheduler.has_requests
+        self.step()
+        assert not self.worker.rows
+        assert all(pool.num_used == 0 for pool in self.kv_cache.statistics())
+        statistics = self.encoder_cache.statistics()
+        assert statistics.num_references == 0
+        assert statistics.num_evictable_embeds == statistics.num_used_embeds
+        assert not self.encoder_cache.request_cached_ids
+
+    def get_step_bound(self) -> int:
+        """The first request moves at least every third step; no token of it is computed twice."""
+        return 3 * sum(self.get_max_tokens(request) for request in self.open.values()) + 3
+
+    def get_max_tokens(self, request: EngineCoreRequest) -> int:
+        max_tokens = request.sampling_params.max_tokens or self.limits.max_model_len
+        return min(len(request.prompt_token_ids) + max_tokens, self.limits.max_model_len)
+
+    def check(self) -> None:
+        check_blocks(self.kv_cache, self.open)
+        statistics = self.encoder_cache.statistics()
+        assert 0 <= statistics.num_evictable_embeds <= statistics.num_used_embeds
+        assert statistics.num_used_embeds <= statistics.capacity
+        assert set(self.encoder_cache.request_cached_ids) <= set(self.open)
+        assert set(self.scheduler.requests) == set(self.open)
+
+    def _check_budgets(self, output: SchedulerOutput) -> None:
+        limits = self.limits
+        scheduled = output.scheduled
+        assert len({s.request_id for s in scheduled}) == len(scheduled)
+        assert len(self.scheduler.running) <= limits.max_num_seqs
+        num_tokens = sum(s.num_new_tokens for s in scheduled)
+        assert num_tokens == output.num_scheduled_tokens
+        windows = [self._check_window(s) for s in scheduled]
+        if num_tokens > limits.max_num_batched_tokens:
+            spans = get_spans(self.open[scheduled[0].request_id], limits)
+            assert len(scheduled) == 1
+            assert windows[0] in spans
+        sizes = [self._get_encoder_sizes(s) for s in scheduled]
+        encoded = [size for s in sizes for size in s]
+        if sum(encoded) > limits.max_num_encoder_embeds:
+            # An encoder-decoder model needs all its items in the first step.
+            assert len([s for s in sizes if s] if limits.is_encoder_decoder else encoded) == 1
+
+    def _check_window(self, scheduled: ScheduledRequest) -> tuple[int, int]:
+        start = scheduled.num_computed_tokens
+        end = start + scheduled.num_new_tokens
+        for span_start, span_end in get_spans(self.open[scheduled.request_id], self.limits):
+            assert not span_start < start < span_end
+            assert not span_start < end < span_end
+        return start, end
+
+    def _get_encoder_sizes(self, scheduled: ScheduledRequest) -> list[int]:
+        features = self.open[scheduled.request_id].mm_features
+        inputs = scheduled.encoder_inputs
+        return [features[i.mm_index].mm_position.get_num_embeds() for i in inputs]
