@@ -78,12 +78,12 @@ class ModelRunner:
         self._mrope[request.request_id] = PromptPositions(positions=positions.numpy(), delta=delta)
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:
-        """Only a placeholder may lie outside the vocabulary: its embedding comes from an encoder."""
+        """Only placeholders may lie outside the vocabulary: encoders give their embeddings."""
         token_ids = np.array(request.prompt_token_ids)
         for feature in request.mm_features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_ids[start:end] = 0
-        most = int(token_ids.max())
+        most = int(token_ids.max(initial=0))
         if most >= self._adapter.vocab_size:
             raise RequestError(
                 f"token id {most} is outside the model's vocabulary of {self._adapter.vocab_size}"
