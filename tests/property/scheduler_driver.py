@@ -1,4 +1,4 @@
-"""A scheduler and a simulated worker, driven step by step, with every promise checked on the way."""
+"""A scheduler and a simulated worker, driven step by step, every promise checked on the way."""
 
 from __future__ import annotations
 

@@ -68,9 +68,7 @@ def make_request(
         length, is_embed = LAYOUTS[part]
         offset = 0 if is_encoder_decoder else len(token_ids)
         position = PlaceholderRange(offset, length, is_embed)
-        features.append(
-            MultiModalFeatureSpec(modality="image", mm_hash=part, mm_position=position)
-        )
+        features.append(MultiModalFeatureSpec(modality="image", mm_hash=part, mm_position=position))
         if not is_encoder_decoder:
             token_ids.extend([PLACEHOLDER] * length)
     return EngineCoreRequest(

@@ -17,9 +17,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.driver: SchedulerDriver | None = None
 
-    @initialize(
-        limits=limits(), sizes=cache_sizes(), policy=st.sampled_from(("fcfs", "priority"))
-    )
+    @initialize(limits=limits(), sizes=cache_sizes(), policy=st.sampled_from(("fcfs", "priority")))
     def build(self, limits: Limits, sizes: CacheSizes, policy: str) -> None:
         self.driver = SchedulerDriver(limits, sizes, policy)
 

@@ -5,7 +5,7 @@ Pure: it looks at a request and the limits, and raises a `RequestError` that nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -54,49 +54,80 @@ def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
 
 
 def _check_features(
-    features: Iterable[MultiModalFeatureSpec], num_tokens: int, limits: Limits
+    features: Sequence[MultiModalFeatureSpec], num_tokens: int, limits: Limits
 ) -> None:
+    for mm_index, feature in enumerate(features):
+        num_embeds = feature.mm_position.get_num_embeds()
+        if num_embeds > limits.encoder_cache_size:
+            raise RequestError(
+                f"{_name(feature, mm_index)} needs {num_embeds} embeddings, but the encoder cache "
+                f"holds {limits.encoder_cache_size}: send a smaller one, or start with a larger "
+                "encoder_cache_size"
+            )
+    if limits.is_encoder_decoder:
+        _check_heard_at_once(features, limits)
+    else:
+        _check_places(features, num_tokens)
+
+
+def _check_heard_at_once(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> None:
+    """The first step of an encoder-decoder model needs all items: none has a place of its own."""
+    for mm_index, feature in enumerate(features):
+        if feature.mm_position.offset != 0:
+            raise RequestError(
+                f"{_name(feature, mm_index)} begins at {feature.mm_position.offset}: "
+                "an encoder-decoder model has its items at 0"
+            )
+    num_embeds = sum({f.mm_hash: f.mm_position.get_num_embeds() for f in features}.values())
+    if num_embeds > limits.encoder_cache_size:
+        raise RequestError(
+            f"the {len(features)} media items need {num_embeds} embeddings at once, but the "
+            f"encoder cache holds {limits.encoder_cache_size}: send fewer, or start with a larger "
+            "encoder_cache_size"
+        )
+
+
+def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) -> None:
     previous_end = 0
     for mm_index, feature in enumerate(features):
         position = feature.mm_position
-        name = f"{feature.modality} item {mm_index}"
-        num_embeds = position.get_num_embeds()
-        if num_embeds > limits.encoder_cache_size:
-            raise RequestError(
-                f"{name} needs {num_embeds} embeddings, but the encoder cache holds "
-                f"{limits.encoder_cache_size}: send a smaller one, or start with a larger "
-                "encoder_cache_size"
-            )
-        if limits.is_encoder_decoder:
-            continue
         if position.length == 0:
-            raise RequestError(f"{name} takes no place in the prompt")
+            raise RequestError(f"{_name(feature, mm_index)} takes no place in the prompt")
         if position.offset < previous_end:
             raise RequestError(
-                f"{name} begins at {position.offset}, before the item ahead of it ends "
-                f"({previous_end})"
+                f"{_name(feature, mm_index)} begins at {position.offset}, "
+                f"before the item ahead of it ends ({previous_end})"
             )
         if position.end > num_tokens:
             raise RequestError(
-                f"{name} ends at {position.end}, beyond the prompt's {num_tokens} tokens"
+                f"{_name(feature, mm_index)} ends at {position.end}, "
+                f"beyond the prompt's {num_tokens} tokens"
             )
         previous_end = position.end
 
 
+def _name(feature: MultiModalFeatureSpec, mm_index: int) -> str:
+    return f"{feature.modality} item {mm_index}"
+
+
 def get_unsplittable_spans(
-    features: Iterable[MultiModalFeatureSpec], limits: Limits
+    features: Sequence[MultiModalFeatureSpec], limits: Limits
 ) -> tuple[tuple[int, int], ...]:
     """Ranges of positions that must be computed within one step, sorted."""
     if limits.is_encoder_decoder:
         return ()
+    spans: tuple[tuple[int, int], ...] = ()
+    if limits.needs_whole_spans:
+        spans = tuple(span for f in features for span in f.mm_position.extract_embeds_range())
+        _check_apart(spans)
     if limits.disable_chunked_mm_input:
-        return tuple((f.mm_position.offset, f.mm_position.end) for f in features)
-    if not limits.needs_whole_spans:
-        return ()
-    spans = tuple(span for f in features for span in f.mm_position.extract_embeds_range())
+        spans = tuple((f.mm_position.offset, f.mm_position.end) for f in features)
+    return spans
+
+
+def _check_apart(spans: Iterable[tuple[int, int]]) -> None:
     for (_, end), (start, _) in pairwise(spans):
         if start == end:
             raise RequestError(
                 f"two media items touch at position {start}: this model needs text between them"
             )
-    return spans

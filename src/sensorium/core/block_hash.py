@@ -37,5 +37,5 @@ def hash_block(
 def _framed(text: str | None) -> bytes:
     if text is None:
         return b"\x00"
-    encoded = text.encode()
+    encoded = text.encode(errors="surrogatepass")  # what JSON lets through must not fail here
     return b"\x01" + struct.pack("<q", len(encoded)) + encoded

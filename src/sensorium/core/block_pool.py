@@ -40,6 +40,7 @@ class BlockPool:
         # reusing them.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_evictions = 0
+        self.num_releases = 0  # references dropped so far: while it stands still, no room is made
 
     @property
     def num_free(self) -> int:
@@ -85,6 +86,7 @@ class BlockPool:
             if self._num_refs[block_id] <= 0:
                 raise InvariantError(f"block {block_id} was released more often than acquired")
             self._num_refs[block_id] -= 1
+            self.num_releases += 1
             if self._num_refs[block_id] == 0:
                 self._free[block_id] = None
                 if self._name_of[block_id] is None:

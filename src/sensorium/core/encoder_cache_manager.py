@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sensorium.core.request import Request
@@ -49,6 +50,7 @@ class EncoderCacheManager:
         self._num_free = capacity
         self._num_evictable = 0
         self._num_evictions = 0
+        self.num_releases = 0  # entries given up so far: while it stands still, no room is made
         self._freed_keys: list[str] = []
 
     @property
@@ -66,6 +68,10 @@ class EncoderCacheManager:
 
     def is_evictable(self, key: str) -> bool:
         return key in self._evictable
+
+    def get_num_embeds(self, key: str) -> int:
+        """The size of an entry that is there."""
+        return self._entries[key].num_embeds
 
     def has_reference(self, request: Request, mm_index: int) -> bool:
         return mm_index in self.request_cached_ids.get(request.request_id, ())
@@ -121,6 +127,7 @@ class EncoderCacheManager:
         if entry.is_computed:
             raise InvariantError(f"encoder entry {key} was computed before")
         self._num_free += entry.num_embeds
+        self.num_releases += 1
         for request_id, mm_index in entry.references:
             self._remove_from_index(request_id, mm_index)
         return {request_id for request_id, _ in entry.references}
@@ -141,8 +148,12 @@ class EncoderCacheManager:
         for mm_index in tuple(self.request_cached_ids.get(request.request_id, ())):
             self.free_encoder_input(request, mm_index)
 
+    def add_freed_keys(self, keys: Iterable[str]) -> None:
+        """Let the worker drop entries that it may hold although there are none here."""
+        self._freed_keys.extend(keys)
+
     def take_freed_keys(self) -> tuple[str, ...]:
-        """What was evicted since the last call: the worker must drop it."""
+        """What the worker must drop, if it holds it: evicted or given up since the last call."""
         freed, self._freed_keys = tuple(self._freed_keys), []
         return freed
 
@@ -174,6 +185,7 @@ class EncoderCacheManager:
     def _make_evictable(self, key: str, entry: _Entry) -> None:
         self._evictable[key] = None
         self._num_evictable += entry.num_embeds
+        self.num_releases += 1
 
     def _evict_oldest(self) -> None:
         key, _ = self._evictable.popitem(last=False)

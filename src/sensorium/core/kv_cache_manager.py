@@ -54,6 +54,11 @@ class KVCacheManager:
         self._tables: dict[str, list[_BlockTable]] = {}
         self._num_registered: dict[str, int] = {}
 
+    @property
+    def num_releases(self) -> int:
+        """References dropped so far: while it stands still, no room is made."""
+        return sum(pool.num_releases for pool in self._pools)
+
     def get_block_ids(self, request_id: str) -> BlockIds:
         return tuple(tuple(table.block_ids) for table in self._tables.get(request_id, ()))
 
@@ -76,13 +81,16 @@ class KVCacheManager:
         return min(total, live)
 
     def find_prefix(self, request: Request, max_tokens: int) -> PrefixHit:
-        """The longest cached prefix of at most `max_tokens` tokens. Changes nothing."""
+        """The longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+
+        It doesn't end inside an unsplittable span.
+        """
         num_blocks = max_tokens // self.block_size if self.enable_prefix_caching else 0
         for group, pool in zip(self.groups, self._pools, strict=True):
             if group.window is None:
                 num_blocks = self._leading_hits(request, pool, num_blocks)
-        while num_blocks > 0 and (miss := self._window_miss(request, num_blocks)) is not None:
-            num_blocks = miss
+        while (shorter := self._get_shorter(request, num_blocks)) is not None:
+            num_blocks = shorter
         num_tokens = num_blocks * self.block_size
         block_ids = tuple(
             tuple(self._prefix_blocks(request, index, num_tokens))
@@ -95,6 +103,13 @@ class KVCacheManager:
             if pool.get_cached(request.block_hash(index)) is None:
                 return index
         return at_most
+
+    def _get_shorter(self, request: Request, num_blocks: int) -> int | None:
+        """The next candidate, if a prefix of `num_blocks` won't do."""
+        span = request.get_split_span(num_blocks * self.block_size)
+        if span is not None:
+            return span[0] // self.block_size
+        return self._window_miss(request, num_blocks)
 
     def _window_miss(self, request: Request, num_blocks: int) -> int | None:
         """The last block that a prefix needs in a group with a window and that is not cached.

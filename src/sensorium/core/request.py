@@ -10,6 +10,9 @@ from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in
 from sensorium.types.request import EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
+# The order of service: the priority, then the arrival; smaller comes first.
+Rank = tuple[int, int]
+
 
 class RequestStatus(Enum):
     """WAITING → RUNNING → FINISHED; a preemption leads back from RUNNING to WAITING."""
@@ -26,7 +29,7 @@ class Request:
         self,
         core_request: EngineCoreRequest,
         *,
-        arrival: int,
+        rank: Rank,
         block_size: int,
         spans: tuple[tuple[int, int], ...] = (),
     ) -> None:
@@ -34,7 +37,7 @@ class Request:
         self.request_id: str = core_request.request_id
         self.mm_features: tuple[MultiModalFeatureSpec, ...] = core_request.mm_features
         self.sampling_params: SamplingParams = core_request.sampling_params
-        self.arrival = arrival
+        self.rank = rank
         self.spans = spans
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

@@ -7,18 +7,22 @@ Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
-  4. The first running request always makes progress: everyone behind it can be preempted for it.
+  4. The first running request makes progress, at the latest in the step after one that a deferred
+     span began: everyone behind it can be preempted for it.
+  5. What comes out of order takes no encoder space or compute from those who wait for it.
+  6. A step is empty only if there are no requests.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from operator import attrgetter
 
 from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
-from sensorium.core.request import Request, RequestStatus
-from sensorium.core.step import Step, WindowPlan
+from sensorium.core.request import Rank, Request, RequestStatus
+from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.core.stopping import get_stop
 from sensorium.core.window_planner import WindowPlanner
 from sensorium.types.errors import RequestError
@@ -32,6 +36,8 @@ from sensorium.types.scheduling import (
     SchedulerOutput,
     StartedRequest,
 )
+
+_rank_of = attrgetter("rank")
 
 
 class Scheduler:
@@ -55,7 +61,11 @@ class Scheduler:
         self._planner = WindowPlanner(limits, encoder_cache)
         self._num_arrivals = 0
         self._stopped: list[str] = []
+        # What the last step leaves for the next one.
         self._deferred_request_id: str | None = None
+        self._overdue: Rank | None = None
+        # The first waiting request found no room when so much had been released.
+        self._blocked: tuple[str, int] | None = None
 
     # ---- requests come and go
 
@@ -75,13 +85,13 @@ class Scheduler:
             )
         request = Request(
             core_request,
-            arrival=self._num_arrivals,
+            rank=(core_request.priority if self._policy == "priority" else 0, self._num_arrivals),
             block_size=self.kv_cache.block_size,
             spans=spans,
         )
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=self._rank)
+        insort(self.waiting, request, key=_rank_of)
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request at its caller's wish; `None` if it has ended already."""
@@ -92,121 +102,136 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.requests)
 
-    def _rank(self, request: Request) -> tuple[int, int]:
-        priority = request.core_request.priority if self._policy == "priority" else 0
-        return priority, request.arrival
-
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput:
-        """There is neither a prefill nor a decode phase: each request has tokens that are not
-        computed yet, and a step gives it some of them.
+        """There is neither a prefill nor a decode phase.
+
+        Each request has tokens that are not computed yet, and a step gives it some of them.
         """
+        step = self._fill_step()
+        while step.is_short_of_blocks and not step.scheduled:
+            step = self._fill_step()  # it only preempted: now there is room for the others
+        return self._make_output(step)
+
+    def _fill_step(self) -> Step:
         step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
         self._schedule_deferred(step)
         for request in tuple(self.running):
             if request.status is RequestStatus.RUNNING and request.request_id not in step.scheduled:
                 self._schedule_running(request, step)
-        while (
-            self.waiting and not step.has_preempted and len(self.running) < self.limits.max_num_seqs
-        ):
+        while self.waiting and self._can_start(step):
             if not self._schedule_waiting(self.waiting[0], step):
                 break
         self._deferred_request_id = step.deferred_request_id
-        return self._make_output(step)
+        self._overdue = step.overdue
+        return step
+
+    def _can_start(self, step: Step) -> bool:
+        has_seat = len(self.running) < self.limits.max_num_seqs
+        return has_seat and step.num_tokens_left > 0 and not step.is_short_of_blocks
 
     def _schedule_deferred(self, step: Step) -> None:
-        """A span that found too little room in the last step comes first in this one, alone if it
-        has to.
+        """A span that found too little room in the last step comes first in this one.
+
+        Alone if it has to. It passes those ahead of it, but takes no encoder from who waits for it.
         """
         request = self.requests.get(self._deferred_request_id or "")
         if request is None:
             return
+        step.encoder_waiter = self._overdue if self._overdue != request.rank else None
         if request.status is RequestStatus.RUNNING:
             self._schedule_running(request, step)
-        elif request is self.waiting[0] and len(self.running) < self.limits.max_num_seqs:
+        elif request is self.waiting[0] and self._can_start(step):
             self._schedule_waiting(request, step)
-        step.is_encoder_closed = False  # that binds those behind it, and it is out of order here
+        if step.encoder_waiter != request.rank:
+            step.encoder_waiter = None  # of the last step; this one has its own
 
     def _schedule_running(self, request: Request, step: Step) -> None:
         plan = self._plan(request, request.num_computed_tokens, step)
-        if plan is None:
+        if plan.is_empty:
             return
         block_ids = self._allocate_or_preempt(request, plan.end, step)
         if block_ids is not None:
             self._commit(request, plan, block_ids, step)
 
     def _schedule_waiting(self, request: Request, step: Step) -> bool:
+        # Looking for a prefix costs time in proportion to the prompt: not in every step in which
+        # the first of a queue finds no room.
+        num_releases = self.kv_cache.num_releases + self.encoder_cache.num_releases
+        if self._blocked == (request.request_id, num_releases):
+            return False
         hit = self._find_prefix(request)
         plan = self._plan(request, hit.num_tokens, step)
-        if plan is None:
+        if plan.is_empty and plan.shortage is not Shortage.ENCODER_SPACE:
             return False
-        block_ids = self.kv_cache.allocate(request, plan.end, hit)
+        block_ids = None if plan.is_empty else self.kv_cache.allocate(request, plan.end, hit)
         if block_ids is None:
+            self._blocked = request.request_id, num_releases
             return False
+        self._start(request, hit.num_tokens, step)
+        self._commit(request, plan, block_ids, step)
+        return True
+
+    def _start(self, request: Request, num_cached_tokens: int, step: Step) -> None:
         self.waiting.remove(request)
-        insort(self.running, request, key=self._rank)
+        insort(self.running, request, key=_rank_of)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = hit.num_tokens
+        request.num_computed_tokens = num_cached_tokens
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit.num_tokens
+            request.num_cached_tokens = num_cached_tokens
         started = StartedRequest(
             request=request.core_request, output_token_ids=request.output_token_ids
         )
         step.started.append(started)
-        self._commit(request, plan, block_ids, step)
-        return True
 
     def _find_prefix(self, request: Request) -> PrefixHit:
-        """A cached prefix that leaves at least one token to compute and doesn't end inside an
-        unsplittable span.
-        """
+        """A cached prefix that leaves at least one token to compute."""
         # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
         # to start at 0.
         max_tokens = 0 if self.limits.is_encoder_decoder else request.num_tokens - 1
-        hit = self.kv_cache.find_prefix(request, max_tokens)
-        while (span := request.get_split_span(hit.num_tokens)) is not None:
-            hit = self.kv_cache.find_prefix(request, span[0])
-        return hit
+        return self.kv_cache.find_prefix(request, max_tokens)
 
-    def _plan(self, request: Request, start: int, step: Step) -> WindowPlan | None:
-        plan, lacking = self._planner.get_plan(request, start, step)
-        if lacking == "encoder space":
-            step.is_encoder_closed = True
-        elif lacking == "span" and step.deferred_request_id is None:
-            step.deferred_request_id = request.request_id
+    def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
+        plan = self._planner.get_plan(request, start, step)
+        step.add_shortage(plan.shortage, request.request_id, request.rank)
         return plan
 
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: Step
     ) -> BlockIds | None:
         while (block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
+            step.is_short_of_blocks = True
             victim = self._get_victim(request, step)
-            self._preempt(victim)
-            step.has_preempted = True
-            if victim is request:
+            if victim is not None:
+                self._preempt(victim)
+            if victim is None or victim is request:
                 return None
         return block_ids
 
-    def _get_victim(self, request: Request, step: Step) -> Request:
-        """The last in the order of service behind `request` that has no work in this step; else
-        `request` itself.
+    def _get_victim(self, request: Request, step: Step) -> Request | None:
+        """The last in the order of service that has no work in this step.
+
+        `request` itself if all behind it are gone; `None` if one of them has come first in this
+        step: the next step is soon enough for `request`.
         """
+        has_work_behind = False
         for candidate in reversed(self.running):
             if candidate is request:
                 break
             if candidate.request_id not in step.scheduled:
                 return candidate
-        return request
+            has_work_behind = True
+        return None if has_work_behind else request
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a request but its tokens; it computes them again when there is room."""
+        """Take everything from a request but its tokens; it computes them again later."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        insort(self.waiting, request, key=self._rank)
+        insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
         encoder_inputs = self._commit_encoder_inputs(request, plan, step)
@@ -259,9 +284,9 @@ class Scheduler:
                     self.encoder_cache.mark_computed(encoder_input.key)
         outputs = self._fail_encodes(result)
         for scheduled in output.scheduled:
-            request = self.requests.get(scheduled.request_id)
+            request = self._get_scheduled(scheduled)
             if request is None:
-                continue  # failed above, or aborted while the step ran
+                continue
             self._advance(request, scheduled)
             if scheduled.is_sampled:
                 token_id = result.sampled_token_ids[request.request_id]
@@ -271,19 +296,29 @@ class Scheduler:
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
-        """The step could not be run at all: end its requests, and forget what they were about to
-        compute.
+        """The step could not be run, or not to its end: end its requests.
+
+        How far the worker came is not known. So it is told again what to drop, and also to drop
+        what the step was about to encode.
         """
-        requests = [self.requests.get(scheduled.request_id) for scheduled in output.scheduled]
-        outputs = [
-            self._finish(request, FinishReason.ERROR, error=reason)
-            for request in requests
-            if request
-        ]
+        self._stopped[:0] = output.stopped_request_ids
+        self.encoder_cache.add_freed_keys(output.freed_encoder_keys)
+        outputs = []
+        for scheduled in output.scheduled:
+            request = self._get_scheduled(scheduled)
+            if request is not None:
+                outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
                 self.encoder_cache.discard(encoder_input.key)
+                self.encoder_cache.add_freed_keys((encoder_input.key,))
         return outputs
+
+    def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
+        """The request, unless it has ended since; its id may belong to a new one, which waits."""
+        request = self.requests.get(scheduled.request_id)
+        is_running = request is not None and request.status is RequestStatus.RUNNING
+        return request if is_running else None
 
     def _fail_encodes(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         outputs = []
@@ -301,8 +336,9 @@ class Scheduler:
         self._free_passed_items(request, start)
 
     def _free_passed_items(self, request: Request, start: int) -> None:
-        """Release the items that the tokens from `start` on have passed. An encoder-decoder model
-        has stored what it needs of all its items after its first step.
+        """Release the items that the tokens from `start` on have passed.
+
+        An encoder-decoder model has stored what it needs of all its items after its first step.
         """
         if not request.mm_features:
             return
@@ -365,9 +401,7 @@ class Scheduler:
         )
 
     def _release(self, request: Request) -> None:
-        """Give back blocks and encoder references, and let the worker forget the request if it
-        holds it.
-        """
+        """Give back blocks and encoder references; let the worker forget it if it holds it."""
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request)
         if request.status is RequestStatus.RUNNING:

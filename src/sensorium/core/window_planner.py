@@ -14,7 +14,7 @@ from __future__ import annotations
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.request import Request
-from sensorium.core.step import Step, WindowPlan
+from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.types.multimodal import get_mm_features_in_window
 
 
@@ -23,34 +23,39 @@ class WindowPlanner:
         self._limits = limits
         self._encoder_cache = encoder_cache
 
-    def get_plan(self, request: Request, start: int, step: Step) -> tuple[WindowPlan | None, str]:
-        """The window that begins at `start`, or `None`, and what cut it short: "span", "encoder
-        space" or else.
-        """
+    def get_plan(self, request: Request, start: int, step: Step) -> WindowPlan:
+        """The window that begins at `start`; empty if there is no room for it in this step."""
         end = min(request.num_tokens, start + step.num_tokens_left)
         if end <= start:
-            return None, "tokens"
+            return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
         end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
         if end <= start:
-            return None, "span"
-        room = _EncoderRoom(self._encoder_cache, step, self._limits.max_num_encoder_embeds)
+            return WindowPlan(start=start, end=start, shortage=Shortage.SPAN)
+        room = _EncoderRoom(
+            self._encoder_cache,
+            max_num_embeds=self._limits.max_num_encoder_embeds,
+            num_used=step.num_encoder_embeds,
+            is_closed=step.is_encoder_closed(request.rank),
+            is_all_or_nothing=self._limits.is_encoder_decoder,
+        )
         end = self._get_end_with_encoders(request, start, end, room)
         if end <= start:
-            return None, room.lacking
-        plan = WindowPlan(
+            return WindowPlan(start=start, end=start, shortage=room.shortage)
+        return WindowPlan(
             start=start,
             end=end,
+            shortage=room.shortage,
             to_encode=tuple(room.to_encode),
             to_share=tuple(room.to_share),
             twins=tuple(room.twins),
         )
-        return plan, room.lacking
 
     def _get_end_outside_span(
         self, request: Request, start: int, end: int, *, is_first: bool
     ) -> int:
-        """Move an end that splits a span before it, or behind it when nothing else runs and there
-        is nothing before.
+        """Move an end that splits a span before it.
+
+        Behind it, when nothing else runs and there is nothing before it.
         """
         span = request.get_split_span(end)
         if span is None:
@@ -63,7 +68,7 @@ class WindowPlanner:
     def _get_end_with_encoders(
         self, request: Request, start: int, end: int, room: _EncoderRoom
     ) -> int:
-        """Note in `room` the items of the window; it is cut before the first one that finds none."""
+        """Note the window's items in `room`; it is cut before the first one that finds none."""
         limits = self._limits
         if not request.mm_features or (limits.is_encoder_decoder and start > 0):
             return end
@@ -89,18 +94,31 @@ class WindowPlanner:
 
 
 class _EncoderRoom:
-    """A trial balance of encoder space and compute for one window."""
+    """A trial balance of encoder space and compute for one window.
 
-    def __init__(self, cache: EncoderCacheManager, step: Step, max_num_embeds: int) -> None:
+    `num_used` embeddings are encoded in this step already. `is_closed`: someone ahead waits for
+    space. `is_all_or_nothing`: the compute budget applies to the window's items together.
+    """
+
+    def __init__(
+        self,
+        cache: EncoderCacheManager,
+        *,
+        max_num_embeds: int,
+        num_used: int,
+        is_closed: bool,
+        is_all_or_nothing: bool,
+    ) -> None:
         self.to_encode: list[int] = []
         self.to_share: list[int] = []
         self.twins: list[int] = []
-        self.lacking = ""
+        self.shortage = Shortage.NONE
         self._cache = cache
-        self._step = step
         self._max_num_embeds = max_num_embeds
+        self._num_used = num_used
+        self._is_closed = is_closed
+        self._is_unlimited = is_all_or_nothing and num_used == 0
         self._num_reclaimable = cache.num_reclaimable_embeds
-        self._num_used = step.num_encoder_embeds
         self._encoded: set[str] = set()
         self._shared: set[str] = set()
 
@@ -110,12 +128,12 @@ class _EncoderRoom:
             self.twins.append(mm_index)
             return True
         is_held = self._cache.is_computed(key) or self._cache.is_reserved(key)
-        self.lacking = self._get_lacking(num_embeds, is_held=is_held)
-        if self.lacking:
+        self.shortage = self._get_shortage(num_embeds, is_held=is_held)
+        if self.shortage is not Shortage.NONE:
             return False
         if is_held:
             if self._cache.is_evictable(key) and key not in self._shared:
-                self._num_reclaimable -= num_embeds
+                self._num_reclaimable -= self._cache.get_num_embeds(key)
             self._shared.add(key)
             self.to_share.append(mm_index)
         else:
@@ -125,12 +143,15 @@ class _EncoderRoom:
             self.to_encode.append(mm_index)
         return True
 
-    def _get_lacking(self, num_embeds: int, *, is_held: bool) -> str:
-        if self._step.is_encoder_closed:
-            return "encoder space"
+    def _get_shortage(self, num_embeds: int, *, is_held: bool) -> Shortage:
+        if self._is_closed:
+            return Shortage.ENCODER_SPACE
         if is_held:
-            return ""
+            return Shortage.NONE
         if num_embeds > self._num_reclaimable:
-            return "encoder space"
-        is_computable = self._num_used == 0 or self._num_used + num_embeds <= self._max_num_embeds
-        return "" if is_computable else "encoder compute"
+            return Shortage.ENCODER_SPACE
+        # The first item of a step is encoded whatever it costs.
+        is_free = self._is_unlimited or self._num_used == 0
+        if is_free or self._num_used + num_embeds <= self._max_num_embeds:
+            return Shortage.NONE
+        return Shortage.ENCODER_COMPUTE

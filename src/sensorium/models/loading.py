@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def load_config(model: str) -> PretrainedConfig:
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise ModelError(f"there is no directory {model!r}")
     try:
         return AutoConfig.from_pretrained(model)
     except (

@@ -1,0 +1,53 @@
+# The words that people and CI run. Every target builds what it needs; nothing else has to be installed
+# but Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup test check format bench serve clean
+
+help:
+	@echo "make setup    the virtual environment $(VENV) with everything in it"
+	@echo "make test     all tests that need no GPU"
+	@echo "make check    formatting, lint, types, layers, sizes"
+	@echo "make format   let ruff format and mend what it can"
+	@echo "make bench    all benchmarks, with records in benchmarks/records"
+	@echo "make serve    the server on the embedded default model (not in this version)"
+	@echo "make clean    remove the virtual environment and all that was built"
+
+setup: $(READY)
+
+# torch comes first and alone: its pinned version has a CPU build on platforms without CUDA.
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_sizes.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/core_step.py --record
+	$(BIN)/python benchmarks/offline.py --record
+
+serve: $(READY)
+	$(BIN)/sensorium serve
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

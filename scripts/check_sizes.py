@@ -1,0 +1,52 @@
+"""Holds source files and functions to their size limits; exceptions stand here and may only
+shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_FAMILY_LINES = 150
+MAX_DOCUMENT_LINES = {"README.md": 120, "ARCHITECTURE.md": 200}
+EXCEPTIONS: frozenset[str] = frozenset()
+
+
+def find_problems(root: Path) -> Iterator[str]:
+    for name, limit in MAX_DOCUMENT_LINES.items():
+        yield from _check_lines(root / name, root, limit)
+    for path in sorted([*root.glob("src/**/*.py"), *root.glob("benchmarks/*.py")]):
+        limit = MAX_FAMILY_LINES if path.parent.name == "families" else MAX_FILE_LINES
+        yield from _check_lines(path, root, limit)
+        yield from _check_functions(path, root)
+
+
+def _check_lines(path: Path, root: Path, limit: int) -> Iterator[str]:
+    name = path.relative_to(root).as_posix()
+    num_lines = len(path.read_text().splitlines())
+    if num_lines > limit and name not in EXCEPTIONS:
+        yield f"{name}: {num_lines} lines, {limit} at most"
+
+
+def _check_functions(path: Path, root: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{path.relative_to(root).as_posix()}:{node.name}"
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES and name not in EXCEPTIONS:
+                yield f"{name}: {num_lines} lines, {MAX_FUNCTION_LINES} at most"
+
+
+def main() -> None:
+    problems = list(find_problems(ROOT))
+    print("\n".join(problems) or "sizes: ok")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

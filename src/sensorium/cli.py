@@ -1,0 +1,89 @@
+"""The `sensorium` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import sensorium
+from sensorium.types.errors import SensoriumError
+from sensorium.types.prompts import TextPrompt
+
+
+def main() -> None:
+    arguments = _make_parser().parse_args()
+    try:
+        arguments.run(arguments)
+    except SensoriumError as error:
+        sys.exit(f"sensorium: {error}")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sensorium", description="Multimodal LLM inference: everything is perceived once."
+    )
+    parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    generate = commands.add_parser(
+        "generate",
+        help="generate from prompts, in this process",
+        description="Generate from one or more prompts, batched, and print the answers.",
+    )
+    generate.add_argument("model", help="a directory or a hub id")
+    generate.add_argument("prompt", nargs="+", help="text, with the model's marker for each image")
+    generate.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="an image for the prompt's markers, in order; may be repeated (one prompt only)",
+    )
+    generate.add_argument("--max-tokens", type=int, default=64, help="new tokens (default 64)")
+    generate.add_argument(
+        "--temperature",
+        type=float,
+        help="0: greedy (default: what the model's generation config says)",
+    )
+    generate.add_argument("--top-p", type=float, help="share of probability to choose from")
+    generate.add_argument("--top-k", type=int, help="number of tokens to choose from; 0: all")
+    generate.add_argument("--seed", type=int, help="makes sampling repeatable")
+    generate.add_argument("--stop", action="append", default=[], help="end before this text")
+    generate.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
+    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    generate.set_defaults(run=_generate)
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from PIL import Image, UnidentifiedImageError
+
+    from sensorium.engine.llm import LLM
+
+    if arguments.image and len(arguments.prompt) > 1:
+        raise sensorium.RequestError("--image goes with one prompt only")
+    params = sensorium.SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=arguments.stop,
+    )
+    try:
+        images = [Image.open(path).convert("RGB") for path in arguments.image]
+    except (OSError, UnidentifiedImageError) as error:
+        raise sensorium.RequestError(f"an image can't be read: {error}") from error
+    llm = LLM(
+        arguments.model,
+        max_model_len=arguments.max_model_len,
+        dtype=arguments.dtype,
+        device=arguments.device,
+    )
+    prompts: list[TextPrompt] = [
+        {"prompt": text, "multi_modal_data": {"image": images}} for text in arguments.prompt
+    ]
+    for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+        print(output.outputs[0].text)

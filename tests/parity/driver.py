@@ -1,0 +1,122 @@
+"""Drives an engine step by step and watches what its scheduler decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from sensorium import LLM, RequestOutput, SamplingParams
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+
+MAX_STEPS = 5000
+
+
+class Trace:
+    """Every step that the worker of an engine was told to run, from now on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.steps: list[SchedulerOutput] = []
+        runner: Any = llm.core.runner
+        execute = runner.execute
+
+        def execute_and_note(output: SchedulerOutput) -> ModelRunnerOutput:
+            self.steps.append(output)
+            result: ModelRunnerOutput = execute(output)
+            return result
+
+        runner.execute = execute_and_note
+
+    @property
+    def requests(self) -> dict[str, EngineCoreRequest]:
+        return {s.request.request_id: s.request for step in self.steps for s in step.started}
+
+    @property
+    def most_requests_in_a_step(self) -> int:
+        return max(len(step.scheduled) for step in self.steps)
+
+    @property
+    def num_encoded_items(self) -> int:
+        return sum(len(s.encoder_inputs) for step in self.steps for s in step.scheduled)
+
+    @property
+    def preempted_ids(self) -> set[str]:
+        """Requests that were taken from the worker and given to it again."""
+        starts = Counter(s.request.request_id for step in self.steps for s in step.started)
+        return {request_id for request_id, count in starts.items() if count > 1}
+
+    @property
+    def num_split_items(self) -> int:
+        """How often a step ended between two embeddings of one item."""
+        requests = self.requests
+        count = 0
+        for step in self.steps:
+            for scheduled in step.scheduled:
+                end = scheduled.num_computed_tokens + scheduled.num_new_tokens
+                for feature in requests[scheduled.request_id].mm_features:
+                    spans = feature.mm_position.extract_embeds_range()
+                    count += any(first < end < last for first, last in spans)
+        return count
+
+
+def run_staggered(
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    steps_between: int = 3,
+) -> list[RequestOutput]:
+    """Each prompt arrives some steps after the one before it; outputs in the order of arrival."""
+    params_of = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    request_ids: list[str] = []
+    outputs: dict[str, RequestOutput] = {}
+    for step in range(MAX_STEPS):
+        if step % steps_between == 0 and len(request_ids) < len(prompts):
+            index = len(request_ids)
+            request_ids.append(llm._add(prompts[index], params_of[index]))
+        if llm.core.has_requests:
+            outputs |= {output.request_id: output for output in llm._step()}
+        elif len(request_ids) == len(prompts):
+            return [outputs[request_id] for request_id in request_ids]
+    raise AssertionError(f"not done after {MAX_STEPS} steps")
+
+
+def get_token_ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    for output in outputs:
+        assert output.error is None
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def get_kv_bytes(llm: LLM, num_tokens: int) -> int:
+    """The memory with which an engine like this one holds `num_tokens` tokens."""
+    runner: Any = llm.core.runner
+    block_size = llm.config.block_size
+    num_blocks = -(-num_tokens // block_size) + 1  # and the null block
+    layers = runner._adapter.probe_layers()
+    element_size = runner._adapter.dtype.itemsize
+    per_token = sum(layer.num_elements_per_token for layer in layers) * element_size
+    return num_blocks * block_size * per_token
+
+
+def assert_nothing_is_left(llm: LLM) -> None:
+    """No request, no block in use, no encoder entry that is referenced or was never computed, no
+    tensors of media, no text; and the worker has forgotten every request.
+    """
+    llm.core.step()  # the worker learns with the next step who has left
+    runner: Any = llm.core.runner
+    scheduler = llm.core.scheduler
+    encoder_cache = scheduler.encoder_cache.statistics()
+    assert not llm.core.has_requests
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert [pool.num_used for pool in scheduler.kv_cache.statistics()] == [0] * len(
+        llm.config.groups
+    )
+    assert encoder_cache.num_references == 0
+    assert encoder_cache.num_used_embeds == encoder_cache.num_evictable_embeds
+    assert encoder_cache.num_entries == len(runner.encoder_cache)
+    assert dict(llm.core.payloads) == {}
+    assert runner._states == {}
+    assert runner._mrope == {}
+    assert llm._outputs._states == {}

@@ -1,0 +1,108 @@
+"""What Transformers itself says: an untouched model, the whole-prompt processor call, `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+
+from sensorium import RequestOutput
+from tests.parity.cases import Case, make_cases
+
+NUM_TOKENS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """`inputs`: all that the processor made of the conversation. `logits`: [tokens, vocabulary]."""
+
+    case: Case
+    prompt: dict[str, Any]
+    inputs: Mapping[str, torch.Tensor]
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logits: torch.Tensor
+
+
+class Reference:
+    def __init__(self, directory: str, family: str) -> None:
+        config = transformers.AutoConfig.from_pretrained(directory)
+        model_class = getattr(transformers, config.architectures[0])
+        auto = transformers.AutoTokenizer if family == "llama" else transformers.AutoProcessor
+        self.family = family
+        self.directory = directory
+        self.model: Any = model_class.from_pretrained(directory, dtype=torch.float32).eval()
+        self.processor: Any = auto.from_pretrained(directory)
+
+    @cached_property
+    def expected(self) -> tuple[Expected, ...]:
+        """`NUM_TOKENS` greedy tokens for every case of the family, end-of-sequence ignored."""
+        return tuple(self.compute(case) for case in make_cases(self.family))
+
+    def compute(self, case: Case) -> Expected:
+        text = self.processor.apply_chat_template(
+            case.messages, add_generation_prompt=True, tokenize=False
+        )
+        inputs = self._process(case, text)
+        tokens, logits = self.generate(inputs, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        return Expected(
+            case=case,
+            prompt=case.make_prompt(text),
+            inputs=inputs,
+            prompt_token_ids=inputs["input_ids"][0].tolist(),
+            token_ids=tokens,
+            logits=logits,
+        )
+
+    def _process(self, case: Case, text: str) -> Mapping[str, torch.Tensor]:
+        media: dict[str, Any] = {}
+        if case.images:
+            media["images"] = case.images
+        if case.videos:
+            media |= {"videos": case.videos, "do_sample_frames": False}
+        inputs: Mapping[str, torch.Tensor] = self.processor(
+            text=[text], return_tensors="pt", **media
+        )
+        return inputs
+
+    @torch.inference_mode()
+    def generate(
+        self, inputs: Mapping[str, torch.Tensor], *, ignore_eos: bool, **options: Any
+    ) -> tuple[list[int], torch.Tensor]:
+        """Greedy tokens, and the logits that they were chosen from."""
+        if hasattr(self.model.base_model, "rope_deltas"):
+            self.model.base_model.rope_deltas = None  # left over from the last call
+        config = self.model.generation_config
+        eos_token_id = config.eos_token_id
+        config.eos_token_id = None if ignore_eos else eos_token_id
+        try:
+            output = self.model.generate(
+                **inputs,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **options,
+            )
+        finally:
+            config.eos_token_id = eos_token_id
+        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens, torch.cat(output.logits)
+
+
+def get_differences(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> list[str]:
+    """The names of the cases whose tokens differ. That the prompts are equal and that nothing
+    failed is asserted: a failure is not a difference.
+    """
+    assert len(outputs) == len(expected)
+    names = []
+    for output, entry in zip(outputs, expected, strict=True):
+        assert output.error is None, entry.case.name
+        assert list(output.prompt_token_ids) == entry.prompt_token_ids, entry.case.name
+        assert len(output.outputs[0].token_ids) == len(entry.token_ids), entry.case.name
+        if list(output.outputs[0].token_ids) != entry.token_ids:
+            names.append(entry.case.name)
+    return names
