@@ -12,7 +12,7 @@ from PIL import Image
 
 FAMILIES = ("llama", "llava", "qwen2_5_vl", "gemma3")
 MULTIMODAL_FAMILIES = FAMILIES[1:]
-_WORDS = "the quick brown fox jumps over lazy dog what is in this picture describe image".split()
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "lazy", "what", "is", "in", "this", "picture")
 
 Video = npt.NDArray[np.uint8]  # [frames, 3, height, width]
 Part = str | Image.Image | Video

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from tests.parity.reference import Reference
+from tests.parity.reference import Reference, ReferenceOf
 
 
 @pytest.fixture(scope="session")
-def reference_of(tiny_model: Callable[[str], str]) -> Callable[[str], Reference]:
+def reference_of(tiny_model: Callable[[str], str]) -> ReferenceOf:
     """The reference of a family, with the expected tokens of all its cases."""
     return cache(lambda family: Reference(tiny_model(family), family))

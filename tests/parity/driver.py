@@ -60,6 +60,11 @@ class Trace:
         return count
 
 
+def make_llm(directory: str, **options: Any) -> LLM:
+    values = {"max_model_len": 512, "max_num_seqs": 8, "dtype": "float32", "device": "cpu"}
+    return LLM(directory, **{**values, **options})
+
+
 def run_staggered(
     llm: LLM,
     prompts: Sequence[Any],

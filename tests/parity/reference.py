@@ -1,8 +1,8 @@
-"""What Transformers itself says: an untouched model, the whole-prompt processor call, `generate`."""
+"""What Transformers itself says: an untouched model, one processor call per prompt, `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-from sensorium import RequestOutput
+from sensorium import RequestOutput, SamplingParams
 from tests.parity.cases import Case, make_cases
 
-NUM_TOKENS = 20
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +44,25 @@ class Reference:
         """`NUM_TOKENS` greedy tokens for every case of the family, end-of-sequence ignored."""
         return tuple(self.compute(case) for case in make_cases(self.family))
 
-    def compute(self, case: Case) -> Expected:
+    def compute(self, case: Case, **processor_kwargs: Any) -> Expected:
         text = self.processor.apply_chat_template(
             case.messages, add_generation_prompt=True, tokenize=False
         )
-        inputs = self._process(case, text)
+        inputs = self._process(case, text, processor_kwargs)
         tokens, logits = self.generate(inputs, max_new_tokens=NUM_TOKENS, ignore_eos=True)
         return Expected(
             case=case,
-            prompt=case.make_prompt(text),
+            prompt={**case.make_prompt(text), "mm_processor_kwargs": processor_kwargs},
             inputs=inputs,
             prompt_token_ids=inputs["input_ids"][0].tolist(),
             token_ids=tokens,
             logits=logits,
         )
 
-    def _process(self, case: Case, text: str) -> Mapping[str, torch.Tensor]:
-        media: dict[str, Any] = {}
+    def _process(
+        self, case: Case, text: str, processor_kwargs: Mapping[str, Any]
+    ) -> Mapping[str, torch.Tensor]:
+        media: dict[str, Any] = {**processor_kwargs}
         if case.images:
             media["images"] = case.images
         if case.videos:
@@ -91,6 +94,9 @@ class Reference:
             config.eos_token_id = eos_token_id
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return tokens, torch.cat(output.logits)
+
+
+ReferenceOf = Callable[[str], Reference]
 
 
 def get_differences(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> list[str]:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from sensorium import LLM, SamplingParams
 from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
-from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, run_staggered
-from tests.parity.reference import NUM_TOKENS, Reference, get_differences
-
-ReferenceOf = Callable[[str], Reference]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-def make_llm(reference: Reference, **options: Any) -> LLM:
-    values = {"max_model_len": 512, "max_num_seqs": 8, "dtype": "float32", "device": "cpu"}
-    return LLM(reference.directory, **{**values, **options})
+from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, make_llm, run_staggered
+from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_request_alone_gives_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
-    llm = make_llm(reference, enable_prefix_caching=False)
+    llm = make_llm(reference.directory, enable_prefix_caching=False)
     outputs = [
         llm.generate(entry.prompt, GREEDY, use_tqdm=False)[0] for entry in reference.expected
     ]
@@ -39,7 +29,7 @@ def test_staggered_requests_give_the_reference_tokens(
 ) -> None:
     reference = reference_of(family)
     assert len(reference.expected) >= 8
-    llm = make_llm(reference, max_num_batched_tokens=budget)
+    llm = make_llm(reference.directory, max_num_batched_tokens=budget)
     trace = Trace(llm)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
@@ -51,13 +41,13 @@ def test_staggered_requests_give_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 32])
+@pytest.mark.parametrize("block_size", [1, 5])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_block_size_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str, block_size: int
 ) -> None:
     reference = reference_of(family)
-    llm = make_llm(reference, block_size=block_size, max_num_batched_tokens=40)
+    llm = make_llm(reference.directory, block_size=block_size, max_num_batched_tokens=40)
     prompts = [entry.prompt for entry in reference.expected]
     for _ in range(2):  # fresh, then with what the first pass left in the caches
         outputs = run_staggered(llm, prompts, GREEDY, steps_between=1)
@@ -65,30 +55,26 @@ def test_every_block_size_gives_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("budget", [24, 4096])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cached_prefixes_give_the_reference_tokens(
-    reference_of: ReferenceOf, family: str, budget: int
-) -> None:
+def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
-    llm = make_llm(reference, max_num_batched_tokens=budget)
+    llm = make_llm(reference.directory, max_num_batched_tokens=24)
     prompts = [entry.prompt for entry in reference.expected]
     llm.generate(prompts, GREEDY, use_tqdm=False)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert get_differences(outputs, reference.expected) == []
     long_enough = [len(entry.prompt_token_ids) > 2 * 16 for entry in reference.expected]
-    assert sum(long_enough) >= 4
+    assert sum(long_enough) >= 3
     for output, is_long in zip(outputs, long_enough, strict=True):
         assert output.num_cached_tokens > 0 or not is_long
 
 
-@pytest.mark.parametrize("budget", [7, 4096])
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_cached_encoder_outputs_give_the_reference_tokens(
-    reference_of: ReferenceOf, family: str, budget: int
+    reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
-    llm = make_llm(reference, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    llm = make_llm(reference.directory, max_num_batched_tokens=24, enable_prefix_caching=False)
     prompts = [entry.prompt for entry in reference.expected]
     llm.generate(prompts, GREEDY, use_tqdm=False)
     trace = Trace(llm)
@@ -106,7 +92,7 @@ def test_an_image_that_stands_twice_in_a_prompt_is_encoded_once(
 ) -> None:
     reference = reference_of(family)
     expected = [e for e in reference.expected if e.case.name == "one image twice"]
-    llm = make_llm(reference, max_num_batched_tokens=24)
+    llm = make_llm(reference.directory, max_num_batched_tokens=24)
     trace = Trace(llm)
     outputs = llm.generate([e.prompt for e in expected], GREEDY, use_tqdm=False)
     assert get_differences(outputs, expected) == []
@@ -120,7 +106,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
 ) -> None:
     reference = reference_of(family)
     size = 96 if family == "qwen2_5_vl" else 16  # the largest item, and little or nothing beside it
-    llm = make_llm(reference, encoder_cache_size=size, max_num_batched_tokens=64)
+    llm = make_llm(reference.directory, encoder_cache_size=size, max_num_batched_tokens=64)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
     statistics = llm.core.scheduler.encoder_cache.statistics()
@@ -129,21 +115,19 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("budget", [7, 24])
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_items_that_are_kept_whole_give_the_reference_tokens(
-    reference_of: ReferenceOf, family: str, budget: int
+    reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
-    llm = make_llm(reference, max_num_batched_tokens=budget, disable_chunked_mm_input=True)
+    llm = make_llm(reference.directory, max_num_batched_tokens=7, disable_chunked_mm_input=True)
     trace = Trace(llm)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
     assert trace.num_split_items == 0
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("budget", [24, 4096])
+@pytest.mark.parametrize(("budget", "enable_prefix_caching"), [(24, True), (4096, False)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, budget: int, enable_prefix_caching: bool
@@ -151,11 +135,12 @@ def test_preempted_requests_give_the_reference_tokens(
     reference = reference_of(family)
     longest = max(len(entry.prompt_token_ids) for entry in reference.expected) + NUM_TOKENS
     llm = make_llm(
-        reference,
+        reference.directory,
         max_model_len=longest,
+        block_size=4,
         max_num_batched_tokens=budget,
         enable_prefix_caching=enable_prefix_caching,
-        kv_cache_memory_bytes=get_kv_bytes(make_llm(reference), longest + 16),
+        kv_cache_memory_bytes=get_kv_bytes(make_llm(reference.directory), longest),
     )
     trace = Trace(llm)
     prompts = [entry.prompt for entry in reference.expected]
@@ -163,3 +148,26 @@ def test_preempted_requests_give_the_reference_tokens(
     assert get_differences(outputs, reference.expected) == []
     assert trace.preempted_ids
     assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("family", "processor_kwargs"),
+    [
+        ("llava", {"do_normalize": False}),
+        ("qwen2_5_vl", {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 6}}),
+        ("gemma3", {"do_normalize": False}),
+    ],
+)
+def test_options_of_the_processor_give_the_reference_tokens(
+    reference_of: ReferenceOf, family: str, processor_kwargs: dict[str, Any]
+) -> None:
+    """And what was cached of an image under one set of options is not used under another."""
+    reference = reference_of(family)
+    cases = [entry.case for entry in reference.expected[1:4]]
+    plain = list(reference.expected[1:4])
+    changed = [reference.compute(case, **processor_kwargs) for case in cases]
+    assert [entry.token_ids for entry in plain] != [entry.token_ids for entry in changed]
+    llm = make_llm(reference.directory)
+    for expected in (plain, changed, plain):
+        outputs = llm.generate([entry.prompt for entry in expected], GREEDY, use_tqdm=False)
+        assert get_differences(outputs, expected) == []

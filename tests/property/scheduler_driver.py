@@ -66,6 +66,7 @@ class SchedulerDriver:
             is_encoder_decoder=limits.is_encoder_decoder,
         )
         self.open: dict[str, EngineCoreRequest] = {}
+        self.is_in_step = False
 
     def add(self, request: EngineCoreRequest) -> bool:
         """Whether it was accepted."""
@@ -90,6 +91,7 @@ class SchedulerDriver:
                 del self.open[output.request_id]
 
     def schedule(self) -> SchedulerOutput:
+        self.is_in_step = True
         output = self.scheduler.schedule()
         assert bool(self.open) != output.is_empty, "a step does something while there are requests"
         self._check_budgets(output)
@@ -102,13 +104,15 @@ class SchedulerDriver:
         self.take(self.scheduler.update_from_output(output, result))
         for key in self.worker.encoded_keys:
             assert self.encoder_cache.is_computed(key), "the worker keeps what the core forgot"
-        assert len(self.worker.encoded_keys) >= self.encoder_cache.statistics().num_entries
+        assert len(self.worker.encoded_keys) == self.encoder_cache.statistics().num_entries
+        self.is_in_step = False
 
     def fail_step(self, output: SchedulerOutput, *, has_run: bool) -> None:
         """The worker breaks down before it did anything, or after it did everything."""
         if has_run:
             self.worker.execute(output, token_id=1)
         self.take(self.scheduler.fail_step(output, "the worker broke down"))
+        self.is_in_step = False
 
     def step(self, token_id: int = 1) -> None:
         self.finish_step(self.schedule(), token_id=token_id)
@@ -173,5 +177,7 @@ class SchedulerDriver:
 
     def _get_encoder_sizes(self, scheduled: ScheduledRequest) -> list[int]:
         features = self.open[scheduled.request_id].mm_features
-        inputs = scheduled.encoder_inputs
-        return [features[i.mm_index].mm_position.get_num_embeds() for i in inputs]
+        sizes = [
+            features[i.mm_index].mm_position.get_num_embeds() for i in scheduled.encoder_inputs
+        ]
+        return [size for size in sizes if size > 0]

@@ -126,7 +126,7 @@ class SimulatedWorker:
             )
 
     def _encode(self, output: SchedulerOutput, failing_hashes: Collection[str]) -> set[str]:
-        failed = set()
+        failed: set[str] = set()
         for scheduled in output.scheduled:
             row = self.rows[scheduled.request_id]
             for encoder_input in scheduled.encoder_inputs:

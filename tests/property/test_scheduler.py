@@ -83,13 +83,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check()
 
     def teardown(self) -> None:
-        if self.driver is not None:
+        if self.driver is not None and not self.driver.is_in_step:
             self.driver.drain()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150,
+    max_examples=500,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -121,11 +121,12 @@ class EncoderCacheManager:
 
     def discard(self, key: str) -> set[str]:
         """The worker could not encode it: forget it. The ids of the requests that needed it."""
-        entry = self._entries.pop(key, None)
+        entry = self._entries.get(key)
         if entry is None:
             return set()
         if entry.is_computed:
             raise InvariantError(f"encoder entry {key} was computed before")
+        del self._entries[key]
         self._num_free += entry.num_embeds
         self.num_releases += 1
         for request_id, mm_index in entry.references:

@@ -128,30 +128,32 @@ class _EncoderRoom:
             self.twins.append(mm_index)
             return True
         is_held = self._cache.is_computed(key) or self._cache.is_reserved(key)
-        self.shortage = self._get_shortage(num_embeds, is_held=is_held)
+        num_reclaimed = self._get_num_reclaimed(key, num_embeds, is_held=is_held)
+        self.shortage = self._get_shortage(num_reclaimed, 0 if is_held else num_embeds)
         if self.shortage is not Shortage.NONE:
             return False
+        self._num_reclaimable -= num_reclaimed
         if is_held:
-            if self._cache.is_evictable(key) and key not in self._shared:
-                self._num_reclaimable -= self._cache.get_num_embeds(key)
             self._shared.add(key)
             self.to_share.append(mm_index)
         else:
-            self._num_reclaimable -= num_embeds
             self._num_used += num_embeds
             self._encoded.add(key)
             self.to_encode.append(mm_index)
         return True
 
-    def _get_shortage(self, num_embeds: int, *, is_held: bool) -> Shortage:
-        if self._is_closed:
-            return Shortage.ENCODER_SPACE
-        if is_held:
-            return Shortage.NONE
-        if num_embeds > self._num_reclaimable:
+    def _get_num_reclaimed(self, key: str, num_embeds: int, *, is_held: bool) -> int:
+        """How much less can be reclaimed once the item is taken."""
+        if not is_held:
+            return num_embeds
+        is_reclaimable = self._cache.is_evictable(key) and key not in self._shared
+        return self._cache.get_num_embeds(key) if is_reclaimable else 0
+
+    def _get_shortage(self, num_reclaimed: int, num_to_encode: int) -> Shortage:
+        if self._is_closed or num_reclaimed > self._num_reclaimable:
             return Shortage.ENCODER_SPACE
         # The first item of a step is encoded whatever it costs.
-        is_free = self._is_unlimited or self._num_used == 0
-        if is_free or self._num_used + num_embeds <= self._max_num_embeds:
+        is_free = num_to_encode == 0 or self._num_used == 0 or self._is_unlimited
+        if is_free or self._num_used + num_to_encode <= self._max_num_embeds:
             return Shortage.NONE
         return Shortage.ENCODER_COMPUTE

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
+from sensorium.models.adapter import MODALITIES
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
 
@@ -56,6 +57,15 @@ class EngineOptions:
             raise ModelError(
                 f"scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
             )
+        for modality, limit in self.limit_mm_per_prompt.items():
+            if modality not in MODALITIES:
+                raise ModelError(
+                    f"limit_mm_per_prompt names {modality!r}: use {', '.join(MODALITIES)}"
+                )
+            if not isinstance(limit, int) or limit < 0:
+                raise ModelError(
+                    f"limit_mm_per_prompt: {modality} must be an integer >= 0, not {limit!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ class EngineCore:
             self.payloads.add(request, payloads)
             self.runner.add_request(request)
             self.scheduler.add_request(request)
-        except RequestError:
+        except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._forget(request.request_id)
             raise
 

@@ -70,7 +70,7 @@ class InputProcessor:
             mm_features=tuple(features),
             eos_token_ids=self.defaults.eos_token_ids,
             cache_salt=fields.get("cache_salt"),
-            priority=fields.get("priority", 0),
+            priority=fields.get("priority") or 0,
         )
         payloads = {item.mm_hash: item.kwargs for item in items}
         return ProcessedRequest(request=request, payloads=payloads, prompt=text)

@@ -30,11 +30,10 @@ def hash_media(media: object, options: Mapping[str, object]) -> str:
 
 def _update(digest: Any, value: object) -> None:
     if isinstance(value, Image.Image):
-        _frame(digest, b"image", f"{value.mode}:{value.size}".encode())
-        _update(digest, np.asarray(value))
+        _update_image(digest, value)
     elif isinstance(value, torch.Tensor):
         _frame(digest, b"torch", str(value.dtype).encode())
-        _update(digest, value.detach().cpu().contiguous().view(torch.uint8).numpy())
+        _update(digest, value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
         _update(digest, list(value.shape))
     elif isinstance(value, np.ndarray):
         _update_array(digest, value)
@@ -53,6 +52,14 @@ def _update(digest: Any, value: object) -> None:
         _frame(digest, type(value).__name__.encode(), repr(value).encode())
     else:
         raise RequestError(f"media options can't hold a {type(value).__name__}")
+
+
+def _update_image(digest: Any, image: Image.Image) -> None:
+    _frame(digest, b"image", f"{image.mode}:{image.size}".encode())
+    _update(digest, np.asarray(image))
+    if image.palette is not None:
+        palette = bytes(image.getpalette(None) or ())
+        _update(digest, [image.palette.mode, palette, image.info.get("transparency")])
 
 
 def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:

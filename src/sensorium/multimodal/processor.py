@@ -60,12 +60,11 @@ class MultiModalProcessor:
         }
         is_multimodal = any(token_id is not None for token_id in self._token_ids.values())
         try:
-            self._processor: Any = AutoProcessor.from_pretrained(model) if is_multimodal else None
-            self.tokenizer: Any = (
-                self._processor.tokenizer if is_multimodal else AutoTokenizer.from_pretrained(model)
-            )
+            loaded: Any = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(model)
         except Exception as error:  # Transformers raises many kinds for what is one fault
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
+        self._processor: Any = loaded if is_multimodal else None
+        self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
         self._fingerprint = "" if self._processor is None else self._processor.to_json_string()
 
@@ -91,26 +90,30 @@ class MultiModalProcessor:
     def process_item(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
     ) -> ProcessedItem:
-        media = _check_media(modality, media)
+        """A `RequestError` if it can't be done, whatever is wrong with the item."""
+        try:
+            return self._process(modality, _check_media(modality, media), processor_kwargs)
+        except RequestError:
+            raise
+        except Exception as error:  # damaged files and odd options make processors raise anything
+            raise RequestError(f"it could not be processed: {error}") from error
+
+    def _process(
+        self, modality: str, media: object, processor_kwargs: Mapping[str, object]
+    ) -> ProcessedItem:
         options = {"modality": modality, "kwargs": processor_kwargs, "processor": self._fingerprint}
         mm_hash = hash_media(media, options)
         extra = dict(processor_kwargs)
         if modality == "video":
-            extra.setdefault(
-                "do_sample_frames", False
-            )  # frames that were given are the frames to use
-        try:
-            output = self._processor(
-                text=[self.get_marker(modality)],
-                return_tensors="pt",
-                return_text_replacement_offsets=True,
-                **{_ARGUMENTS[modality]: [media]},
-                **extra,
-            )
-        except (
-            Exception
-        ) as error:  # the boundary at which one item may fail, whatever the processor raises
-            raise RequestError(f"the processor refused it: {error}") from error
+            # Frames that were given are the frames to use.
+            extra.setdefault("do_sample_frames", False)
+        output = self._processor(
+            text=[self.get_marker(modality)],
+            return_tensors="pt",
+            return_text_replacement_offsets=True,
+            **{_ARGUMENTS[modality]: [media]},
+            **extra,
+        )
         return ProcessedItem(
             modality=modality,
             mm_hash=mm_hash,
@@ -134,7 +137,11 @@ def _check_media(modality: str, media: object) -> object:
     if isinstance(media, Image.Image) and modality == "image":
         return media if media.mode == "RGB" else media.convert("RGB")
     if modality == "video" and isinstance(media, list | tuple) and media:
-        media = np.stack([np.asarray(_check_media("image", frame)) for frame in media])
+        frames = [np.asarray(_check_media("image", frame)) for frame in media]
+        sizes = sorted({frame.shape for frame in frames})
+        if len(sizes) > 1:
+            raise RequestError(f"frames of different sizes: {', '.join(map(str, sizes))}")
+        media = np.stack(frames)
     if not isinstance(media, np.ndarray | torch.Tensor):
         kinds = (
             "a PIL image, a numpy array or a torch tensor" if modality == "image" else "an array"

@@ -74,7 +74,7 @@ class ModelRunner:
                 request.prompt_token_ids, request.mm_features, items
             )
         except Exception as error:  # one request's media may fail here, whatever the model raises
-            raise RequestError(f"no positions for the media of this prompt: {error}") from error
+            raise RequestError(f"no positions for the media of this prompt: {error!r}") from error
         self._mrope[request.request_id] = PromptPositions(positions=positions.numpy(), delta=delta)
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:

@@ -58,7 +58,10 @@ class Sampler:
                     [min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64
                 ),
                 "temperature": np.array([p.temperature for p in params], dtype=np.float64),
-                "top_p": np.array([p.top_p for p in params], dtype=np.float64),
+                # Infinite for "all": rounding must not cut off the tail of an unfiltered row.
+                "top_p": np.array(
+                    [np.inf if p.top_p == 1.0 else p.top_p for p in params], dtype=np.float64
+                ),
                 "uniform": get_uniforms(
                     [p.seed or 0 for p in params],
                     [rows[index].num_output_tokens for index in random],
@@ -66,15 +69,10 @@ class Sampler:
             }
         )
         scaled = logits.index_select(0, tensors["rows"]) / tensors["temperature"].float()[:, None]
-        is_plain = all(not p.top_k and p.top_p == 1.0 for p in params)
-        if is_plain:
-            return tensors["rows"], _invert(scaled.softmax(-1), tensors["uniform"])
-        probs, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        mass_before = probs.double().cumsum(-1) - probs
-        is_kept = mass_before < tensors["top_p"][:, None]
-        is_kept &= torch.arange(vocab_size, device=logits.device) < tensors["top_k"][:, None]
-        chosen = _invert(probs * is_kept, tensors["uniform"])
-        return tensors["rows"], order.gather(1, chosen[:, None])[:, 0]
+        probs = scaled.softmax(-1)
+        if any(p.top_k or p.top_p != 1.0 for p in params):
+            probs = _filter(probs, tensors["top_k"], tensors["top_p"])
+        return tensors["rows"], _invert(probs, tensors["uniform"])
 
 
 def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -95,6 +93,18 @@ def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
+def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zeros for all but the `top_k` likeliest, and then for all but the fewest of these that hold
+    `top_p` of their mass. Tokens keep their places: an unfiltered row draws the same token whether
+    or not a neighbour is filtered.
+    """
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    is_kept = torch.arange(probs.shape[-1], device=probs.device) < top_k[:, None]
+    mass = (ranked.double() * is_kept).cumsum(-1)
+    is_kept &= mass - ranked < top_p[:, None] * mass[:, -1:]
+    return probs * torch.zeros_like(is_kept).scatter_(1, order, is_kept)
+
+
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The index in each row at which the running share of the weights first exceeds `uniform`."""
     cumulative = weights.double().cumsum(-1)
@@ -107,7 +117,10 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def _ban(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     pairs = [
-        (index, token_id) for index, row in enumerate(rows) for token_id in row.banned_token_ids
+        (index, token_id)
+        for index, row in enumerate(rows)
+        for token_id in row.banned_token_ids
+        if token_id < logits.shape[-1]  # others can't be chosen anyway
     ]
     if not pairs:
         return logits

@@ -18,6 +18,8 @@ class StagingBuffer:
 
     def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
         self._device_type = device
+        # Reached once the last copy has read the host memory.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._allocate(num_words)
 
     def _allocate(self, num_words: int) -> None:
@@ -36,6 +38,8 @@ class StagingBuffer:
         num_words = sum(array.size for array in arrays.values())
         if num_words > len(self._host):
             self._allocate(2 * num_words)
+        if self._copied is not None:
+            self._copied.synchronize()  # steps that sample nothing let the host run ahead
         words = self._host.numpy()
         spans = {}
         start = 0
@@ -44,8 +48,9 @@ class StagingBuffer:
             words[start:end] = array.reshape(-1).view(np.int64)
             spans[name] = (start, end)
             start = end
-        if self._device is not self._host:
+        if self._copied is not None:
             self._device[:start].copy_(self._host[:start], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._device_type))
         return {name: self._view(array, *spans[name]) for name, array in arrays.items()}
 
     def _view(self, array: npt.NDArray[np.generic], start: int, end: int) -> torch.Tensor:

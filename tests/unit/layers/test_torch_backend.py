@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_decodes_whole_prompts_and_chunks_mix_in_one_step(shape: Shape) -> None:
 def test_a_window_holds_its_last_positions_and_no_more(window: int, block_size: int) -> None:
     chunks = [
         *(decode(n) for n in (1, window, window + 1, 2 * window + 1, 50) if n <= 60),
-        Chunk(start=0, end=12),
+        *(Chunk(start=0, end=n) for n in (window, window + 1) if 1 < n <= 60),
         Chunk(start=0, end=40),
         Chunk(start=19, end=23),
     ]
@@ -120,7 +121,7 @@ def test_a_prompt_may_be_cut_anywhere(window: int | None, borders: tuple[int, ..
     whole = PagedStep(Shape(), [Chunk(start=0, end=13)], windows=(window,))
     (query, key, value), (cache,) = whole.sequences[0], whole.caches
     outputs = []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         step = PagedStep(Shape(), [Chunk(start=start, end=end)], windows=(window,))
         step.sequences = [(query[:end], key[:end], value[:end])]
         step.tables = [[whole.tables[0][0][: -(-end // 4)]]]

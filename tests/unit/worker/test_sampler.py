@@ -100,7 +100,8 @@ def test_the_support_is_what_top_k_and_top_p_leave(
 
 
 def test_top_k_keeps_the_lower_ids_of_a_tie() -> None:
-    assert set(count_draws([1.0, 2.0, 2.0, 2.0], replace(PLAIN, top_k=2))) == {1, 2}
+    logits = [1.0] + [2.0] * 999
+    assert set(count_draws(logits, replace(PLAIN, top_k=2))) == {1, 2}
 
 
 @given(
@@ -157,6 +158,10 @@ def test_a_number_close_to_one_still_meets_a_token_with_weight() -> None:
         sampler_module, "get_uniforms", return_value=np.array([1 - 2.0**-53, 0.0])
     ):
         assert sample([[-1e9, 0.0, 0.0, -1e9]] * 2, [row(PLAIN)] * 2) == [2, 1]
+
+
+def test_even_broken_logits_give_a_token_of_the_vocabulary() -> None:
+    assert sample([[math.nan] * 4, [0.0] * 4], [row(PLAIN)] * 2)[0] in range(4)
 
 
 def test_uniforms_are_spread_evenly_over_seeds_and_indices() -> None:

@@ -1,0 +1,160 @@
+"""Sampled tokens depend on the prompt, the parameters and the seed, and on nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from sensorium import SamplingParams
+from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, Case, make_image
+from tests.parity.driver import Trace, get_kv_bytes, get_token_ids, make_llm
+from tests.parity.reference import Reference, ReferenceOf
+
+NUM_TOKENS = 16
+SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.9, seed=1234, max_tokens=NUM_TOKENS, ignore_eos=True
+)
+Tokens = list[tuple[int, ...]]
+
+
+def get_prompts(reference: Reference) -> list[dict[str, Any]]:
+    return [entry.prompt for entry in reference.expected][:8]
+
+
+def get_params() -> list[SamplingParams]:
+    return [replace(SAMPLED, seed=seed) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def alone(reference_of: ReferenceOf) -> Any:
+    """The tokens of each prompt of a family on its own: one at a time, whole, nothing cached."""
+
+    @cache
+    def generate(family: str) -> Tokens:
+        prompts = get_prompts(reference_of(family))
+        options = {"max_num_seqs": 1, "enable_prefix_caching": False}
+        llm = make_llm(reference_of(family).directory, **options)
+        outputs = llm.generate(prompts, get_params(), use_tqdm=False)
+        return get_token_ids(outputs)
+
+    return generate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_is_not_greedy_and_follows_the_seed(
+    reference_of: ReferenceOf, alone: Any, family: str
+) -> None:
+    reference = reference_of(family)
+    greedy = [tuple(entry.token_ids) for entry in reference.expected]
+    assert all(ours != theirs for ours, theirs in zip(alone(family), greedy, strict=False))
+    llm = make_llm(reference.directory)
+    prompts = [get_prompts(reference)[0]] * 4
+    params = [replace(SAMPLED, seed=seed) for seed in (0, 7, 0, 7)]
+    first, other, again, other_again = get_token_ids(llm.generate(prompts, params, use_tqdm=False))
+    assert first == again == alone(family)[0]
+    assert other == other_again != first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_in_the_batch_change_nothing(
+    reference_of: ReferenceOf, alone: Any, family: str
+) -> None:
+    llm = make_llm(reference_of(family).directory)
+    trace = Trace(llm)
+    outputs = llm.generate(get_prompts(reference_of(family)), get_params(), use_tqdm=False)
+    assert get_token_ids(outputs) == alone(family)
+    assert trace.most_requests_in_a_step == 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_change_nothing(reference_of: ReferenceOf, alone: Any, family: str) -> None:
+    llm = make_llm(reference_of(family).directory, max_num_batched_tokens=9)
+    trace = Trace(llm)
+    outputs = llm.generate(get_prompts(reference_of(family)), get_params(), use_tqdm=False)
+    assert get_token_ids(outputs) == alone(family)
+    partial = [s for step in trace.steps for s in step.scheduled if not s.is_sampled]
+    assert len(partial) > 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_prefixes_change_nothing(reference_of: ReferenceOf, alone: Any, family: str) -> None:
+    llm = make_llm(reference_of(family).directory)
+    prompts = get_prompts(reference_of(family))
+    llm.generate(prompts, SAMPLED, use_tqdm=False)
+    outputs = llm.generate(prompts, get_params(), use_tqdm=False)
+    assert get_token_ids(outputs) == alone(family)
+    assert sum(output.num_cached_tokens > 0 for output in outputs) >= 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preemptions_change_nothing(reference_of: ReferenceOf, alone: Any, family: str) -> None:
+    reference = reference_of(family)
+    longest = max(len(entry.prompt_token_ids) for entry in reference.expected[:8]) + NUM_TOKENS
+    llm = make_llm(
+        reference.directory,
+        max_model_len=longest,
+        block_size=4,
+        kv_cache_memory_bytes=get_kv_bytes(make_llm(reference.directory), longest + 16),
+    )
+    trace = Trace(llm)
+    outputs = llm.generate(get_prompts(reference), get_params(), use_tqdm=False)
+    assert get_token_ids(outputs) == alone(family)
+    assert trace.preempted_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_order_of_service_changes_nothing(
+    reference_of: ReferenceOf, alone: Any, family: str
+) -> None:
+    llm = make_llm(reference_of(family).directory, max_num_seqs=2, scheduling_policy="priority")
+    trace = Trace(llm)
+    prompts = [
+        {**prompt, "priority": -index}
+        for index, prompt in enumerate(get_prompts(reference_of(family)))
+    ]
+    outputs = llm.generate(prompts[:4], get_params()[:4], use_tqdm=False)
+    assert get_token_ids(outputs) == alone(family)[:4]
+    started = [s.request.priority for step in trace.steps for s in step.started]
+    assert started == [-3, -2, -1, 0]
+
+
+@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+def test_an_image_that_was_sent_before_changes_nothing(
+    reference_of: ReferenceOf, family: str
+) -> None:
+    image = make_image(70, 110, seed=40)
+    parts = [(image, "what is it?"), ("and here? ", image.copy(), " answer")]
+    expected = [
+        reference_of(family).compute(Case(name=f"{i}", parts=p)) for i, p in enumerate(parts)
+    ]
+    prompts = [entry.prompt for entry in expected]
+    fresh = make_llm(reference_of(family).directory).generate(prompts[1], SAMPLED, use_tqdm=False)
+    llm = make_llm(reference_of(family).directory)
+    llm.generate(prompts[0], SAMPLED, use_tqdm=False)
+    trace = Trace(llm)
+    known = llm.generate(prompts[1], SAMPLED, use_tqdm=False)
+    assert (fresh[0].num_encoder_hits, known[0].num_encoder_hits) == (0, 1)
+    assert trace.num_encoded_items == 0
+    assert get_token_ids(known) == get_token_ids(fresh)
+
+
+@pytest.mark.parametrize("family", ["llama", "llava", "qwen2_5_vl"])
+def test_token_ids_with_markers_are_the_same_prompt_as_their_text(
+    reference_of: ReferenceOf, alone: Any, family: str
+) -> None:
+    reference = reference_of(family)
+    llm = make_llm(reference.directory)
+    prompts = []
+    for prompt in get_prompts(reference):
+        token_ids = llm.get_tokenizer()(prompt["prompt"])["input_ids"]
+        prompts.append(
+            {"prompt_token_ids": token_ids, "multi_modal_data": prompt["multi_modal_data"]}
+        )
+    outputs = llm.generate(prompts, get_params(), use_tqdm=False)
+    for output, entry in zip(outputs, reference.expected, strict=False):
+        assert list(output.prompt_token_ids) == entry.prompt_token_ids, entry.case.name
+        assert output.prompt is None
+    assert get_token_ids(outputs) == alone(family)

@@ -1,0 +1,171 @@
+"""What the user said becomes complete, or is refused with the option's name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.engine import config as config_module
+from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config
+from sensorium.layers.kv_layout import LayerGroup, LayerSpec, group_layers
+from sensorium.types.errors import ModelError
+
+BYTES_PER_BLOCK = 2 * (8 + 8) * 16 * 4  # one layer, float32, blocks of 16
+OPTIONS = EngineOptions(kv_cache_memory_bytes=1000 * BYTES_PER_BLOCK)
+
+
+def make_groups(*windows: int | None) -> tuple[LayerGroup, ...]:
+    return group_layers(
+        [
+            LayerSpec(
+                layer_index=i, num_kv_heads=2, key_dim=8, value_dim=8, window=window, source=i
+            )
+            for i, window in enumerate(windows)
+        ]
+    )
+
+
+def resolve(
+    options: EngineOptions, *windows: int | None, context: int | None = 4096, **changes: Any
+) -> EngineConfig:
+    text_config = (
+        SimpleNamespace() if context is None else SimpleNamespace(max_position_embeddings=context)
+    )
+    return resolve_config(
+        options,
+        text_config=text_config,  # type: ignore[arg-type]
+        layer_groups=make_groups(*(windows or (None,))),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        needs_whole_spans=changes.get("needs_whole_spans", False),
+    )
+
+
+def test_defaults_fit_the_model_and_a_cpu() -> None:
+    config = resolve(OPTIONS)
+    assert config.limits.max_model_len == 4096
+    assert config.limits.max_num_seqs == 32
+    assert config.limits.max_num_batched_tokens == 2048
+    assert config.limits.max_num_encoder_embeds == 2048
+    assert config.limits.encoder_cache_size == 16_384
+    assert config.block_size == 16
+    assert config.enable_prefix_caching
+    assert config.scheduling_policy == "fcfs"
+    assert config.groups[0].num_blocks == 1000
+
+
+def test_what_the_user_says_is_what_is_used() -> None:
+    options = replace(
+        OPTIONS,
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        encoder_cache_size=50,
+        max_num_encoder_embeds=40,
+        block_size=8,
+        enable_prefix_caching=False,
+        disable_chunked_mm_input=True,
+        scheduling_policy="priority",
+    )
+    config = resolve(options, needs_whole_spans=True)
+    limits = config.limits
+    assert (limits.max_model_len, limits.max_num_seqs) == (100, 3)
+    assert (limits.max_num_batched_tokens, limits.max_num_encoder_embeds) == (64, 40)
+    assert limits.encoder_cache_size == 50
+    assert limits.disable_chunked_mm_input
+    assert limits.needs_whole_spans
+    assert (config.block_size, config.enable_prefix_caching) == (8, False)
+    assert config.scheduling_policy == "priority"
+    assert config.groups[0].num_blocks == 2000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+        "encoder_cache_size",
+        "max_num_encoder_embeds",
+        "block_size",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8"])
+def test_a_size_that_is_no_count_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"{name} must be an integer >= 1, not"):
+        EngineOptions(**{name: value})
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="scheduling_policy must be fcfs or priority, not 'lifo'"):
+        EngineOptions(scheduling_policy="lifo")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"images": 4}, "limit_mm_per_prompt.*'images'.*image, video, audio"),
+        ({"image": -1}, "limit_mm_per_prompt.*image.*>= 0, not -1"),
+        ({"image": "4"}, "limit_mm_per_prompt.*image.*>= 0, not '4'"),
+    ],
+)
+def test_a_limit_that_would_limit_nothing_is_refused(limits: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        EngineOptions(limit_mm_per_prompt=limits)
+
+
+def test_a_context_beyond_the_models_is_refused_with_both() -> None:
+    with pytest.raises(ModelError, match=r"max_model_len=5000 is more than the model's .* 4096"):
+        resolve(replace(OPTIONS, max_model_len=5000))
+
+
+def test_a_model_that_names_no_context_needs_one() -> None:
+    with pytest.raises(ModelError, match="give max_model_len"):
+        resolve(OPTIONS, context=None)
+    options = replace(OPTIONS, max_model_len=64)
+    assert resolve(options, context=None).limits.max_model_len == 64
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_refused() -> None:
+    options = EngineOptions(kv_cache_memory_bytes=10 * BYTES_PER_BLOCK, max_model_len=145)
+    with pytest.raises(ModelError, match=r"max_model_len=145 does not fit.* 144 tokens"):
+        resolve(options)
+    assert resolve(replace(options, max_model_len=144)).limits.max_model_len == 144
+
+
+def test_a_context_that_nobody_asked_for_is_cut_to_what_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = resolve(EngineOptions(kv_cache_memory_bytes=10 * BYTES_PER_BLOCK))
+    assert config.limits.max_model_len == 144
+    assert "cut to 144 tokens" in caplog.text
+
+
+def test_only_groups_that_keep_everything_bound_the_context() -> None:
+    config = resolve(
+        replace(OPTIONS, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64), None, 8
+    )
+    full, windowed = config.groups
+    assert windowed.window == 8
+    # One window, begun and ended inside a block, and a step of a whole context; and a null block.
+    assert windowed.num_blocks == -(-(8 + 2 * 16 + 64) // 16) + 1
+    assert full.num_blocks == 2000 // 2 - windowed.num_blocks
+
+
+def test_memory_is_chosen_for_all_requests_at_full_length_but_not_beyond_a_share_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = EngineOptions(max_num_seqs=2, max_model_len=64)
+
+    def resolve_with_free_blocks(num_blocks: int) -> int:
+        values = {"SC_AVPHYS_PAGES": num_blocks * BYTES_PER_BLOCK, "SC_PAGE_SIZE": 1}
+        monkeypatch.setattr(config_module.os, "sysconf", values.__getitem__)
+        return resolve(options).groups[0].num_blocks
+
+    assert resolve_with_free_blocks(10_000) == 2 * 64 // 16 + 1
+    assert resolve_with_free_blocks(4 * 6) == 6

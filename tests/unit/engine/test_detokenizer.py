@@ -1,0 +1,138 @@
+"""Text comes out token by token, never to be taken back, and adds up to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from sensorium.engine.detokenizer import Detokenizer, find_stop
+
+NUM_BYTE_TOKENS = 259  # three special tokens, then one for each byte
+quick = settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+texts = st.text(alphabet=st.sampled_from("abé ñ日本🙂👩\u200d🚀\ufffd\n<|"), max_size=12)
+token_lists = st.lists(st.integers(0, NUM_BYTE_TOKENS - 1), max_size=30)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[[str], str]) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("llama"))
+    assert len(tokenizer) > NUM_BYTE_TOKENS
+    return tokenizer
+
+
+def feed(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
+    """The text after each token, and after the end."""
+    seen = []
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+        seen.append(detokenizer.text)
+    detokenizer.finish()
+    return [*seen, detokenizer.text]
+
+
+def decode(tokenizer: Any, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+@given(token_ids=token_lists)
+@quick
+def test_any_tokens_add_up_to_what_the_tokenizer_decodes(
+    tokenizer: Any, token_ids: list[int]
+) -> None:
+    """Most of these sequences are no valid UTF-8, and some hold special tokens."""
+    seen = feed(Detokenizer(tokenizer), token_ids)
+    assert seen[-1] == decode(tokenizer, token_ids)
+    for earlier, later in pairwise(seen):
+        assert later.startswith(earlier)
+
+
+@given(cuts=st.lists(st.tuples(texts, st.integers(0, 3), st.integers(0, 3)), max_size=5))
+@quick
+def test_characters_that_were_cut_anywhere_add_up_as_well(
+    tokenizer: Any, cuts: list[tuple[str, int, int]]
+) -> None:
+    token_ids = []
+    for text, num_first, num_last in cuts:
+        part = tokenizer(text)["input_ids"]
+        token_ids.extend(part[num_first : len(part) - num_last])
+    assert feed(Detokenizer(tokenizer), token_ids)[-1] == decode(tokenizer, token_ids)
+
+
+@given(prompt=texts, text=texts)
+@quick
+def test_text_in_many_scripts_follows_its_prompt(tokenizer: Any, prompt: str, text: str) -> None:
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    token_ids = tokenizer(text)["input_ids"]
+    seen = feed(Detokenizer(tokenizer, tuple(prompt_ids)), token_ids)
+    assert seen[-1] == decode(tokenizer, token_ids)
+
+
+def test_a_character_comes_out_with_its_last_byte(tokenizer: Any) -> None:
+    token_ids = tokenizer("a🙂b")["input_ids"]
+    assert len(token_ids) == 6  # the emoji is four tokens of one byte
+    assert feed(Detokenizer(tokenizer), token_ids)[:6] == ["a", "a", "a", "a", "a🙂", "a🙂b"]
+
+
+def test_an_incomplete_character_comes_out_at_the_end_only(tokenizer: Any) -> None:
+    token_ids = tokenizer("a🙂")["input_ids"][:-1]
+    detokenizer = Detokenizer(tokenizer)
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+    assert detokenizer.text == "a"
+    detokenizer.finish()
+    assert detokenizer.text == "a\ufffd"
+
+
+def test_special_tokens_have_no_text(tokenizer: Any) -> None:
+    a, b = tokenizer("ab")["input_ids"]
+    assert feed(Detokenizer(tokenizer), [a, tokenizer.eos_token_id, b])[-1] == "ab"
+
+
+def find_stop_slowly(
+    text: str, stop: tuple[str, ...], num_new_characters: int
+) -> tuple[int, str] | None:
+    found = [
+        (start, candidate)
+        for candidate in stop
+        for start in range(len(text))
+        if text[start : start + len(candidate)] == candidate
+        and start + len(candidate) > len(text) - num_new_characters
+    ]
+    return min(found, default=None)
+
+
+short = st.text(alphabet="ab", max_size=14)
+
+
+@given(
+    text=short,
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple),
+    data=st.data(),
+)
+def test_the_stop_string_that_begins_first_among_those_that_end_in_the_new_text(
+    text: str, stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    num_new = data.draw(st.integers(0, len(text)))
+    found = find_stop(text, stop, num_new_characters=num_new)
+    assert (found and (found[1], found[0])) == find_stop_slowly(text, stop, num_new)
+
+
+@given(parts=st.lists(short, max_size=6), stop=st.text(alphabet="ab", min_size=1, max_size=4))
+def test_a_stop_string_is_found_wherever_the_tokens_part_it(parts: list[str], stop: str) -> None:
+    text, place = "", None
+    for part in parts:
+        text += part
+        found = find_stop(text, (stop,), num_new_characters=len(part))
+        if found is not None:
+            place = found[1]
+            break
+    whole = "".join(parts).find(stop)
+    assert place == (None if whole < 0 else whole)

@@ -1,0 +1,225 @@
+"""The step loop: a failing step, a refused request and an abort leave the engine as good as new."""
+
+from __future__ import annotations
+
+import pytest
+
+from sensorium.core.admission import Limits
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.scheduler import Scheduler
+from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.payload_store import PayloadStore
+from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from sensorium.types.sampling import SamplingParams
+from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
+
+
+class FakeRunner:
+    """Samples token 1 for everyone. Told so, it refuses a request or breaks in a step."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.steps: list[SchedulerOutput] = []
+        self.refusal: Exception | None = None
+        self.failure: Exception | None = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.known.add(request.request_id)
+
+    def forget_request(self, request_id: str) -> None:
+        self.known.discard(request_id)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.steps.append(output)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
+        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def core(runner: FakeRunner) -> EngineCore:
+    scheduler = Scheduler(
+        Limits(
+            max_model_len=64,
+            max_num_batched_tokens=16,
+            max_num_seqs=2,
+            encoder_cache_size=8,
+            max_num_encoder_embeds=8,
+        ),
+        kv_cache=KVCacheManager([KVCacheGroup(num_blocks=17)], block_size=4),
+        encoder_cache=EncoderCacheManager(8),
+    )
+    return EngineCore(scheduler, runner, PayloadStore())
+
+
+def make_request(
+    request_id: str, *hashes: str, num_tokens: int = 6, max_tokens: int = 2
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=(5,) * num_tokens,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        mm_features=tuple(
+            MultiModalFeatureSpec(
+                modality="image", mm_hash=mm_hash, mm_position=PlaceholderRange(2 * index, 2)
+            )
+            for index, mm_hash in enumerate(hashes)
+        ),
+    )
+
+
+def add(core: EngineCore, *requests: EngineCoreRequest) -> None:
+    for request in requests:
+        core.add_request(request, {feature.mm_hash: {} for feature in request.mm_features})
+
+
+def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
+    """All outputs by request, until nobody is left."""
+    outputs: dict[str, list[EngineCoreOutput]] = {}
+    while core.has_requests:
+        for output in core.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def check_idle(core: EngineCore, runner: FakeRunner) -> None:
+    """Nothing is left of any request."""
+    assert not core.has_requests
+    assert len(core.payloads) == 0
+    assert runner.known == set()
+    assert core.scheduler.encoder_cache.statistics().num_references == 0
+    assert not core.scheduler.running
+    assert not core.scheduler.waiting
+
+
+def get_ends(outputs: dict[str, list[EngineCoreOutput]]) -> dict[str, FinishReason | None]:
+    """The finish reason of each request; it has exactly one, in its last output."""
+    for history in outputs.values():
+        assert all(output.finish_reason is None for output in history[:-1])
+    return {request_id: history[-1].finish_reason for request_id, history in outputs.items()}
+
+
+def test_every_request_ends_once_and_leaves_nothing(core: EngineCore, runner: FakeRunner) -> None:
+    add(core, make_request("a", "x"), make_request("b", "x", "y"), make_request("c"))
+    ends = get_ends(run(core))
+    assert ends == dict.fromkeys("abc", FinishReason.LENGTH)
+    check_idle(core, runner)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), InvariantError("a bug")])
+def test_a_failing_step_ends_its_own_requests_and_no_others(
+    core: EngineCore, runner: FakeRunner, error: Exception
+) -> None:
+    add(core, make_request("a", "x"), make_request("b"), make_request("c", "x"))
+    runner.failure = error
+    outputs = core.step()
+    assert {o.request_id: o.finish_reason for o in outputs} == dict.fromkeys(
+        "ab", FinishReason.ERROR
+    )
+    for output in outputs:
+        assert output.error == f"internal error: {type(error).__name__}: {error}"
+    assert set(core.payloads) == {"x"}  # c, which waits, still needs it
+    assert runner.known == {"c"}
+    assert get_ends(run(core)) == {"c": FinishReason.LENGTH}
+    check_idle(core, runner)
+
+
+def test_what_a_failing_step_was_to_encode_is_encoded_by_the_next_request(
+    core: EngineCore, runner: FakeRunner
+) -> None:
+    add(core, make_request("a", "x"))
+    runner.failure = RuntimeError("broken")
+    core.step()
+    add(core, make_request("b", "x"))
+    (output,) = core.step()
+    step = runner.steps[-1]
+    assert [entry.key for s in step.scheduled for entry in s.encoder_inputs] == ["x"]
+    assert step.freed_encoder_keys == ("x",)  # the worker may hold it: how far it came is unknown
+    assert "a" in step.stopped_request_ids
+    assert (output.request_id, output.num_encoder_hits) == ("b", 0)
+
+
+@pytest.mark.parametrize("refusal", [RequestError("no positions"), KeyError("a bug")])
+def test_a_request_that_the_worker_refuses_leaves_nothing(
+    core: EngineCore, runner: FakeRunner, refusal: Exception
+) -> None:
+    runner.refusal = refusal
+    with pytest.raises(type(refusal), match=r"no positions|a bug"):
+        add(core, make_request("a", "x"))
+    check_idle(core, runner)
+    runner.refusal = None
+    add(core, make_request("a", "x"))
+    assert get_ends(run(core)) == {"a": FinishReason.LENGTH}
+
+
+def test_a_request_that_the_scheduler_refuses_leaves_nothing(
+    core: EngineCore, runner: FakeRunner
+) -> None:
+    with pytest.raises(RequestError, match="99 tokens"):
+        add(core, make_request("a", "x", num_tokens=99))
+    check_idle(core, runner)
+
+
+def test_a_request_whose_tensors_did_not_come_leaves_nothing(
+    core: EngineCore, runner: FakeRunner
+) -> None:
+    with pytest.raises(RequestError, match="media item y"):
+        core.add_request(make_request("a", "x", "y"), {"x": {}})
+    check_idle(core, runner)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on(
+    core: EngineCore, runner: FakeRunner
+) -> None:
+    add(core, make_request("a", "x"))
+    with pytest.raises(RequestError, match="'a' is in use"):
+        add(core, make_request("a", "y"))
+    assert set(core.payloads) == {"x"}
+    assert runner.known == {"a"}
+    assert get_ends(run(core)) == {"a": FinishReason.LENGTH}
+    add(core, make_request("a"))
+    assert get_ends(run(core)) == {"a": FinishReason.LENGTH}
+
+
+def test_an_abort_ends_running_and_waiting_requests_once(
+    core: EngineCore, runner: FakeRunner
+) -> None:
+    add(core, *(make_request(request_id, "x", max_tokens=9) for request_id in "abc"))
+    core.step()
+    outputs = core.abort_requests(["a", "c", "unknown"])
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [
+        ("a", FinishReason.ABORT),
+        ("c", FinishReason.ABORT),
+    ]
+    assert core.abort_requests(["a", "c"]) == []
+    assert set(core.payloads) == {"x"}
+    assert get_ends(run(core)) == {"b": FinishReason.LENGTH}
+    check_idle(core, runner)
+
+
+def test_requests_that_can_never_move_are_our_bug_and_loud(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(core, make_request("a"))
+    monkeypatch.setattr(core.scheduler, "schedule", SchedulerOutput)
+    for _ in range(8):
+        assert core.step() == []
+    with pytest.raises(InvariantError, match="1 requests, and none can be scheduled"):
+        core.step()
+
+
+def test_an_engine_without_requests_may_step_for_ever(core: EngineCore) -> None:
+    for _ in range(20):
+        assert core.step() == []

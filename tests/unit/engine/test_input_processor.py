@@ -1,0 +1,216 @@
+"""What a caller may give, what comes of it, and what is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
+from sensorium.multimodal.processor import ProcessedItem
+from sensorium.types.errors import RequestError
+from sensorium.types.sampling import GenerationDefaults, SamplingParams
+
+DEFAULTS = GenerationDefaults(temperature=0.5, top_p=0.9, top_k=3, eos_token_ids=(7, 8))
+
+
+class Encoding(dict[str, list[int]]):
+    def char_to_token(self, index: int) -> int:
+        return index
+
+
+class LetterTokenizer:
+    """A token is a character's code."""
+
+    def __call__(self, text: str, **_: Any) -> Encoding:
+        return Encoding(input_ids=list(map(ord, text)))
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return ord(token)
+
+
+class FakeProcessor:
+    """`I` and `V` stand for an image and a video, which become two placeholders each: `iv`."""
+
+    modalities = ("image", "video")
+    tokenizer = LetterTokenizer()
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object, Mapping[str, object]]] = []
+
+    def get_marker(self, modality: str) -> str:
+        return modality[0].upper()
+
+    def get_token_id(self, modality: str) -> int:
+        return ord(modality[0])
+
+    def process_item(
+        self, modality: str, media: object, processor_kwargs: Mapping[str, object]
+    ) -> ProcessedItem:
+        self.calls.append((modality, media, processor_kwargs))
+        if isinstance(media, str) and media == "bad":
+            raise RequestError("cannot be read")
+        return ProcessedItem(
+            modality=modality, mm_hash=f"hash-{media}", kwargs={}, replacement=modality[0] * 2
+        )
+
+
+@pytest.fixture
+def fake() -> FakeProcessor:
+    return FakeProcessor()
+
+
+@pytest.fixture
+def inputs(fake: FakeProcessor) -> InputProcessor:
+    return make_inputs(fake)
+
+
+def make_inputs(fake: FakeProcessor, *, seed: int = 0) -> InputProcessor:
+    return InputProcessor(
+        fake,  # type: ignore[arg-type]
+        defaults=DEFAULTS,
+        limit_mm_per_prompt={"image": 2},
+        seed=seed,
+    )
+
+
+def process(inputs: InputProcessor, prompt: Any, **params: Any) -> ProcessedRequest:
+    return inputs.process("r", prompt, SamplingParams(**params))
+
+
+def test_text_and_token_ids_give_the_same_request(inputs: InputProcessor) -> None:
+    token_ids = list(map(ord, "abc"))
+    requests = [
+        process(inputs, prompt, seed=1).request
+        for prompt in (
+            "abc",
+            {"prompt": "abc"},
+            token_ids,
+            tuple(token_ids),
+            np.array(token_ids),
+            {"prompt_token_ids": token_ids},
+        )
+    ]
+    assert all(request == requests[0] for request in requests)
+    assert requests[0].prompt_token_ids == tuple(token_ids)
+    assert process(inputs, "abc").prompt == "abc"
+    assert process(inputs, token_ids).prompt is None
+
+
+def test_media_become_features_and_payloads(inputs: InputProcessor, fake: FakeProcessor) -> None:
+    processed = process(
+        inputs,
+        {
+            "prompt": "aIbVc",
+            "multi_modal_data": {"video": "v", "image": ["x"]},
+            "mm_processor_kwargs": {"size": 4},
+        },
+    )
+    assert processed.request.prompt_token_ids == tuple(map(ord, "aiibvvc"))
+    features = processed.request.mm_features
+    assert [(f.modality, f.mm_hash, f.mm_position.offset) for f in features] == [
+        ("image", "hash-x", 1),
+        ("video", "hash-v", 4),
+    ]
+    assert processed.payloads.keys() == {"hash-x", "hash-v"}
+    assert all(kwargs == {"size": 4} for _, _, kwargs in fake.calls)
+
+
+def test_what_a_request_leaves_open_comes_from_the_model(inputs: InputProcessor) -> None:
+    request = process(inputs, "a").request
+    params = request.sampling_params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 3)
+    assert request.eos_token_ids == (7, 8)
+    assert process(inputs, "a", temperature=0.0, seed=5).request.sampling_params.temperature == 0.0
+
+
+def test_requests_without_a_seed_get_different_ones_that_an_engine_repeats(
+    fake: FakeProcessor,
+) -> None:
+    first, second = make_inputs(fake, seed=1), make_inputs(fake, seed=1)
+    seeds = [process(first, "a").request.sampling_params.seed for _ in range(5)]
+    assert len(set(seeds)) == 5
+    assert [process(second, "a").request.sampling_params.seed for _ in range(5)] == seeds
+    assert process(make_inputs(fake, seed=2), "a").request.sampling_params.seed not in seeds
+    assert process(first, "a", seed=3).request.sampling_params.seed == 3
+
+
+def test_fields_that_are_none_mean_nothing_was_said(inputs: InputProcessor) -> None:
+    prompt = dict.fromkeys(
+        ("multi_modal_data", "mm_processor_kwargs", "cache_salt", "priority"), None
+    )
+    request = process(inputs, {"prompt": "a", **prompt}, seed=1).request
+    assert request == process(inputs, "a", seed=1).request
+    assert request.priority == 0
+
+
+def test_salt_and_priority_are_passed_on(inputs: InputProcessor) -> None:
+    request = process(inputs, {"prompt": "a", "cache_salt": "s", "priority": -3}).request
+    assert (request.cache_salt, request.priority) == ("s", -3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "a", "images": []}, r"unknown prompt field\(s\): images"),
+        ({}, "either 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "either 'prompt' or 'prompt_token_ids'"),
+        ({"prompt": 5}, "'prompt' must be str, not int"),
+        ({"prompt": "a", "multi_modal_data": ["x"]}, "'multi_modal_data' must be Mapping"),
+        ({"prompt": "a", "mm_processor_kwargs": 1}, "'mm_processor_kwargs' must be Mapping"),
+        ({"prompt": "a", "cache_salt": b"s"}, "'cache_salt' must be str, not bytes"),
+        ({"prompt": "a", "priority": "high"}, "'priority' must be int, not str"),
+        (5, "a prompt is text, token ids or a mapping, not int"),
+        (b"abc", "not bytes"),
+        ([1, -2], "token ids are integers >= 0, not -2"),
+        ([1, 2.0], "not 2.0"),
+        ([True], "not True"),
+        (["a"], "not 'a'"),
+        (np.array([[1, 2]]), r"not \[1, 2\]"),
+        ({"prompt_token_ids": "abc"}, "not str"),
+        ({"prompt": "a", "multi_modal_data": {"audio": 1}}, r"takes no audio.*image, video"),
+        ({"prompt": "a", "multi_modal_data": {"image": "xyz"}}, "0 'I' marker.* 1 image item"),
+        (
+            {"prompt": "III", "multi_modal_data": {"image": ["x", "y", "z"]}},
+            "3 image items, but limit_mm_per_prompt allows 2",
+        ),
+        (
+            {"prompt": "II", "multi_modal_data": {"image": ["x", "bad"]}},
+            "image 1: cannot be read",
+        ),
+    ],
+)
+def test_a_prompt_that_makes_no_sense_is_refused_by_name(
+    inputs: InputProcessor, prompt: Any, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        process(inputs, prompt)
+
+
+def test_items_over_the_limit_are_refused_before_any_is_processed(
+    inputs: InputProcessor, fake: FakeProcessor
+) -> None:
+    with pytest.raises(RequestError, match="limit_mm_per_prompt"):
+        process(inputs, {"prompt": "III", "multi_modal_data": {"image": ["x"] * 3}})
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize(
+    ("media", "num_videos"),
+    [
+        (np.zeros((2, 4, 4, 3)), 1),
+        ([np.zeros((2, 4, 4, 3))] * 2, 2),
+        ([np.zeros((4, 4, 3))] * 5, 1),
+        ([[np.zeros((4, 4, 3))] * 5] * 3, 3),
+        ((), 0),
+        (None, 0),
+    ],
+    ids=["an array", "arrays", "frames", "lists of frames", "none of them", "nothing"],
+)
+def test_a_list_of_frames_is_one_video(
+    inputs: InputProcessor, fake: FakeProcessor, media: Any, num_videos: int
+) -> None:
+    process(inputs, {"prompt": "V" * num_videos, "multi_modal_data": {"video": media}})
+    assert len(fake.calls) == num_videos

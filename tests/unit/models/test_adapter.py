@@ -1,0 +1,115 @@
+"""Items are put together for an encoder and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.models.adapter import ModelAdapter, _collate
+from sensorium.models.attention_seam import _paged_attention
+from sensorium.models.loading import load_config, load_model
+from sensorium.types.errors import ModelError, RequestError
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model: Callable[[str], str]) -> ModelAdapter:
+    directory = tiny_model("llama")
+    cpu = torch.device("cpu")
+    return load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+
+
+def test_equal_shapes_are_concatenated_in_order() -> None:
+    items = [{"pixels": torch.full((n, 2), float(n))} for n in (1, 3)]
+    assert _collate(items)["pixels"].tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
+
+
+def test_unequal_trailing_sizes_are_padded_with_zeros_at_their_ends() -> None:
+    items = [{"a": torch.ones(1, 2, 3)}, {"a": torch.ones(2, 3, 1) * 2}]
+    padded = _collate(items)["a"]
+    assert padded.shape == (3, 3, 3)
+    assert padded[0].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert padded[2].tolist() == [[2, 0, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], r"different tensors: \['a'\], \['b'\]"),
+        ([{"a": torch.ones(1, 2)}, {"a": torch.ones(1, 2, 3)}], "don't go together"),
+    ],
+)
+def test_items_that_are_not_of_a_kind_are_refused(items: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        _collate(items)
+
+
+ROWS = torch.arange(12.0).reshape(6, 2)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        SimpleNamespace(pooler_output=ROWS),
+        SimpleNamespace(pooler_output=ROWS.reshape(2, 3, 2)),
+        SimpleNamespace(pooler_output=(ROWS[:4].reshape(2, 2, 2), ROWS[4:])),
+        SimpleNamespace(
+            pooler_output=torch.cat([ROWS.reshape(2, 3, 2), torch.full((2, 1, 2), 9.0)], dim=1),
+            attention_mask=torch.tensor([[1, 1, 1, 0]] * 2),
+        ),
+    ],
+    ids=["rows", "a batch", "a list", "a padded batch"],
+)
+def test_each_item_gets_its_own_embeddings(llama: ModelAdapter, output: Any) -> None:
+    parts = llama._split(output, [1, 5])
+    assert torch.equal(parts[0], ROWS[:1])
+    assert torch.equal(parts[1], ROWS[1:])
+
+
+def test_a_count_that_does_not_fit_the_placeholders_is_refused(llama: ModelAdapter) -> None:
+    with pytest.raises(RequestError, match="gave 6 embeddings for placeholders of 5"):
+        llama._split(SimpleNamespace(pooler_output=ROWS), [2, 3])
+
+
+def test_embeddings_replace_tokens_that_need_not_be_in_the_vocabulary(llama: ModelAdapter) -> None:
+    ids = torch.tensor([3, 10**6, 4])
+    width = llama.text_config.hidden_size
+    embeds, _ = llama.embed(ids, torch.tensor([1]), torch.full((1, width), 7.0))
+    plain, _ = llama.embed(torch.tensor([3, 4]), None, None)
+    assert torch.equal(embeds[0, [0, 2]], plain[0])
+    assert bool((embeds[0, 1] == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"logit_scale": 2.0}, lambda x: x * 2),
+        ({"logits_scaling": 4.0}, lambda x: x / 4),
+        ({"final_logit_softcapping": 3.0}, lambda x: 3 * torch.tanh(x / 3)),
+    ],
+)
+def test_logits_are_scaled_as_the_config_says(
+    llama: ModelAdapter, changes: dict[str, float], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = torch.linspace(-1, 1, llama.text_config.hidden_size)[None]
+    plain = llama.logits(hidden)
+    for name, value in changes.items():
+        monkeypatch.setattr(llama.text_config, name, value, raising=False)
+    torch.testing.assert_close(llama.logits(hidden), expected(plain))
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_attention_that_no_backend_honours_is_refused_by_name(name: str) -> None:
+    tensor = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ModelError, match=f"Identity needs attention with '{name}'"):
+        _paged_attention(
+            torch.nn.Identity(),
+            tensor,
+            tensor,
+            tensor,
+            attention_call=None,  # type: ignore[arg-type]
+            **{name: 1.0},
+        )

@@ -1,0 +1,136 @@
+"""A model that can't be run is refused in one sentence, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
+
+from sensorium.models import loading
+from sensorium.models.loading import (
+    get_generation_defaults,
+    load_config,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+)
+from sensorium.types.errors import ModelError
+from sensorium.types.sampling import GenerationDefaults
+
+CPU = torch.device("cpu")
+
+
+def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"no model can be loaded from '{tmp_path}'"):
+        load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["NoSuchModel"]}, "'NoSuchModel' is not an architecture"),
+        ({"architectures": None}, "'llama' is not an architecture"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "is_encoder_decoder": True},
+            "LlamaForCausalLM is an encoder-decoder model: not supported yet",
+        ),
+        ({"architectures": ["LlamaModel"]}, "LlamaModel can't be run: it does not generate"),
+    ],
+)
+def test_an_architecture_that_can_not_be_run_is_refused_before_its_weights_are_read(
+    changes: dict[str, Any], message: str
+) -> None:
+    config = LlamaConfig(**changes)
+    with pytest.raises(ModelError, match=message):
+        load_model("/nowhere", config, dtype=torch.float32, device=CPU)
+
+
+def test_a_family_with_code_of_its_own_gets_its_adapter(tiny_model: Callable[[str], str]) -> None:
+    for family, modalities in (("gemma3", {"image"}), ("llava", set())):
+        directory = tiny_model(family)
+        config = load_config(directory)
+        adapter = load_model(directory, config, dtype=torch.float32, device=CPU)
+        assert adapter.bidirectional_modalities == modalities
+        assert adapter.needs_whole_spans == bool(modalities)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", ""])
+def test_an_unknown_device_is_refused_by_name(device: str) -> None:
+    with pytest.raises(ModelError, match=f"unknown device '{device}'"):
+        resolve_device(device)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match="'cuda' was asked for, but torch finds no CUDA device"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == CPU
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "device", "has_bfloat16", "expected"),
+    [
+        ("float16", "float32", "cpu", False, torch.float16),
+        ("auto", "bfloat16", "cpu", True, torch.bfloat16),
+        ("auto", "bfloat16", "cpu", False, torch.float32),
+        ("auto", "float16", "cpu", True, torch.float32),
+        ("auto", "float16", "cuda", True, torch.float16),
+        ("auto", None, "cuda", True, torch.bfloat16),
+        ("auto", None, "cpu", True, torch.float32),
+    ],
+)
+def test_dtypes_are_the_checkpoints_where_the_device_is_fast_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str,
+    stored: str | None,
+    device: str,
+    has_bfloat16: bool,
+    expected: torch.dtype,
+) -> None:
+    monkeypatch.setattr(loading, "_has_fast_bfloat16", lambda: has_bfloat16)
+    config = PretrainedConfig(dtype=stored)
+    assert resolve_dtype(asked, config, torch.device(device)) is expected
+
+
+def test_an_unknown_dtype_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ModelError, match="unknown dtype 'int4': use auto, float32"):
+        resolve_dtype("int4", PretrainedConfig(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"do_sample": False, "temperature": None, "eos_token_id": 2},
+            GenerationDefaults(temperature=0.0, eos_token_ids=(2,)),
+        ),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
+            GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20),
+        ),
+        (
+            {"do_sample": True, "eos_token_id": [4, 5], "top_k": 0},
+            GenerationDefaults(temperature=1.0, eos_token_ids=(4, 5)),
+        ),
+    ],
+)
+def test_the_generation_config_is_the_default(
+    config: dict[str, Any], expected: GenerationDefaults
+) -> None:
+    model = SimpleNamespace(generation_config=GenerationConfig(**config))
+    assert get_generation_defaults(model) == expected  # type: ignore[arg-type]
+
+
+def test_what_is_not_supported_of_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = GenerationConfig(do_sample=True, repetition_penalty=1.3)
+    get_generation_defaults(SimpleNamespace(generation_config=config))  # type: ignore[arg-type]
+    assert "repetition_penalty=1.3 is not supported" in caplog.text
+    caplog.clear()
+    neutral = GenerationConfig(do_sample=True, repetition_penalty=1.0)
+    get_generation_defaults(SimpleNamespace(generation_config=neutral))  # type: ignore[arg-type]
+    assert caplog.text == ""

@@ -1,0 +1,60 @@
+"""The shim acts only where torchvision is there and can't be imported without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = {
+    "absent": "raise ImportError('no torchvision')",
+    "intact": "",
+    # What the real package does: it describes an operator that its library failed to bring.
+    "broken": "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(*_): ...",
+}
+
+
+def run(directory: Path, script: str) -> list[str]:
+    """Run a script in a fresh interpreter whose torchvision is the one that it puts on the path."""
+    for name, source in PACKAGES.items():
+        package = directory / name / "torchvision"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(source)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+def test_a_torchvision_that_works_or_is_not_there_is_left_alone(tmp_path: Path) -> None:
+    script = """
+import sys
+sys.path.insert(0, "absent")
+from sensorium.models import torchvision_shim
+print("torchvision" in sys.modules, torchvision_shim._library)
+sys.path.insert(0, "intact")
+torchvision_shim.ensure_torchvision()
+print("torchvision" in sys.modules, torchvision_shim._library)
+"""
+    assert run(tmp_path, script) == ["False", "None", "True", "None"]
+
+
+def test_a_broken_one_can_be_imported_as_soon_as_media_or_models_are(tmp_path: Path) -> None:
+    script = """
+import sys
+sys.path.insert(0, "broken")
+try:
+    import torchvision
+except RuntimeError as error:
+    print("nms" in str(error))
+import sensorium.multimodal
+import torchvision
+print(torchvision.nms is not None, "sensorium.models.torchvision_shim" in sys.modules)
+"""
+    assert run(tmp_path, script) == ["True", "True", "True"]

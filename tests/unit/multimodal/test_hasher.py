@@ -1,0 +1,195 @@
+"""Equal names mean equal content; whatever differs has another name."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from sensorium.multimodal.hasher import hash_media
+from sensorium.types.errors import RequestError
+
+PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+
+
+def name(options: object = None, media: object = b"") -> str:
+    return hash_media(media, {"options": options})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"size": {"shortest_edge": 56}}, {"size.shortest_edge": 56}),
+        ({"xa": "b"}, {"x": "ab"}),
+        ({"a": 1, "b": 2}, {"a": {"b": 2}}),
+        ({"a": "1"}, {"a": 1}),
+        (0, 0.0),
+        (1, True),
+        (0, False),
+        (None, ""),
+        (None, "None"),
+        ("", b""),
+        ("a", b"a"),
+        ([], {}),
+        ([], None),
+        ([1, 2], [[1], 2]),
+        ([1, [2]], [1, 2]),
+        (["ab"], ["a", "b"]),
+        ([1, 2], [2, 1]),
+        ({1: "a"}, {"1": "a"}),
+        ({True: "a"}, {1: "a"}),
+        (12, "12"),
+        (-0.0, 0.0),
+        (1.0, math.nextafter(1.0, 2.0)),
+        (2**64, 0),
+    ],
+)
+def test_values_that_look_alike_have_different_names(one: object, other: object) -> None:
+    assert name(one) != name(other)
+
+
+def test_the_order_of_keys_is_of_no_importance_at_any_depth() -> None:
+    one = {"a": 1, "b": {"c": 2, "d": [3]}, 4: 5}
+    other = {4: 5, "b": {"d": [3], "c": 2}, "a": 1}
+    assert name(one) == name(other)
+
+
+def test_a_name_is_256_bits_and_the_same_in_every_process() -> None:
+    expected = "df90fa0f61cb5b40c10b1e3605f17e7c9e1dce858e8705c65718bc0008b2033c"
+    assert hash_media(PIXELS, {"modality": "image", "kwargs": {"size": 56}}) == expected
+
+
+def test_media_and_options_are_both_part_of_the_name() -> None:
+    names = {name(o, m) for o in ("a", "b") for m in (b"a", b"b")}
+    assert len(names) == 4
+
+
+def test_memory_layout_is_of_no_importance() -> None:
+    views = [
+        PIXELS,
+        np.asfortranarray(PIXELS),
+        np.repeat(PIXELS, 2, axis=1)[:, ::2],
+        PIXELS[::-1].copy()[::-1],
+    ]
+    assert len({name(media=view) for view in views}) == 1
+    tensor = torch.tensor(PIXELS)
+    strided = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    assert name(media=strided) == name(media=tensor)
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_shape_and_type_are_part_of_the_name(convert: Any) -> None:
+    values = convert([[1, 2], [3, 4]])
+    variants = [values, values.reshape(4), values.reshape(1, 4), values.reshape(4, 1)]
+    variants += [values.T, convert([[1.0, 2.0], [3.0, 4.0]]), convert([[1, 2], [3, 5]])]
+    names = [name(media=variant) for variant in variants]
+    assert len(set(names)) == len(names)
+
+
+def test_arrays_and_tensors_and_images_are_kept_apart() -> None:
+    media = [PIXELS, torch.tensor(PIXELS), Image.fromarray(PIXELS), PIXELS.tobytes()]
+    assert all(name(media=a) != name(media=b) for a, b in combinations(media, 2))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(3.5),
+        np.array([1, 2], dtype=">i2"),
+        np.array([0.5], dtype=np.float16),
+        np.array([1 + 2j]),
+        np.array([True, False]),
+        np.empty((0, 3)),
+        np.array([1.0], dtype=np.longdouble),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_of_any_number_have_a_name(array: np.ndarray[Any, Any]) -> None:
+    assert name(media=array) == name(media=array.copy())
+    if array.size:
+        assert name(media=array) != name(media=array + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_tensors_of_any_type_have_a_name(dtype: torch.dtype) -> None:
+    for shape in ((), (2,), (0, 3)):
+        tensor = torch.ones(shape, dtype=dtype)
+        assert name(media=tensor) == name(media=tensor.clone())
+        if tensor.numel():
+            assert name(media=tensor) != name(media=torch.zeros(shape, dtype=dtype))
+
+
+def make_palette_image(palette: list[int]) -> Image.Image:
+    image = Image.new("P", (2, 2))
+    image.putpalette(palette)
+    image.putdata([0, 1, 1, 0])
+    return image
+
+
+def test_images_with_the_same_indices_and_another_palette_differ() -> None:
+    black_white = make_palette_image([0, 0, 0, 255, 255, 255])
+    red_blue = make_palette_image([255, 0, 0, 0, 0, 255])
+    assert np.array_equal(np.asarray(black_white), np.asarray(red_blue))
+    assert name(media=black_white) != name(media=red_blue)
+    assert name(media=red_blue) == name(media=make_palette_image([255, 0, 0, 0, 0, 255]))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "GIF"])
+def test_a_palette_image_that_was_just_opened_has_the_name_of_one_that_was_loaded(
+    file_format: str,
+) -> None:
+    file = io.BytesIO()
+    make_palette_image([255, 0, 0, 0, 0, 255]).save(file, file_format)
+    opened, loaded = Image.open(io.BytesIO(file.getvalue())), Image.open(file)
+    loaded.load()
+    assert opened.mode == "P"
+    assert name(media=opened) == name(media=loaded)
+
+
+def test_a_transparent_colour_is_part_of_a_palette_image() -> None:
+    one, other = make_palette_image([0] * 6), make_palette_image([0] * 6)
+    other.info["transparency"] = 1
+    assert name(media=one) != name(media=other)
+
+
+def test_the_mode_of_an_image_is_part_of_its_name() -> None:
+    grey = Image.fromarray(PIXELS[..., 0])
+    names = {name(media=grey.convert(mode)) for mode in ("L", "RGB", "RGBA", "1", "P", "I", "F")}
+    assert len(names) == 7
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, lambda: 0, np.array([object()]), range(3), np.int64(3)]
+)
+def test_what_has_no_canonical_form_is_refused(value: object) -> None:
+    with pytest.raises(RequestError, match="can't"):
+        name(value)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    scalars, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3)
+)
+
+
+def freeze(value: object) -> object:
+    """A form whose equality also tells types apart."""
+    if isinstance(value, dict):
+        return ("map", frozenset((k, freeze(v)) for k, v in value.items()))
+    if isinstance(value, list):
+        return ("list", *map(freeze, value))
+    return (type(value).__name__, repr(value))
+
+
+@given(values, values)
+def test_names_are_equal_if_and_only_if_the_values_are(one: object, other: object) -> None:
+    assert (name(one) == name(other)) == (freeze(one) == freeze(other))

@@ -1,0 +1,142 @@
+"""The model's own processor, one item a call: tensors, a replacement, a name, or a reason."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.types.errors import ModelError, RequestError
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def load(tiny_model: Callable[[str], str]) -> Callable[[str], MultiModalProcessor]:
+    loaded: dict[str, MultiModalProcessor] = {}
+
+    def load_family(family: str) -> MultiModalProcessor:
+        if family not in loaded:
+            directory = tiny_model(family)
+            loaded[family] = MultiModalProcessor(directory, AutoConfig.from_pretrained(directory))
+        return loaded[family]
+
+    return load_family
+
+
+@pytest.fixture(scope="module")
+def qwen(load: Callable[[str], MultiModalProcessor]) -> MultiModalProcessor:
+    return load("qwen2_5_vl")
+
+
+def test_modalities_are_those_that_the_processor_has(
+    load: Callable[[str], MultiModalProcessor],
+) -> None:
+    assert load("llama").modalities == ()
+    assert load("llava").modalities == ("image",)
+    assert load("qwen2_5_vl").modalities == ("image", "video")
+
+
+def test_an_image_becomes_tensors_of_its_own_and_a_replacement(qwen: MultiModalProcessor) -> None:
+    item = qwen.process_item("image", Image.fromarray(PIXELS), {})
+    assert item.kwargs.keys() == {"pixel_values", "image_grid_thw"}
+    num_embeds = int(item.kwargs["image_grid_thw"].prod()) // 4
+    assert item.replacement == "<|image_pad|>" * num_embeds
+    assert item.modality == "image"
+
+
+def test_frames_that_were_given_are_the_frames_that_are_used(qwen: MultiModalProcessor) -> None:
+    frames = np.stack([PIXELS] * 6)
+    item = qwen.process_item("video", frames, {})
+    assert item.kwargs["video_grid_thw"][0, 0] == 3  # two frames make a patch
+    images = qwen.process_item("video", [Image.fromarray(PIXELS)] * 6, {})
+    assert images.mm_hash == item.mm_hash
+    assert torch.equal(images.kwargs["pixel_values_videos"], item.kwargs["pixel_values_videos"])
+
+
+def test_the_name_depends_on_pixels_options_and_processor(
+    load: Callable[[str], MultiModalProcessor], qwen: MultiModalProcessor
+) -> None:
+    image = Image.fromarray(PIXELS)
+    names = [
+        qwen.process_item("image", image, {}).mm_hash,
+        qwen.process_item("image", Image.fromarray(PIXELS[::-1]), {}).mm_hash,
+        qwen.process_item("image", image, {"do_rescale": False}).mm_hash,
+        load("llava").process_item("image", image, {}).mm_hash,
+        qwen.process_item("image", PIXELS, {}).mm_hash,
+    ]
+    assert len(set(names)) == len(names)
+    assert qwen.process_item("image", image.copy(), {}).mm_hash == names[0]
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "RGBA", "1", "CMYK"])
+def test_an_image_of_any_mode_is_what_its_colours_are(qwen: MultiModalProcessor, mode: str) -> None:
+    image = Image.fromarray(PIXELS).convert(mode)
+    as_colours = image.convert("RGB")
+    item, expected = (qwen.process_item("image", i, {}) for i in (image, as_colours))
+    assert item.mm_hash == expected.mm_hash
+    assert torch.equal(item.kwargs["pixel_values"], expected.kwargs["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("modality", "media", "message"),
+    [
+        ("image", "cat.png", "expected a PIL image, a numpy array or a torch tensor, not str"),
+        ("image", b"\x89PNG", "not bytes"),
+        ("image", np.zeros(5), r"2 or 3 non-empty dimensions, not shape \(5,\)"),
+        ("image", np.zeros((0, 5, 3)), r"not shape \(0, 5, 3\)"),
+        ("video", np.zeros((5, 5, 3)), r"4 non-empty dimensions, not shape \(5, 5, 3\)"),
+        ("video", [], "expected an array, not list"),
+        ("video", ["frame.png"], "not str"),
+        ("video", [PIXELS, PIXELS[1:]], r"frames of different sizes: .*39, 60, 3.*40, 60, 3"),
+    ],
+)
+def test_media_that_can_not_be_processed_is_refused_with_a_reason(
+    qwen: MultiModalProcessor, modality: str, media: Any, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        qwen.process_item(modality, media, {})
+
+
+@pytest.mark.parametrize("mode", ["RGB", "P"])
+def test_a_damaged_image_is_the_callers_fault(qwen: MultiModalProcessor, mode: str) -> None:
+    file = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(file, "PNG")
+    damaged = Image.open(io.BytesIO(file.getvalue()[:-100]))
+    with pytest.raises(RequestError, match=r"it could not be processed: .*truncated"):
+        qwen.process_item("image", damaged, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": "large"}, "it could not be processed"),
+        ({"text": "no"}, "it could not be processed"),
+        ({"hook": print}, "media options can't hold"),
+    ],
+)
+def test_options_that_the_processor_can_not_take_are_refused(
+    qwen: MultiModalProcessor, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        qwen.process_item("image", PIXELS, options)
+
+
+def test_a_directory_without_a_processor_is_refused_by_name(
+    tiny_model: Callable[[str], str], tmp_path: Any
+) -> None:
+    config = AutoConfig.from_pretrained(tiny_model("llava"))
+    with pytest.raises(ModelError, match=f"no processor can be loaded from '{tmp_path}'"):
+        MultiModalProcessor(str(tmp_path), config)
+
+
+def test_a_modality_that_the_model_lacks_has_no_token(qwen: MultiModalProcessor) -> None:
+    with pytest.raises(ModelError, match="takes no audio"):
+        qwen.get_token_id("audio")

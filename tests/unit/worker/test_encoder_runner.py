@@ -1,0 +1,105 @@
+"""Items are encoded in batches per modality, and a bad one fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.worker.encoder_cache import EncoderCache
+from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
+
+from .factories import make_feature
+
+
+class FakeAdapter:
+    """Encodes an item of value v to embeddings of v; a batch with a bad value fails as a whole."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, list[float]]] = []
+
+    def encode(
+        self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        values = [float(item["value"]) for item in items]
+        self.batches.append((modality, values))
+        if -1.0 in values:
+            raise RequestError("negative")
+        if -2.0 in values:
+            raise RuntimeError("sizes don't match")
+        return list(
+            torch.cat(
+                [torch.full((n, 2), v) for v, n in zip(values, num_embeds, strict=True)]
+            ).split(list(num_embeds))
+        )
+
+
+def job(key: str, value: float, num_embeds: int = 2, modality: str = "image") -> EncoderJob:
+    return EncoderJob(
+        key=key,
+        feature=make_feature(key, 0, num_embeds, modality=modality),
+        item={"value": torch.tensor(value)},
+    )
+
+
+@pytest.fixture
+def adapter() -> FakeAdapter:
+    return FakeAdapter()
+
+
+@pytest.fixture
+def cache() -> EncoderCache:
+    return EncoderCache()
+
+
+@pytest.fixture
+def runner(adapter: FakeAdapter, cache: EncoderCache) -> EncoderRunner:
+    return EncoderRunner(adapter, cache)  # type: ignore[arg-type]
+
+
+def test_items_of_one_modality_run_in_one_batch(
+    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
+) -> None:
+    jobs = [job("a", 1.0, 3), job("v", 5.0, modality="video"), job("b", 2.0, 1)]
+    assert runner.run(jobs) == {}
+    assert adapter.batches == [("image", [1.0, 2.0]), ("video", [5.0])]
+    assert cache["a"].tolist() == [[1.0, 1.0]] * 3
+    assert cache["b"].tolist() == [[2.0, 2.0]]
+
+
+def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, adapter: FakeAdapter) -> None:
+    assert runner.run([]) == {}
+    assert adapter.batches == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (-1.0, "RequestError: negative"),
+        (-2.0, "RuntimeError: sizes don't match"),
+        (float("nan"), "not finite"),
+        (float("inf"), "not finite"),
+    ],
+)
+def test_the_bad_item_of_a_batch_fails_alone_with_its_reason(
+    runner: EncoderRunner, cache: EncoderCache, bad: float, reason: str
+) -> None:
+    failed = runner.run([job("a", 1.0), job("bad", bad), job("b", 2.0)])
+    assert failed.keys() == {"bad"}
+    assert failed["bad"].startswith("the image could not be encoded: ")
+    assert reason in failed["bad"]
+    assert "bad" not in cache
+    assert cache["a"].tolist() == [[1.0, 1.0]] * 2
+    assert cache["b"].tolist() == [[2.0, 2.0]] * 2
+
+
+def test_a_bad_item_does_not_touch_another_modality(
+    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
+) -> None:
+    failed = runner.run([job("bad", -1.0), job("v", 3.0, modality="video")])
+    assert failed.keys() == {"bad"}
+    assert "v" in cache
+    assert adapter.batches.count(("video", [3.0])) == 1

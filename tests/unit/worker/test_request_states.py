@@ -1,0 +1,68 @@
+"""What the worker knows of a request: tokens, positions, slots, encoder keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sensorium.worker.request_states import PromptPositions
+
+from .factories import make_feature, make_request, make_state
+
+PROMPT = (5, 6, 7, 8)
+MROPE = PromptPositions(positions=np.array([[0, 1, 1, 2], [0, 1, 2, 2], [0, 1, 3, 2]]), delta=-1)
+
+
+def test_without_mrope_a_position_is_the_index() -> None:
+    assert make_state(make_request(PROMPT)).get_positions(2, 6).tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, 2, [[0, 1], [0, 1], [0, 1]]),
+        (1, 4, [[1, 1, 2], [1, 2, 2], [1, 3, 2]]),
+        (2, 6, [[1, 2, 3, 4], [2, 2, 3, 4], [3, 2, 3, 4]]),
+        (4, 6, [[3, 4]] * 3),
+        (9, 10, [[8]] * 3),
+    ],
+)
+def test_with_mrope_tokens_behind_the_prompt_go_on_with_its_delta(
+    start: int, end: int, expected: list[list[int]]
+) -> None:
+    state = make_state(make_request(PROMPT), mrope=MROPE)
+    assert state.get_positions(start, end).tolist() == expected
+
+
+def test_slots_follow_the_blocks_of_each_group() -> None:
+    state = make_state(make_request(PROMPT), ((7, 2), (3, 9)))
+    assert state.get_slots(0, 2, 7, 4).tolist() == [30, 31, 8, 9, 10]
+    assert state.get_slots(1, 3, 5, 4).tolist() == [15, 36]
+
+
+def test_blocks_are_appended_group_by_group() -> None:
+    state = make_state(make_request(PROMPT), ((1,), (2,)))
+    state.add_blocks(((3,), ()))
+    assert [table.values.tolist() for table in state.block_ids] == [[1, 3], [2]]
+    with pytest.raises(ValueError, match="shorter"):
+        state.add_blocks(((4,),))
+
+
+def test_a_resumed_request_has_the_tokens_that_it_had_made() -> None:
+    state = make_state(make_request(PROMPT), output_token_ids=(9, 10))
+    assert state.token_ids.values.tolist() == [5, 6, 7, 8, 9, 10]
+    assert state.num_output_tokens == 2
+    state.token_ids.extend((11,))
+    assert state.num_output_tokens == 3
+
+
+def test_encoder_keys_are_apart_for_each_salt_and_adapter() -> None:
+    keys = {
+        make_state(
+            make_request(PROMPT, make_feature("h", 0, 1), cache_salt=salt, adapter=adapter)
+        ).get_encoder_key(0)
+        for salt in (None, "", "a", "None")
+        for adapter in (None, "a")
+    }
+    assert len(keys) == 8
+    assert make_state(make_request(PROMPT, make_feature("h", 0, 1))).get_encoder_key(0) == "h"
