@@ -13,7 +13,7 @@ from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, Case, make_image
 from tests.parity.driver import Trace, get_kv_bytes, get_token_ids, make_llm
 from tests.parity.reference import Reference, ReferenceOf
 
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.9, seed=1234, max_tokens=NUM_TOKENS, ignore_eos=True
 )

@@ -41,8 +41,9 @@ def test_staggered_requests_give_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("block_size", [1, 5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block_size"), [("llama", 1), ("llava", 5), ("qwen2_5_vl", 5), ("gemma3", 1)]
+)
 def test_every_block_size_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str, block_size: int
 ) -> None:

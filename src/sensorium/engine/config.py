@@ -51,7 +51,8 @@ class EngineOptions:
             "block_size",
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            is_open = value is None and name != "block_size"
+            if not is_open and not _is_count(value, at_least=1):
                 raise ModelError(f"{name} must be an integer >= 1, not {value!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ModelError(
@@ -62,10 +63,14 @@ class EngineOptions:
                 raise ModelError(
                     f"limit_mm_per_prompt names {modality!r}: use {', '.join(MODALITIES)}"
                 )
-            if not isinstance(limit, int) or limit < 0:
+            if not _is_count(limit, at_least=0):
                 raise ModelError(
                     f"limit_mm_per_prompt: {modality} must be an integer >= 0, not {limit!r}"
                 )
+
+
+def _is_count(value: object, *, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

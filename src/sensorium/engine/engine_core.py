@@ -70,9 +70,8 @@ class EngineCore:
         self._check_progress(scheduled)
         try:
             result = self.runner.execute(scheduled)
-        except (
-            Exception
-        ) as error:  # our bug, or no memory: it must not take requests of later steps along
+        except Exception as error:
+            # Our bug, or no memory: it must not take requests of later steps along.
             logger.exception("a step of %d requests failed", len(scheduled.scheduled))
             outputs = self.scheduler.fail_step(
                 scheduled, f"internal error: {type(error).__name__}: {error}"

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sensorium.layers.kv_layout import LayerSpec
@@ -182,41 +181,31 @@ class ModelAdapter:
     def _split(self, output: Any, num_embeds: Sequence[int]) -> list[torch.Tensor]:
         embeds = output.pooler_output
         if isinstance(embeds, list | tuple):
-            embeds = torch.cat([part.reshape(-1, part.shape[-1]) for part in embeds])
+            parts = [part.reshape(-1, part.shape[-1]) for part in embeds]
+            if len(parts) == len(num_embeds):
+                _check_counts([len(part) for part in parts], num_embeds)
+            embeds = torch.cat(parts)
         elif embeds.ndim == 3 and getattr(output, "attention_mask", None) is not None:
             embeds = embeds[output.attention_mask.bool()]
         embeds = embeds.reshape(-1, embeds.shape[-1])
-        if len(embeds) != sum(num_embeds):
-            raise RequestError(
-                f"the encoder gave {len(embeds)} embeddings for placeholders of {sum(num_embeds)}"
-            )
+        _check_counts([len(embeds)], [sum(num_embeds)])
         return list(embeds.split(list(num_embeds)))
 
 
+def _check_counts(given: Sequence[int], expected: Sequence[int]) -> None:
+    for num_given, num_expected in zip(given, expected, strict=True):
+        if num_given != num_expected:
+            raise RequestError(
+                f"the encoder gave {num_given} embeddings for placeholders of {num_expected}"
+            )
+
+
 def _collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
-    """Concatenate the items' tensors; trailing dimensions of unequal size are padded with zeros."""
+    """Concatenate the items' tensors, which agree in all but their first dimension."""
     names = items[0].keys()
     for item in items:
         if item.keys() != names:
             raise RequestError(
                 f"items of one batch have different tensors: {sorted(names)}, {sorted(item)}"
             )
-    return {name: torch.cat(_pad_alike([item[name] for item in items])) for name in names}
-
-
-def _pad_alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    trailing = [tensor.shape[1:] for tensor in tensors]
-    if len(set(trailing)) == 1:
-        return tensors
-    if len({len(shape) for shape in trailing}) > 1:
-        raise RequestError(f"items of one batch have shapes that don't go together: {trailing}")
-    largest = [max(sizes) for sizes in zip(*trailing, strict=True)]
-    padded = []
-    for tensor, shape in zip(tensors, trailing, strict=True):
-        widths = [
-            w
-            for size, most in reversed(list(zip(shape, largest, strict=True)))
-            for w in (0, most - size)
-        ]
-        padded.append(pad(tensor, widths))
-    return padded
+    return {name: torch.cat([item[name] for item in items]) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,17 @@ def load_config(model: str) -> PretrainedConfig:
         raise ModelError(f"there is no directory {model!r}")
     try:
         return AutoConfig.from_pretrained(model)
-    except (
-        Exception
-    ) as error:  # Transformers raises many kinds for what is one fault: there is no such model
+    except Exception as error:
+        # Transformers raises many kinds for what is one fault: there is no such model.
         raise ModelError(f"no model can be loaded from {model!r}: {error}") from error
 
 
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ModelError(f"unknown device {device!r}: use auto, cpu or cuda") from error
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise ModelError(f"unknown device {device!r}: use auto, cpu or cuda")
+    resolved = torch.device(device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was asked for, but torch finds no CUDA device")
     return resolved
@@ -66,7 +65,12 @@ def load_model(
     model: str, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> ModelAdapter:
     model_class = _get_model_class(config)
-    loaded: PreTrainedModel = model_class.from_pretrained(model, dtype=dtype).to(device).eval()
+    try:
+        loaded: PreTrainedModel = model_class.from_pretrained(model, dtype=dtype)
+    except Exception as error:
+        # As above: missing or broken weights are told in many ways.
+        raise ModelError(f"the weights of {model!r} can't be loaded: {error}") from error
+    loaded.to(device).eval()
     adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
     return adapter_class(loaded)
 

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sensorium.types.errors import InvariantError
+
 
 class StagingBuffer:
     """Persistent host and device memory, grown when a step needs more. On a CPU both are the
@@ -35,6 +37,9 @@ class StagingBuffer:
         """int64 and float64 arrays by name, as tensors on the device; valid until the next
         upload.
         """
+        for name, array in arrays.items():
+            if array.dtype not in (np.int64, np.float64):
+                raise InvariantError(f"{name} is {array.dtype}, not int64 or float64")
         num_words = sum(array.size for array in arrays.values())
         if num_words > len(self._host):
             self._allocate(2 * num_words)

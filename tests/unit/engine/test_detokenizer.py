@@ -7,16 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sensorium.engine.detokenizer import Detokenizer, find_stop
 
 NUM_BYTE_TOKENS = 259  # three special tokens, then one for each byte
-quick = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = settings(deadline=None, max_examples=150)
 texts = st.text(alphabet=st.sampled_from("abé ñ日本🙂👩\u200d🚀\ufffd\n<|"), max_size=12)
 token_lists = st.lists(st.integers(0, NUM_BYTE_TOKENS - 1), max_size=30)
 
@@ -117,6 +115,7 @@ short = st.text(alphabet="ab", max_size=14)
     stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple),
     data=st.data(),
 )
+@quick
 def test_the_stop_string_that_begins_first_among_those_that_end_in_the_new_text(
     text: str, stop: tuple[str, ...], data: st.DataObject
 ) -> None:
@@ -126,6 +125,7 @@ def test_the_stop_string_that_begins_first_among_those_that_end_in_the_new_text(
 
 
 @given(parts=st.lists(short, max_size=6), stop=st.text(alphabet="ab", min_size=1, max_size=4))
+@quick
 def test_a_stop_string_is_found_wherever_the_tokens_part_it(parts: list[str], stop: str) -> None:
     text, place = "", None
     for part in parts:

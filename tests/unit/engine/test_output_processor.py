@@ -131,8 +131,8 @@ def test_a_stop_string_in_the_last_token_needs_no_abort() -> None:
 
 
 def test_a_stop_string_within_min_tokens_is_no_stop() -> None:
-    completion = complete("xaxb", stop=("x",), min_tokens=2)
-    assert (completion.text, completion.stop_reason) == ("xa", "x")
+    completion = complete("axbxc", stop=("x",), min_tokens=2)
+    assert (completion.text, completion.stop_reason) == ("axb", "x")
 
 
 def test_the_text_of_an_incomplete_character_is_given_at_the_end() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.engine.payload_store import PayloadStore
@@ -75,6 +75,7 @@ def test_adding_a_request_twice_is_our_bug() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.lists(st.sampled_from("xyz"), max_size=3))))
+@settings(deadline=None)
 def test_it_holds_exactly_the_items_of_the_requests_it_has(
     events: list[tuple[str, list[str]]],
 ) -> None:

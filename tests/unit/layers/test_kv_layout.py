@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.layers.kv_layout import LayerGroup, LayerSpec, group_layers, plan_kv_cache
@@ -97,6 +97,7 @@ def test_too_little_memory_is_refused_with_both_figures() -> None:
     remainder=st.integers(0, BYTES_PER_LAYER_BLOCK - 1),
     max_tokens=st.integers(1, 2000),
 )
+@settings(deadline=None)
 def test_a_plan_fits_the_memory_and_wastes_less_than_one_more_block_each(
     windows: list[int | None], num_memory_blocks: int, remainder: int, max_tokens: int
 ) -> None:

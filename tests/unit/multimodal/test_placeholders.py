@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.multimodal.placeholders import ExpandedPrompt, expand_text, expand_token_ids
@@ -179,6 +179,7 @@ def test_a_replacement_that_the_tokenizer_drops_is_refused() -> None:
     parts=st.lists(st.sampled_from(["a", "\n", "I", "V"]), max_size=12),
     replacements=st.lists(st.sampled_from(["i", "iii", "\ni\n", "<ii>"]), min_size=12),
 )
+@settings(deadline=None)
 def test_features_are_sorted_disjoint_and_hold_exactly_the_placeholders(
     parts: list[str], replacements: list[str]
 ) -> None:

@@ -61,6 +61,31 @@ def test_frames_that_were_given_are_the_frames_that_are_used(qwen: MultiModalPro
     assert torch.equal(images.kwargs["pixel_values_videos"], item.kwargs["pixel_values_videos"])
 
 
+class Spy:
+    """A processor that notes how it was called."""
+
+    video_token = "V"
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **arguments: Any) -> dict[str, Any]:
+        self.calls.append(arguments)
+        return {"text_replacement_offsets": [[{"replacement": "vv"}]]}
+
+
+def test_frames_are_sampled_only_if_that_was_asked_for(
+    qwen: MultiModalProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Spy()
+    monkeypatch.setattr(qwen, "_processor", spy)
+    frames = np.stack([PIXELS] * 2)
+    qwen.process_item("video", frames, {})
+    qwen.process_item("video", frames, {"do_sample_frames": True})
+    assert [call["do_sample_frames"] for call in spy.calls] == [False, True]
+    assert [len(call["videos"]) for call in spy.calls] == [1, 1]
+
+
 def test_the_name_depends_on_pixels_options_and_processor(
     load: Callable[[str], MultiModalProcessor], qwen: MultiModalProcessor
 ) -> None:

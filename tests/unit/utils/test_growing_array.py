@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.utils.growing_array import GrowingArray
@@ -12,6 +12,7 @@ integers = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(initial=st.lists(integers, max_size=5), parts=st.lists(st.lists(integers, max_size=20)))
+@settings(deadline=None)
 def test_it_holds_what_a_list_would_hold(initial: list[int], parts: list[list[int]]) -> None:
     array, expected = GrowingArray(initial), list(initial)
     for part in parts:

@@ -103,3 +103,27 @@ def test_a_bad_item_does_not_touch_another_modality(
     assert failed.keys() == {"bad"}
     assert "v" in cache
     assert adapter.batches.count(("video", [3.0])) == 1
+
+
+def test_items_of_unequal_shape_run_apart_instead_of_padded(
+    runner: EncoderRunner, adapter: FakeAdapter
+) -> None:
+    wide = EncoderJob(
+        key="wide",
+        feature=make_feature("wide", 0, 2),
+        item={"value": torch.tensor(3.0), "mask": torch.ones(1, 5)},
+    )
+    narrow = EncoderJob(
+        key="narrow",
+        feature=make_feature("narrow", 0, 2),
+        item={"value": torch.tensor(4.0), "mask": torch.ones(1, 4)},
+    )
+    assert runner.run([wide, narrow]) == {}
+    assert adapter.batches == [("image", [3.0]), ("image", [4.0])]
+
+
+def test_a_lone_item_that_fails_is_not_tried_again(
+    runner: EncoderRunner, adapter: FakeAdapter
+) -> None:
+    assert "negative" in runner.run([job("a", -1.0)])["a"]
+    assert len(adapter.batches) == 1

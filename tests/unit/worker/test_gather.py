@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.types.multimodal import MultiModalFeatureSpec
@@ -43,6 +43,7 @@ def walk(
 
 
 @given(features=feature_lists(), start=st.integers(0, 50), length=st.integers(0, 50))
+@settings(deadline=None)
 def test_slices_are_what_a_walk_over_the_window_finds(
     features: tuple[MultiModalFeatureSpec, ...], start: int, length: int
 ) -> None:
