@@ -130,7 +130,6 @@ def test_wrong_counts_that_add_up_are_found(neighbours_of: NeighboursOf) -> None
     assert tuple(good_tokens) == expected[0].outputs[0].token_ids
 
 
-@pytest.mark.xfail(strict=True, reason="a batch pads tensors of unequal shapes with zeros")
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -149,7 +148,6 @@ def test_a_shape_that_fails_alone_fails_beside_others(
     assert "could not be encoded" in error
 
 
-@pytest.mark.xfail(strict=True, reason="a batch pads tensors of unequal shapes with zeros")
 def test_an_image_size_that_fails_alone_fails_beside_others(neighbours_of: NeighboursOf) -> None:
     """The same through the front door: Gemma's images take 16 tokens, whatever their size."""
     neighbours = neighbours_of("gemma3")

@@ -140,7 +140,6 @@ def test_a_head_of_several_layers_is_refused_or_run_right(
     assert list(output.outputs[0].token_ids) == expected
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason="the error of missing weights escapes")
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     directory = write_config(
         tmp_path / "model", model_type="llama", architectures=["LlamaForCausalLM"], **_SIZES

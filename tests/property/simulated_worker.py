@@ -59,6 +59,7 @@ class Row:
     embed_at: dict[int, tuple[int, int]]
     tables: list[list[int]] = field(default_factory=list)
     num_computed_tokens: int = 0
+    is_new: bool = True
 
     def get_key(self, mm_index: int) -> str:
         return self.request.mm_features[mm_index].mm_hash + self.request.encoder_key_suffix
@@ -94,6 +95,7 @@ class SimulatedWorker:
         for scheduled in healthy:
             row = self.rows[scheduled.request_id]
             row.num_computed_tokens += scheduled.num_new_tokens
+            row.is_new = False
             assert scheduled.is_sampled == (row.num_computed_tokens == len(row.token_ids))
             if scheduled.is_sampled:
                 sampled[scheduled.request_id] = token_id
@@ -151,7 +153,8 @@ class SimulatedWorker:
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
         if self._is_encoder_decoder:
-            return {row.get_key(i) for i in range(len(row.request.mm_features)) if start == 0}
+            # Cross-attention needs all of them, and keeps what it needs after the first step.
+            return {row.get_key(i) for i in range(len(row.request.mm_features)) if row.is_new}
         return {row.get_key(row.embed_at[p][0]) for p in range(start, end) if p in row.embed_at}
 
     def _write(self, row: Row, scheduled: ScheduledRequest, *, is_healthy: bool) -> None:

@@ -35,9 +35,23 @@ LAYOUTS: dict[str, tuple[int, tuple[bool, ...] | None]] = {
     "empty": (2, ()),
 }
 
-texts = st.lists(st.sampled_from((1, 2)), min_size=1, max_size=5).map(tuple)
+# What requests begin with, so that they often begin alike.
+Part = str | tuple[int, ...]
+DOCUMENTS: tuple[tuple[Part, ...], ...] = (
+    ((1, 1, 1), "three", (2, 2), "rows", (1, 2, 1, 2)),
+    ((1, 1, 1), "six", (1, 1), "six", (2,)),
+    ("framed", (1,), "two", (1,), "two", (1, 1, 1)),
+    ((1,) * 9, (2,) * 9),
+)
+
+# A text may contain the placeholder's token, too.
+texts = st.builds(
+    lambda token_id, length: (token_id,) * length,
+    st.sampled_from((1, 1, 2, PLACEHOLDER)),
+    st.integers(1, 6),
+)
 items = st.sampled_from(sorted(LAYOUTS))
-segments = st.one_of(texts, texts, items)
+parts = st.one_of(texts, items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +65,7 @@ class CacheSizes:
 
 def make_request(
     request_id: str,
-    *parts: str | tuple[int, ...],
+    *parts: Part,
     cache_salt: str | None = None,
     adapter: str | None = None,
     priority: int = 0,
@@ -87,12 +101,14 @@ def make_request(
 def core_requests(
     draw: st.DrawFn,
     *,
-    request_ids: st.SearchStrategy[str] | None = None,
+    request_ids: st.SearchStrategy[str] = st.sampled_from(REQUEST_IDS),  # noqa: B008
     is_encoder_decoder: bool = False,
 ) -> EngineCoreRequest:
     return make_request(
-        draw(request_ids or st.sampled_from(REQUEST_IDS)),
-        *draw(st.lists(segments, min_size=1, max_size=5)),
+        draw(request_ids),
+        *draw(st.sampled_from(DOCUMENTS))[: draw(st.integers(0, 5))],
+        *draw(st.lists(parts, min_size=1, max_size=5)),
+        *(((1,),) if is_encoder_decoder else ()),
         cache_salt=draw(st.sampled_from((None, None, None, "salt"))),
         adapter=draw(st.sampled_from((None, None, None, "adapter"))),
         priority=draw(st.integers(0, 2)),
@@ -103,20 +119,22 @@ def core_requests(
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    max_tokens = draw(st.one_of(st.integers(1, 8), st.none()))
+    max_tokens = draw(st.sampled_from((1, 2, 4, 8, 12, None)))
     return SamplingParams(max_tokens=max_tokens, ignore_eos=draw(st.booleans()))
 
 
 @st.composite
-def cache_sizes(draw: st.DrawFn, *, max_num_blocks: int = 24) -> CacheSizes:
-    windows = draw(st.lists(st.sampled_from((None, 2, 3, 5)), min_size=1, max_size=3))
-    groups = tuple(
-        KVCacheGroup(num_blocks=draw(st.integers(8, max_num_blocks)), window=window)
-        for window in windows
-    )
+def cache_sizes(draw: st.DrawFn) -> CacheSizes:
+    """Room for the longest request, or almost, and not much more."""
+    block_size = draw(st.integers(1, 4))
+    windows = draw(st.sampled_from(((None,), (None,), (None, 3), (None, 2, 5), (5,), (3, None))))
+    groups = []
+    for window in windows:
+        num_tokens = draw(st.sampled_from((30, 40, 44, 60)))
+        groups.append(KVCacheGroup(num_blocks=1 + num_tokens // block_size, window=window))
     return CacheSizes(
-        block_size=draw(st.integers(1, 4)),
-        groups=groups,
+        block_size=block_size,
+        groups=tuple(groups),
         enable_prefix_caching=draw(st.sampled_from((True, True, True, False))),
     )
 
@@ -125,13 +143,12 @@ def cache_sizes(draw: st.DrawFn, *, max_num_blocks: int = 24) -> CacheSizes:
 def limits(draw: st.DrawFn) -> Limits:
     plain = Limits(
         max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=draw(st.integers(1, 12)),
-        max_num_seqs=draw(st.integers(1, 4)),
-        encoder_cache_size=draw(st.integers(4, 12)),
-        max_num_encoder_embeds=draw(st.integers(1, 12)),
+        max_num_batched_tokens=draw(st.integers(2, 12)),
+        max_num_seqs=draw(st.integers(1, 5)),
+        encoder_cache_size=draw(st.sampled_from((4, 6, 9, 12))),
+        max_num_encoder_embeds=draw(st.sampled_from((1, 4, 9))),
     )
     variants = (
-        plain,
         plain,
         replace(plain, needs_whole_spans=True),
         replace(plain, disable_chunked_mm_input=True),

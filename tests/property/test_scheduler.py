@@ -26,54 +26,49 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver is not None
         return self.driver
 
-    @rule(data=st.data(), count=st.integers(1, 3))
+    @rule(data=st.data(), count=st.integers(2, 4))
     def add(self, data: st.DataObject, count: int) -> None:
-        strategy = core_requests(is_encoder_decoder=self.live.limits.is_encoder_decoder)
-        for _ in range(count):
+        free_ids = [i for i in REQUEST_IDS if i not in self.live.open]
+        for request_id in free_ids[:count]:
+            strategy = core_requests(
+                request_ids=st.just(request_id),
+                is_encoder_decoder=self.live.limits.is_encoder_decoder,
+            )
             self.live.add(data.draw(strategy))
 
-    @rule(request_id=st.sampled_from(REQUEST_IDS))
-    def abort(self, request_id: str) -> None:
-        self.live.abort(request_id)
-
-    @rule(tokens=st.lists(st.sampled_from((1, 1, 2, EOS)), min_size=1, max_size=8))
+    @rule(tokens=st.lists(st.sampled_from((1, 1, 1, 2, EOS)), min_size=1, max_size=8))
     def run_steps(self, tokens: list[int]) -> None:
         for token_id in tokens:
             self.live.step(token_id)
             self.live.check()
 
-    @rule(failing_hashes=st.sets(items, min_size=1, max_size=3))
-    def run_step_with_failing_items(self, failing_hashes: set[str]) -> None:
-        output = self.live.schedule()
-        self.live.finish_step(output, token_id=1, failing_hashes=failing_hashes)
-
-    @rule(has_run=st.booleans())
-    def break_step(self, has_run: bool) -> None:
-        self.live.fail_step(self.live.schedule(), has_run=has_run)
-
     @precondition(lambda self: self.driver is not None and self.driver.open)
     @rule(
         data=st.data(),
-        returns=st.booleans(),
-        outcome=st.sampled_from(("done", "items failed", "broken")),
+        outcome=st.sampled_from(("done", "items fail", "broken before", "broken after")),
+        departure=st.sampled_from(("nobody", "before", "during", "during, and back again")),
     )
-    def abort_during_step(self, data: st.DataObject, returns: bool, outcome: str) -> None:
-        """The caller leaves, perhaps to come back under the same name, while the worker runs."""
+    def run_step_with_trouble(self, data: st.DataObject, outcome: str, departure: str) -> None:
+        """A caller may leave, and come back under the same name while the worker still runs."""
         request_id = data.draw(st.sampled_from(sorted(self.live.open)))
         request = self.live.open[request_id]
+        if departure == "before":
+            self.live.abort(request_id)
         output = self.live.schedule()
-        self.live.abort(request_id)
-        if returns:
+        if departure.startswith("during"):
+            self.live.abort(request_id)
+        if departure.endswith("back again"):
             self.live.add(request)
         self.live.check()
-        if outcome == "broken":
-            self.live.fail_step(output, has_run=True)
+        if outcome.startswith("broken"):
+            self.live.fail_step(output, has_run=outcome == "broken after")
         else:
-            hashes = {f.mm_hash for f in request.mm_features} if outcome != "done" else ()
-            self.live.finish_step(output, token_id=1, failing_hashes=hashes)
+            failing = data.draw(st.sets(items, max_size=3)) if outcome == "items fail" else ()
+            self.live.finish_step(output, token_id=1, failing_hashes=failing)
 
-    @rule()
-    def clear_caches(self) -> None:
+    @rule(request_id=st.sampled_from(REQUEST_IDS))
+    def abort_and_clear_caches(self, request_id: str) -> None:
+        self.live.abort(request_id)
         self.live.kv_cache.clear_cache()
         self.live.encoder_cache.clear_cache()
 
