@@ -134,7 +134,6 @@ def test_prompts_that_make_no_sense_are_refused(
     assert re.search(message, neighbours_of("llama").fail(prompt))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the tokenizer's error escapes")
 def test_text_that_has_no_utf8_form_is_refused(neighbours_of: NeighboursOf) -> None:
     assert neighbours_of("llama").fail("half a surrogate pair: \ud83d")
 
@@ -142,14 +141,14 @@ def test_text_that_has_no_utf8_form_is_refused(neighbours_of: NeighboursOf) -> N
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, r"temperature must be in \[0, 100\], not -1.0"),
+        ({"temperature": -1.0}, r"temperature must be a number in \[0, 100\], not -1.0"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"seed": 1.5}, "seed must be an integer, not 1.5"),
         ({"max_tokens": 0}, "max_tokens must be an integer >= 1, not 0"),
         ({"max_tokens": 2, "min_tokens": 3}, "min_tokens must be at most max_tokens=2"),
-        ({"stop": ["", "a"]}, "stop must be non-empty strings"),
+        ({"stop": ["", "a"]}, "stop must be non-empty text or a list of it"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
     ],
@@ -161,7 +160,6 @@ def test_sampling_parameters_that_make_no_sense_are_refused(
         SamplingParams(**values)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="values are compared before their type is")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

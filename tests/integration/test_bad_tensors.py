@@ -108,7 +108,6 @@ def test_a_bad_item_fails_everyone_who_shares_it_and_is_not_kept(
     assert llm.generate(prompt, PARAMS, use_tqdm=False)[0].error is None
 
 
-@pytest.mark.xfail(strict=True, reason="only the sum of the embeddings of a batch is checked")
 def test_wrong_counts_that_add_up_are_found(neighbours_of: NeighboursOf) -> None:
     """One item brings two images, a good one follows, another brings none: as many as expected."""
     llm = neighbours_of("llava").llm

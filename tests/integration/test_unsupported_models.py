@@ -111,7 +111,6 @@ def test_a_decoder_that_needs_more_than_plain_attention_is_refused(
         LLM(write_model(tmp_path / "model", architecture, tiny_model("llama"), **changes))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the decoder's own error escapes")
 def test_a_decoder_that_hands_no_arguments_down_is_refused(
     tmp_path: Path, tiny_model: TinyModel
 ) -> None:
@@ -119,7 +118,6 @@ def test_a_decoder_that_hands_no_arguments_down_is_refused(
         LLM(write_model(tmp_path / "model", "NemotronForCausalLM", tiny_model("llama")))
 
 
-@pytest.mark.xfail(strict=True, reason="a head of several layers is cut to its last one")
 def test_a_head_of_several_layers_is_refused_or_run_right(
     tmp_path: Path, tiny_model: TinyModel
 ) -> None:

@@ -144,8 +144,10 @@ class Scheduler:
             self._schedule_running(request, step)
         elif request is self.waiting[0] and self._can_start(step):
             self._schedule_waiting(request, step)
+        # What it lacked out of order it may find in order.
+        self._blocked = None
         if step.encoder_waiter != request.rank:
-            step.encoder_waiter = None  # of the last step; this one has its own
+            step.encoder_waiter = None
 
     def _schedule_running(self, request: Request, step: Step) -> None:
         plan = self._plan(request, request.num_computed_tokens, step)

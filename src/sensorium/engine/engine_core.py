@@ -70,14 +70,16 @@ class EngineCore:
         self._check_progress(scheduled)
         try:
             result = self.runner.execute(scheduled)
-        except Exception as error:
-            # Our bug, or no memory: it must not take requests of later steps along.
+        except BaseException as error:
+            # Our bug, no memory or an interruption: requests of later steps must not suffer.
+            reason = f"internal error: {type(error).__name__}: {error}"
+            outputs = self.scheduler.fail_step(scheduled, reason)
+            self._forget_finished(outputs)
+            if not isinstance(error, Exception):
+                raise
             logger.exception("a step of %d requests failed", len(scheduled.scheduled))
-            outputs = self.scheduler.fail_step(
-                scheduled, f"internal error: {type(error).__name__}: {error}"
-            )
-        else:
-            outputs = self.scheduler.update_from_output(scheduled, result)
+            return outputs
+        outputs = self.scheduler.update_from_output(scheduled, result)
         self._forget_finished(outputs)
         return outputs
 

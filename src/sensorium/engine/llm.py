@@ -124,7 +124,8 @@ class LLM:
         return finished
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        self._outputs.process(self.core.abort_requests(request_ids))
+        self.core.abort_requests(request_ids)
+        self._outputs.forget(request_ids)
 
 
 class _Run:
@@ -198,6 +199,9 @@ def _as_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling params for {count} prompts")
     return list(params)

@@ -34,6 +34,11 @@ class OutputProcessor:
         detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids)
         self._states[request.request_id] = _RequestState(request, prompt, detokenizer)
 
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nobody waits for these any more."""
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         """The requests that ended, and the ids of those that met a stop string: the core must
         abort them.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -112,18 +113,51 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def probe_layers(self) -> tuple[LayerSpec, ...]:
-        """The KV layout, from a forward pass over two tokens."""
-        probe = KVProbe()
-        embeds, extra = self.embed(torch.zeros(2, dtype=torch.long, device=self.device), None, None)
-        positions = torch.arange(2, device=self.device)
-        self.forward(embeds, positions.expand(3, 2) if self.has_mrope else positions, probe, extra)
+        """The KV layout, from a forward pass over two tokens; a `ModelError` if that shows that
+        the model can't be run as others are.
+        """
+        name = type(self.model).__name__
+        try:
+            probe, is_equal = self._probe()
+        except ModelError:
+            raise
+        except Exception as error:
+            # Whatever a decoder raises here, it is one that works in another way than expected.
+            raise ModelError(
+                f"{name} can't be run: its decoder refused a trial: {error}"
+            ) from error
+        if not is_equal:
+            raise ModelError(
+                f"{name} can't be run: it does something between its decoder and its logits "
+                "that is not known here"
+            )
         expected = int(self.text_config.num_hidden_layers)
         if len(probe.layers) != expected:
             raise ModelError(
-                f"{type(self.model).__name__} has {expected} layers, of which {len(probe.layers)} "
+                f"{name} has {expected} layers, of which {len(probe.layers)} "
                 "use the attention interface: models with other kinds of layers are not supported"
             )
         return probe.layers
+
+    def _probe(self) -> tuple[KVProbe, bool]:
+        """Run two tokens part by part, and the whole model beside it: do they agree?"""
+        probe = KVProbe()
+        token_ids = torch.zeros(2, dtype=torch.long, device=self.device)
+        positions = torch.arange(2, device=self.device)
+        embeds, extra = self.embed(token_ids, None, None)
+        hidden = self.forward(
+            embeds, positions.expand(3, 2) if self.has_mrope else positions, probe, extra
+        )
+        whole = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions.expand(3, 1, 2) if self.has_mrope else positions[None],
+            use_cache=False,
+            attention_call=KVProbe(),
+        )
+        tolerance = 100 * torch.finfo(self.dtype).eps
+        ours, theirs = self.logits(hidden), whole.logits[0].float()
+        scale = float(theirs.abs().max())
+        return probe, bool(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale))
 
     # ---- positions
 
@@ -176,28 +210,44 @@ class ModelAdapter:
             if name in names
         }
         output = function(**arguments, return_dict=True)
-        return self._split(output, num_embeds)
-
-    def _split(self, output: Any, num_embeds: Sequence[int]) -> list[torch.Tensor]:
-        embeds = output.pooler_output
-        if isinstance(embeds, list | tuple):
-            parts = [part.reshape(-1, part.shape[-1]) for part in embeds]
-            if len(parts) == len(num_embeds):
-                _check_counts([len(part) for part in parts], num_embeds)
-            embeds = torch.cat(parts)
-        elif embeds.ndim == 3 and getattr(output, "attention_mask", None) is not None:
-            embeds = embeds[output.attention_mask.bool()]
-        embeds = embeds.reshape(-1, embeds.shape[-1])
-        _check_counts([len(embeds)], [sum(num_embeds)])
-        return list(embeds.split(list(num_embeds)))
+        return _split(output, [_get_num_parts(item) for item in items], num_embeds)
 
 
-def _check_counts(given: Sequence[int], expected: Sequence[int]) -> None:
-    for num_given, num_expected in zip(given, expected, strict=True):
+def _get_num_parts(item: MultiModalKwargsItem) -> int:
+    """How many outputs an item has in an encoder's batch: 1, or its chunks of sound. Tensors with
+    more rows than that hold patches.
+    """
+    return min((len(tensor) for tensor in item.values() if tensor.ndim), default=0)
+
+
+def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> list[torch.Tensor]:
+    """Each item's share of an encoder's output, found by its number of parts where the output has
+    parts, so that one item too many can't shift the others.
+    """
+    embeds = output.pooler_output
+    mask = getattr(output, "attention_mask", None)
+    if isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and mask is not None:
+        embeds = [row[is_valid.bool()] for row, is_valid in zip(embeds, mask, strict=True)]
+    elif isinstance(embeds, torch.Tensor) and embeds.ndim == 3:
+        embeds = embeds.unbind()
+    if isinstance(embeds, torch.Tensor):
+        flat = embeds
+        counts = [len(flat)]
+        expected = [sum(num_embeds)]
+    else:
+        parts = [part.reshape(-1, part.shape[-1]) for part in embeds]
+        flat = torch.cat(parts)
+        is_by_item = len(parts) == sum(num_parts)
+        ends = list(accumulate(num_parts)) if is_by_item else [len(parts)]
+        starts = [0, *ends[:-1]]
+        counts = [sum(map(len, parts[a:b])) for a, b in zip(starts, ends, strict=True)]
+        expected = list(num_embeds) if is_by_item else [sum(num_embeds)]
+    for num_given, num_expected in zip(counts, expected, strict=True):
         if num_given != num_expected:
             raise RequestError(
                 f"the encoder gave {num_given} embeddings for placeholders of {num_expected}"
             )
+    return list(flat.split(list(num_embeds)))
 
 
 def _collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:

@@ -24,6 +24,10 @@ def expand_text(
     """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th
     item.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not valid Unicode: {error.reason}") from error
     pieces, spans = _replace_markers(processor, text, items)
     encoding = processor.tokenizer("".join(pieces))
     token_ids = list(encoding["input_ids"])

@@ -5,7 +5,10 @@ Names as in OpenAI's API and vLLM.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
 
 from sensorium.types.errors import RequestError
 
@@ -43,61 +46,18 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, problem in self._problems():
-            if problem:
-                raise RequestError(f"{name} {problem}, not {getattr(self, name)!r}")
-
-    def _problems(self) -> list[tuple[str, str | None]]:
-        temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
-        return [
-            (
-                "temperature",
-                None if temperature is None or 0 <= temperature <= 100 else "must be in [0, 100]",
-            ),
-            ("top_p", None if top_p is None or 0 < top_p <= 1 else "must be in (0, 1]"),
-            (
-                "top_k",
-                None
-                if top_k is None or _is_count(top_k)
-                else "must be an integer >= 0 (0: no limit)",
-            ),
-            ("seed", None if self.seed is None or _is_int(self.seed) else "must be an integer"),
-            (
-                "max_tokens",
-                None
-                if self.max_tokens is None or _is_count(self.max_tokens, 1)
-                else "must be an integer >= 1",
-            ),
-            ("min_tokens", None if _is_count(self.min_tokens) else "must be an integer >= 0"),
-            (
-                "min_tokens",
-                None
-                if self.max_tokens is None or self.min_tokens <= self.max_tokens
-                else f"must be at most max_tokens={self.max_tokens}",
-            ),
-            (
-                "stop",
-                None
-                if all(isinstance(s, str) and s for s in self.stop)
-                else "must be non-empty strings",
-            ),
-            (
-                "stop_token_ids",
-                None
-                if all(_is_count(t) for t in self.stop_token_ids)
-                else "must be token ids (integers >= 0)",
-            ),
-            (
-                "logprobs",
-                None
-                if self.logprobs is None
-                or (_is_count(self.logprobs) and self.logprobs <= MAX_LOGPROBS)
-                else f"must be in [0, {MAX_LOGPROBS}]",
-            ),
-        ]
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        if self.top_k == -1:  # what some clients say for "no limit"
+            object.__setattr__(self, "top_k", 0)
+        for name, is_valid, rule in _RULES:
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise RequestError(f"{name} must be {rule}, not {value!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -117,12 +77,56 @@ class SamplingParams:
         )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _as_tuple(value: object) -> object:
+    """Text and lists as tuples, `None` as the empty one; what is neither is left to the rules."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list | set | frozenset) else value
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+def _is_count(value: object, at_least: int = 0) -> bool:
+    return _is_integer(value) and int(value) >= at_least  # type: ignore[call-overload]
+
+
+def _is_between(value: object, low: float, high: float) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
+
+
+def _is_tuple_of(value: object, is_member: Callable[[object], bool]) -> bool:
+    return isinstance(value, tuple) and all(map(is_member, value))
+
+
+_SMALLEST_TOP_P = 1e-9
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "temperature",
+        lambda value: value is None or _is_between(value, 0, 100),
+        "a number in [0, 100]",
+    ),
+    (
+        "top_p",
+        lambda value: value is None or _is_between(value, _SMALLEST_TOP_P, 1),
+        "a number in (0, 1]",
+    ),
+    ("top_k", lambda value: value is None or _is_count(value), "an integer >= 0 (0: no limit)"),
+    ("seed", lambda value: value is None or _is_integer(value), "an integer"),
+    ("max_tokens", lambda value: value is None or _is_count(value, 1), "an integer >= 1"),
+    ("min_tokens", _is_count, "an integer >= 0"),
+    (
+        "stop",
+        lambda value: _is_tuple_of(value, lambda text: isinstance(text, str) and text != ""),
+        "non-empty text or a list of it",
+    ),
+    ("stop_token_ids", lambda value: _is_tuple_of(value, _is_count), "a list of integers >= 0"),
+    (
+        "logprobs",
+        lambda value: value is None or (_is_count(value) and value <= MAX_LOGPROBS),
+        f"an integer in [0, {MAX_LOGPROBS}]",
+    ),
+)

@@ -189,3 +189,16 @@ def test_requests_of_one_step_are_kept_apart() -> None:
     )
     assert [(output.request_id, output.prompt) for output in finished] == [("s", None)]
     assert run(processor, [news("c", FinishReason.LENGTH)]).outputs[0].text == "ac"
+
+
+def test_text_that_was_held_back_comes_out_when_a_request_is_aborted() -> None:
+    processor = make_processor()
+    incomplete = "\ufffd"  # what the first bytes of a character decode to
+    steps = [news("a"), news(incomplete), news("", FinishReason.ABORT)]
+    assert run(processor, steps).outputs[0].text == "a" + incomplete
+
+
+def test_a_forgotten_request_gives_no_output() -> None:
+    processor = make_processor()
+    processor.forget(["r", "unknown"])
+    assert processor.process([news("a", FinishReason.LENGTH)]) == ([], [])

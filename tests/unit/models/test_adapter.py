@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.models.adapter import ModelAdapter, _collate
+from sensorium.models.adapter import ModelAdapter, _collate, _split
 from sensorium.models.attention_seam import _paged_attention
 from sensorium.models.loading import load_config, load_model
 from sensorium.types.errors import ModelError, RequestError
@@ -49,20 +49,37 @@ ROWS = torch.arange(12.0).reshape(6, 2)
     ],
     ids=["rows", "a batch", "a list", "a padded batch"],
 )
-def test_each_item_gets_its_own_embeddings(llama: ModelAdapter, output: Any) -> None:
-    parts = llama._split(output, [1, 5])
+def test_embeddings_without_parts_are_split_by_their_counts(output: Any) -> None:
+    parts = _split(output, [9, 9], [1, 5])
     assert torch.equal(parts[0], ROWS[:1])
     assert torch.equal(parts[1], ROWS[1:])
 
 
-def test_a_count_that_does_not_fit_the_placeholders_is_refused(llama: ModelAdapter) -> None:
+def test_a_count_that_does_not_fit_the_placeholders_is_refused() -> None:
     with pytest.raises(RequestError, match="gave 6 embeddings for placeholders of 5"):
-        llama._split(SimpleNamespace(pooler_output=ROWS), [2, 3])
+        _split(SimpleNamespace(pooler_output=ROWS), [1, 1], [2, 3])
 
 
-def test_counts_that_fit_only_together_are_refused(llama: ModelAdapter) -> None:
-    with pytest.raises(RequestError, match="gave 4 embeddings for placeholders of 3"):
-        llama._split(SimpleNamespace(pooler_output=(ROWS[:4], ROWS[4:])), [3, 3])
+def test_an_item_of_several_parts_gets_them_all() -> None:
+    output = SimpleNamespace(pooler_output=(ROWS[:1], ROWS[1:3], ROWS[3:]))
+    parts = _split(output, [2, 1], [3, 3])
+    assert torch.equal(parts[0], ROWS[:3])
+    assert torch.equal(parts[1], ROWS[3:])
+
+
+@pytest.mark.parametrize(
+    ("output", "num_parts", "num_embeds", "message"),
+    [
+        ((ROWS[:4], ROWS[4:]), [1, 1], [3, 3], "gave 4 embeddings for placeholders of 3"),
+        ((ROWS[:2], ROWS[2:4], ROWS[4:]), [2, 1, 0], [2, 2, 2], "gave 4 embeddings for"),
+        (ROWS.reshape(3, 2, 2), [2, 1, 0], [2, 2, 2], "gave 4 embeddings for placeholders of 2"),
+    ],
+)
+def test_counts_that_fit_only_together_are_refused(
+    output: Any, num_parts: list[int], num_embeds: list[int], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        _split(SimpleNamespace(pooler_output=output), num_parts, num_embeds)
 
 
 def test_embeddings_replace_tokens_that_need_not_be_in_the_vocabulary(llama: ModelAdapter) -> None:
