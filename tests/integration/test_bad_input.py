@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sensorium import RequestError, SamplingParams
+from sensorium import LLM, ModelError, RequestError, SamplingParams
 from tests.integration.neighbours import MARKERS, PARAMS, Neighbours, make_prompt
 from tests.parity.cases import make_image, make_video
 
@@ -224,3 +224,47 @@ def test_without_return_errors_the_first_error_is_raised_with_all_outputs(
     assert len(outputs[2].outputs[0].token_ids) == 6
     with pytest.raises(RequestError, match=r"^token id 100000"):
         llm.generate([[100_000]], PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "params", [[None], [{"temperature": 0}], {"temperature": 0}, "x", 5, iter([SamplingParams()])]
+)
+def test_sampling_parameters_that_are_no_sampling_parameters_are_refused(
+    neighbours_of: NeighboursOf, params: Any
+) -> None:
+    with pytest.raises(RequestError, match="sampling params"):
+        neighbours_of("llama").llm.generate(["hello"], params, use_tqdm=False)
+
+
+def test_a_bug_of_ours_in_one_prompt_costs_its_neighbours_nothing(
+    neighbours_of: NeighboursOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = neighbours_of("llama").llm
+    expand = type(llm.input_processor).process
+
+    def process(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        if prompt == "trip":
+            raise ZeroDivisionError("a bug")
+        return expand(self, request_id, prompt, params)
+
+    monkeypatch.setattr(type(llm.input_processor), "process", process)
+    outputs = llm.generate(["hello", "trip"], use_tqdm=False, return_errors=True)
+    assert outputs[0].error is None
+    assert "internal error: ZeroDivisionError: a bug" in str(outputs[1].error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit_mm_per_prompt": [("image", 4)]}, "limit_mm_per_prompt"),
+        ({"seed": "x"}, "seed"),
+        ({"device": None}, "device"),
+        ({"dtype": []}, "dtype"),
+        ({"kv_cache_memory_bytes": 10**15}, "kv_cache_memory_bytes=10+ is more than the"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    tiny_model: Callable[[str], str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        LLM(tiny_model("llama"), **options)

@@ -92,7 +92,9 @@ class SchedulerDriver:
 
     def schedule(self) -> SchedulerOutput:
         self.is_in_step = True
+        first = self.scheduler.running[:1]
         output = self.scheduler.schedule()
+        assert all(r in self.scheduler.running for r in first), "the first one is preempted"
         assert bool(self.open) != output.is_empty, "a step does something while there are requests"
         self._check_budgets(output)
         return output

@@ -42,6 +42,8 @@ DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     ((1, 1, 1), "six", (1, 1), "six", (2,)),
     ("framed", (1,), "two", (1,), "two", (1, 1, 1)),
     ((1,) * 9, (2,) * 9),
+    ((PLACEHOLDER,), "two", (1, 1, 1)),
+    ("two", (PLACEHOLDER,), (1, 1, 1)),
 )
 
 # A text may contain the placeholder's token, too.
@@ -125,12 +127,12 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def cache_sizes(draw: st.DrawFn) -> CacheSizes:
-    """Room for the longest request, or almost, and not much more."""
+    """Room for the longest request, or almost, and not much more; with a window, even less."""
     block_size = draw(st.integers(1, 4))
     windows = draw(st.sampled_from(((None,), (None,), (None, 3), (None, 2, 5), (5,), (3, None))))
     groups = []
     for window in windows:
-        num_tokens = draw(st.sampled_from((30, 40, 44, 60)))
+        num_tokens = draw(st.sampled_from((30, 40, 44, 60) if window is None else (12, 20, 40)))
         groups.append(KVCacheGroup(num_blocks=1 + num_tokens // block_size, window=window))
     return CacheSizes(
         block_size=block_size,

@@ -285,6 +285,7 @@ class Scheduler:
                 if encoder_input.key not in result.failed_encodes:
                     self.encoder_cache.mark_computed(encoder_input.key)
         outputs = self._fail_encodes(result)
+        outputs += self._fail_requests(output, result)
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is None:
@@ -329,6 +330,20 @@ class Scheduler:
                 request = self.requests.get(request_id)
                 if request is not None:
                     outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
+        return outputs
+
+    def _fail_requests(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """End what the worker left out of the step, or could make nothing of: it has computed
+        nothing that others may read.
+        """
+        outputs = []
+        for scheduled in output.scheduled:
+            request = self._get_scheduled(scheduled)
+            reason = result.failed_requests.get(scheduled.request_id)
+            if request is not None and reason is not None:
+                outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
         return outputs
 
     def _advance(self, request: Request, scheduled: ScheduledRequest) -> None:

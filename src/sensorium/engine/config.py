@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -58,6 +59,10 @@ class EngineOptions:
             raise ModelError(
                 f"scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
             )
+        if not isinstance(self.limit_mm_per_prompt, Mapping):
+            raise ModelError("limit_mm_per_prompt must be a mapping, e.g. {'image': 4}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ModelError(f"seed must be an integer, not {self.seed!r}")
         for modality, limit in self.limit_mm_per_prompt.items():
             if modality not in MODALITIES:
                 raise ModelError(
@@ -108,6 +113,7 @@ def resolve_config(
     memory_bytes = options.kv_cache_memory_bytes or _choose_memory_bytes(
         layer_groups, max_num_seqs * max_model_len, options.block_size, element_size, device
     )
+    _check_memory(memory_bytes, device)
     window = max((group.window or 0 for group in layer_groups), default=0)
     groups = plan_kv_cache(
         layer_groups,
@@ -149,11 +155,25 @@ def _choose_memory_bytes(
         for group in layer_groups
     )
     wanted = (-(-most_tokens // block_size) + 1) * per_block
+    return min(wanted, int(_get_free_bytes(device) * MEMORY_SHARE[device.type]))
+
+
+def _check_memory(memory_bytes: int, device: torch.device) -> None:
+    free = _get_free_bytes(device)
+    if memory_bytes > free:
+        raise ModelError(
+            f"kv_cache_memory_bytes={memory_bytes} is more than the {free} bytes free on {device}"
+        )
+
+
+def _get_free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, int(free * MEMORY_SHARE[device.type]))
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts what the page cache would give back
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _fit_context(

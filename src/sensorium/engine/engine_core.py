@@ -66,8 +66,13 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Compute one step; the news of its requests."""
+        if self._num_idle_steps >= _MAX_IDLE_STEPS:
+            raise InvariantError(
+                f"{len(self.scheduler.requests)} requests, and none can be scheduled"
+            )
         scheduled = self.scheduler.schedule()
-        self._check_progress(scheduled)
+        is_idle = scheduled.is_empty and self.has_requests
+        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         try:
             result = self.runner.execute(scheduled)
         except BaseException as error:
@@ -82,13 +87,6 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(scheduled, result)
         self._forget_finished(outputs)
         return outputs
-
-    def _check_progress(self, scheduled: SchedulerOutput) -> None:
-        self._num_idle_steps = self._num_idle_steps + 1 if scheduled.is_empty else 0
-        if self._num_idle_steps > _MAX_IDLE_STEPS and self.has_requests:
-            raise InvariantError(
-                f"{len(self.scheduler.requests)} requests, and none can be scheduled"
-            )
 
     def _forget_finished(self, outputs: Iterable[EngineCoreOutput]) -> None:
         for output in outputs:

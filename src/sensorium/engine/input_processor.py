@@ -105,14 +105,14 @@ def _normalise(prompt: Prompt) -> TextPrompt:
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": _check_token_ids(prompt)}
-    unknown = sorted(set(prompt) - _PROMPT_KEYS)
+    unknown = sorted(map(str, set(prompt) - _PROMPT_KEYS))
     if unknown:
-        raise RequestError(f"unknown prompt field(s): {', '.join(map(str, unknown))}")
+        raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}")
     if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
     for name, kind in _FIELD_TYPES.items():
         value = prompt.get(name)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise RequestError(
                 f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
             )

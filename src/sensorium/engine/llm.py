@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -12,11 +14,13 @@ from sensorium.engine.builder import build_engine
 from sensorium.engine.config import EngineOptions
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.output_processor import OutputProcessor
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -31,7 +35,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -59,10 +63,17 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             disable_chunked_mm_input=disable_chunked_mm_input,
             scheduling_policy=scheduling_policy,
-            limit_mm_per_prompt=limit_mm_per_prompt or {},
+            limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             seed=seed,
         )
-        engine = build_engine(model, dtype=dtype, device=device, options=options)
+        if not isinstance(model, str | os.PathLike):
+            raise ModelError(f"model is a directory or a hub id, not {type(model).__name__}")
+        engine = build_engine(
+            os.fspath(model),
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            options=options,
+        )
         self.config = engine.config
         self.core = engine.core
         self.input_processor = InputProcessor(
@@ -159,12 +170,22 @@ class _Run:
             try:
                 self._index_of[self._llm._add(prompt, params)] = index
             except RequestError as error:
-                self._outputs[index] = _make_error_output(index, error)
+                self._refuse(index, error)
                 bar.update()
+            except Exception as error:
+                # Our bug; the boundary at which one prompt fails and its neighbours don't.
+                logger.exception("prompt %d could not be started", index)
+                self._refuse(
+                    index, RequestError(f"internal error: {type(error).__name__}: {error}")
+                )
+                bar.update()
+
+    def _refuse(self, index: int, error: RequestError) -> None:
+        self._outputs[index] = _make_error_output(index, error)
 
     def abort_rest(self) -> None:
         """After an interruption: leave nothing running."""
-        self._llm._abort(tuple(self._index_of))
+        self._llm._abort(tuple(self._llm.core.scheduler.requests) + tuple(self._index_of))
 
 
 def _make_error_output(index: int, error: RequestError) -> RequestOutput:
@@ -199,6 +220,8 @@ def _as_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
     for entry in params:
         if not isinstance(entry, SamplingParams):
             raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")

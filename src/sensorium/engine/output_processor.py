@@ -66,9 +66,11 @@ class OutputProcessor:
             is_stop_token = output.finish_reason is FinishReason.STOP
             if not is_stop_token or params.include_stop_str_in_output:
                 state.detokenizer.add(token_id)
+            if output.finish_reason is not None:
+                state.detokenizer.finish()
             if params.stop and len(state.token_ids) > params.min_tokens:
                 self._apply_stop(state, num_new_characters=len(state.detokenizer.text) - length)
-        if output.finish_reason is not None:
+        if output.finish_reason is not None and not output.new_token_ids:
             state.detokenizer.finish()
 
     def _apply_stop(self, state: _RequestState, *, num_new_characters: int) -> None:

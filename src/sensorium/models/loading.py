@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,47 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.families import ADAPTERS
-from sensorium.types.errors import ModelError
-from sensorium.types.sampling import GenerationDefaults
+from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.sampling import GenerationDefaults, SamplingParams
 
 logger = logging.getLogger(__name__)
+# Fields of a generation config that change the tokens and are not supported yet, with the value
+# that changes nothing.
+_IGNORED_FIELDS: dict[str, object] = {
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def load_config(model: str) -> PretrainedConfig:
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise ModelError(f"there is no directory {model!r}")
+    _check_generation_config(Path(model) / "generation_config.json")
     try:
         return AutoConfig.from_pretrained(model)
     except Exception as error:
         # Transformers raises many kinds for what is one fault: there is no such model.
         raise ModelError(f"no model can be loaded from {model!r}: {error}") from error
+
+
+def _check_generation_config(path: Path) -> None:
+    """Transformers goes on without a file that it can't read."""
+    if not path.is_file():
+        return
+    try:
+        json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
 
 
 def resolve_device(device: str) -> torch.device:
@@ -66,13 +94,26 @@ def load_model(
 ) -> ModelAdapter:
     model_class = _get_model_class(config)
     try:
-        loaded: PreTrainedModel = model_class.from_pretrained(model, dtype=dtype)
+        loaded, report = model_class.from_pretrained(model, dtype=dtype, output_loading_info=True)
     except Exception as error:
         # As above: missing or broken weights are told in many ways.
         raise ModelError(f"the weights of {model!r} can't be loaded: {error}") from error
+    _check_weights(model, report)
     loaded.to(device).eval()
     adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
     return adapter_class(loaded)
+
+
+def _check_weights(model: str, report: Mapping[str, Any]) -> None:
+    """Transformers fills what is missing with random numbers and says so in a log."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights of {model!r} lack {len(missing)} tensors of the model, first {missing[0]}"
+        )
+    unexpected = sorted(report["unexpected_keys"])
+    if unexpected:
+        logger.warning("%d tensors of the checkpoint are not used: %s", len(unexpected), unexpected)
 
 
 def _get_model_class(config: PretrainedConfig) -> Any:
@@ -95,19 +136,29 @@ def _get_model_class(config: PretrainedConfig) -> Any:
 
 
 def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
-    """The model's `generation_config.json`, as far as it concerns sampling."""
+    """The model's `generation_config.json`, as far as it concerns sampling: greedy unless it says
+    `do_sample`, as in Transformers' `generate`.
+    """
     config = model.generation_config
+    for name, neutral in _IGNORED_FIELDS.items():
+        value = getattr(config, name, None)
+        if value and value != neutral:
+            logger.warning("generation config: %s=%s is not supported yet: ignored", name, value)
     eos = config.eos_token_id
     eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
-    for name, neutral in (("repetition_penalty", 1.0), ("min_p", None), ("suppress_tokens", None)):
-        value = getattr(config, name, None)
-        if value not in (None, neutral):
-            logger.warning("generation config: %s=%s is not supported yet and ignored", name, value)
-    if config.do_sample is False:
-        return GenerationDefaults(temperature=0.0, eos_token_ids=eos_token_ids)
+    temperature = 1.0 if config.temperature is None else config.temperature
+    try:
+        checked = SamplingParams(
+            temperature=temperature if config.do_sample else 0.0,
+            top_p=config.top_p if config.do_sample else None,
+            top_k=config.top_k if config.do_sample else None,
+            stop_token_ids=eos_token_ids,
+        )
+    except RequestError as error:
+        raise ModelError(f"the model's generation_config.json is wrong: {error}") from error
     return GenerationDefaults(
-        temperature=1.0 if config.temperature is None else config.temperature,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        top_k=config.top_k or 0,
+        temperature=temperature if config.do_sample else 0.0,
+        top_p=1.0 if checked.top_p is None else checked.top_p,
+        top_k=checked.top_k or 0,
         eos_token_ids=eos_token_ids,
     )

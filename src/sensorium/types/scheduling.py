@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 
@@ -68,14 +68,16 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The sampled token of each request that sampled, and what could not be encoded.
+    """The sampled token of each request that sampled, and what failed, with the reason.
 
-    The latter by encoder key, with the reason.
+    A failed request was left out of the step, or nothing sensible came of it. `failed_encodes` are
+    by encoder key.
     """
 
     sampled_token_ids: Mapping[str, int]
     logprobs: Mapping[str, TokenLogprobs]
     failed_encodes: Mapping[str, str]
+    failed_requests: Mapping[str, str] = field(default_factory=dict)  # by request id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ class StepInputs:
     mm_embeds: torch.Tensor | None
     sampled: tuple[RequestState, ...]
     logits_index: torch.Tensor
+    partial_blocks: tuple[torch.Tensor, ...]  # per group: new blocks that the step doesn't fill
 
 
 class InputBatch:
@@ -79,6 +80,7 @@ class InputBatch:
                 state.get_slots(index, s.num_computed_tokens, _end(s), self._block_size)
                 for s, state in ordered
             )
+            arrays[f"partial{index}"] = self._get_partial_blocks(ordered, index)
             arrays[f"tables{index}"] = _pad_tables(
                 [state.block_ids[index].values for _, state in ordered]
             )
@@ -104,7 +106,17 @@ class InputBatch:
             mm_embeds=torch.cat(mm_embeds) if mm_embeds else None,
             sampled=tuple(state for s, state in ordered if s.is_sampled),
             logits_index=tensors["logits_index"],
+            partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self._groups))),
         )
+
+    def _get_partial_blocks(self, rows: Sequence[Row], group_index: int) -> IntArray:
+        """Only the last new block of a request can be one."""
+        block_ids = [
+            entry.new_block_ids[group_index][-1]
+            for entry, _ in rows
+            if entry.new_block_ids[group_index] and _end(entry) % self._block_size
+        ]
+        return np.array(block_ids, dtype=np.int64)
 
     def _gather_mm_embeds(
         self, rows: Sequence[Row], starts: IntArray

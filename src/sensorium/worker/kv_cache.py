@@ -45,5 +45,14 @@ class KVCache:
                         is_shared=True,
                     )
 
+    def clear_blocks(self, group_index: int, block_ids: torch.Tensor) -> None:
+        """Zero blocks that a step fills only in part. What an earlier request left there is masked,
+        but masked values are multiplied by zero, which a NaN survives.
+        """
+        for layer in self._layers.values():
+            if layer.group_index == group_index and not layer.is_shared:
+                layer.keys.index_fill_(0, block_ids, 0)
+                layer.values.index_fill_(0, block_ids, 0)
+
     def __getitem__(self, layer_index: int) -> LayerCache:
         return self._layers[layer_index]

@@ -13,8 +13,8 @@ import torch
 from sensorium.layers.attention.backend import PagedAttention
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem, get_mm_features_in_window
-from sensorium.types.request import EngineCoreRequest
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 from sensorium.types.scheduling import (
     KVCacheGroup,
     ModelRunnerOutput,
@@ -23,11 +23,14 @@ from sensorium.types.scheduling import (
 )
 from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
+from sensorium.worker.gather import get_gather_slices
 from sensorium.worker.input_batch import InputBatch, StepInputs
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.request_states import PromptPositions, RequestState
 from sensorium.worker.sampler import Sampler, SamplingRow
 from sensorium.worker.staging import StagingBuffer
+
+_NOT_FINITE = "the model's output for it is not a finite number"
 
 
 class ModelRunner:
@@ -99,14 +102,21 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self._apply_changes(output)
         failed = self._encoder_runner.run(self._get_encoder_jobs(output.scheduled))
+        left_out = self._get_left_out(output.scheduled, failed)
         rows = [
-            (s, self._states[s.request_id]) for s in output.scheduled if not self._is_hit(s, failed)
+            (entry, self._states[entry.request_id])
+            for entry in output.scheduled
+            if entry.request_id not in left_out
         ]
-        if not rows:
-            return ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes=failed)
-        inputs = self._input_batch.prepare(rows)
-        hidden = self._forward(inputs)
-        return self._sample(inputs, hidden, failed)
+        inputs = self._input_batch.prepare(rows) if rows else None
+        token_ids, logprobs = self._run(inputs) if inputs is not None else ({}, {})
+        senseless = {name: _NOT_FINITE for name, token_id in token_ids.items() if token_id is None}
+        return ModelRunnerOutput(
+            sampled_token_ids={name: i for name, i in token_ids.items() if i is not None},
+            logprobs=logprobs,
+            failed_encodes=failed,
+            failed_requests=left_out | senseless,
+        )
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
         for key in output.freed_encoder_keys:
@@ -134,18 +144,43 @@ class ModelRunner:
                 jobs.append(EncoderJob(key=encoder_input.key, feature=feature, item=item))
         return jobs
 
-    def _is_hit(self, scheduled: ScheduledRequest, failed: Mapping[str, str]) -> bool:
-        """Whether the request needs an item in this step that could not be encoded."""
-        if not failed:
-            return False
-        state = self._states[scheduled.request_id]
-        start = scheduled.num_computed_tokens
-        lo, hi = get_mm_features_in_window(
-            state.request.mm_features, start, start + scheduled.num_new_tokens
-        )
-        return any(state.get_encoder_key(mm_index) in failed for mm_index in range(lo, hi))
+    def _get_left_out(
+        self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
+    ) -> dict[str, str]:
+        """The requests that need embeddings in this step that could not be made, and why not."""
+        left_out: dict[str, str] = {}
+        for entry in scheduled if failed else ():
+            state = self._states[entry.request_id]
+            start = entry.num_computed_tokens
+            window = get_gather_slices(
+                state.request.mm_features, start, start + entry.num_new_tokens
+            )
+            for part in window:
+                if (reason := failed.get(state.get_encoder_key(part.mm_index))) is not None:
+                    left_out[entry.request_id] = reason
+        return left_out
+
+    def _run(self, inputs: StepInputs) -> tuple[dict[str, int | None], dict[str, TokenLogprobs]]:
+        """The decoder, and the next token of each request that has reached its last one."""
+        hidden = self._forward(inputs)
+        if not inputs.sampled:
+            return {}, {}
+        logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
+        rows = [_get_sampling_row(state) for state in inputs.sampled]
+        token_ids, logprobs = self._sampler.sample(logits, rows)
+        names = [state.request.request_id for state in inputs.sampled]
+        for state, token_id in zip(inputs.sampled, token_ids, strict=True):
+            if token_id is not None:
+                state.token_ids.extend((token_id,))
+        wanted = {
+            name: entry for name, entry in zip(names, logprobs, strict=True) if entry is not None
+        }
+        return dict(zip(names, token_ids, strict=True)), wanted
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        for group_index, block_ids in enumerate(inputs.partial_blocks):
+            if len(block_ids):
+                self._kv_cache.clear_blocks(group_index, block_ids)
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
         return self._adapter.forward(embeds, inputs.positions, self, extra)
@@ -166,25 +201,6 @@ class ModelRunner:
         del window
         return self._attention.attend(
             self._kv_cache[layer_index], query, key, value, scaling=scaling
-        )
-
-    def _sample(
-        self, inputs: StepInputs, hidden: torch.Tensor, failed: Mapping[str, str]
-    ) -> ModelRunnerOutput:
-        if not inputs.sampled:
-            return ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes=failed)
-        logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
-        rows = [_get_sampling_row(state) for state in inputs.sampled]
-        token_ids, logprobs = self._sampler.sample(logits, rows)
-        ids = [state.request.request_id for state in inputs.sampled]
-        for state, token_id in zip(inputs.sampled, token_ids, strict=True):
-            state.token_ids.extend((token_id,))
-        return ModelRunnerOutput(
-            sampled_token_ids=dict(zip(ids, token_ids, strict=True)),
-            logprobs={
-                i: entry for i, entry in zip(ids, logprobs, strict=True) if entry is not None
-            },
-            failed_encodes=failed,
         )
 
 

@@ -33,18 +33,20 @@ class Sampler:
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
         """float32 logits [B, vocabulary] → a token, and log-probabilities if the row wants them,
-        for each row.
+        for each row. `None` for a row whose logits are not numbers to choose by.
         """
         raw_logits = logits
         logits = _ban(logits, rows)
-        token_ids = logits.argmax(dim=-1)
+        highest, token_ids = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
         random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
         if random:
             drawn = self._draw(logits, rows, random)
             token_ids = token_ids.index_copy(0, drawn[0], drawn[1])
-        return token_ids.tolist(), _get_logprobs(raw_logits, token_ids, rows)
+        chosen = torch.where(highest.isfinite(), token_ids, -1).tolist()
+        logprobs = _get_logprobs(raw_logits, token_ids, rows)
+        return [None if token_id < 0 else token_id for token_id in chosen], logprobs
 
     def _draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], random: Sequence[int]

@@ -163,8 +163,8 @@ def test_memory_is_chosen_for_all_requests_at_full_length_but_not_beyond_a_share
     options = EngineOptions(max_num_seqs=2, max_model_len=64)
 
     def resolve_with_free_blocks(num_blocks: int) -> int:
-        values = {"SC_AVPHYS_PAGES": num_blocks * BYTES_PER_BLOCK, "SC_PAGE_SIZE": 1}
-        monkeypatch.setattr(config_module.os, "sysconf", values.__getitem__)
+        num_bytes = num_blocks * BYTES_PER_BLOCK
+        monkeypatch.setattr(config_module, "_get_free_bytes", lambda _: num_bytes)
         return resolve(options).groups[0].num_blocks
 
     assert resolve_with_free_blocks(10_000) == 2 * 64 // 16 + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
 from sensorium.models import loading
@@ -117,6 +119,11 @@ def test_an_unknown_dtype_is_refused_with_those_there_are() -> None:
             {"do_sample": True, "eos_token_id": [4, 5], "top_k": 0},
             GenerationDefaults(temperature=1.0, eos_token_ids=(4, 5)),
         ),
+        ({}, GenerationDefaults(temperature=0.0)),
+        (
+            {"do_sample": None, "eos_token_id": 0},
+            GenerationDefaults(temperature=0.0, eos_token_ids=(0,)),
+        ),
     ],
 )
 def test_the_generation_config_is_the_default(
@@ -134,3 +141,44 @@ def test_what_is_not_supported_of_it_is_said(caplog: pytest.LogCaptureFixture) -
     neutral = GenerationConfig(do_sample=True, repetition_penalty=1.0)
     get_generation_defaults(SimpleNamespace(generation_config=neutral))  # type: ignore[arg-type]
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("top_p", 2.0, "top_p must be"),
+        ("temperature", -1.0, "temperature must be"),
+        ("top_k", 5.5, "top_k must be"),
+        ("eos_token_id", "2", "stop_token_ids must be"),
+        ("eos_token_id", [-1], "stop_token_ids must be"),
+    ],
+)
+def test_a_generation_config_that_no_request_could_follow_is_refused_at_load(
+    name: str, value: object, message: str
+) -> None:
+    config = SimpleNamespace(
+        do_sample=True, temperature=None, top_p=None, top_k=None, eos_token_id=None
+    )
+    setattr(config, name, value)
+    with pytest.raises(ModelError, match=f"generation_config.json is wrong: {message}"):
+        get_generation_defaults(SimpleNamespace(generation_config=config))  # type: ignore[arg-type]
+
+
+def test_a_generation_config_that_is_not_json_is_refused(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    (directory / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config.json is not JSON"):
+        load_config(str(directory))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_with_its_name(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 tensors .* model.layers.1.self_attn.q_proj"):
+        load_model(str(directory), load_config(str(directory)), dtype=torch.float32, device=CPU)

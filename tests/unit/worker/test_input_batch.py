@@ -76,7 +76,10 @@ def test_a_step_without_samples_has_an_empty_logits_index() -> None:
 
 
 def test_each_group_has_its_slots_and_its_padded_tables() -> None:
-    scheduled = [make_scheduled("a", 3, 6), make_scheduled("b", 0, 2)]
+    scheduled = [
+        make_scheduled("a", 3, 6, block_ids=((), ())),
+        make_scheduled("b", 0, 2, block_ids=((), ())),
+    ]
     states = [
         make_state(make_request(tuple(range(9))), ((7, 8), (5, 6))),
         make_state(make_request(tuple(range(9))), ((3,), (4,))),
@@ -154,3 +157,17 @@ def test_only_spans_of_bidirectional_modalities_are_seen_beyond_the_own_position
 def test_a_model_without_bidirectional_modalities_is_causal_everywhere() -> None:
     cache, rows = make_rows_with_spans()
     assert make_batch(cache).prepare(rows).layout.attend_until is None
+
+
+def test_new_blocks_that_the_step_does_not_fill_are_known() -> None:
+    """Blocks of 4: the first request ends inside its last one, the second fills its only one, the
+    third has none that is new.
+    """
+    states = [make_state(make_request(tuple(range(9))), ((7, 8),)) for _ in range(3)]
+    scheduled = [
+        make_scheduled("a", 0, 6, block_ids=((7, 8),)),
+        make_scheduled("b", 0, 4, block_ids=((7,),)),
+        make_scheduled("c", 1, 3, block_ids=((),)),
+    ]
+    inputs = make_batch().prepare(list(zip(scheduled, states, strict=True)))
+    assert [block_ids.tolist() for block_ids in inputs.partial_blocks] == [[8]]

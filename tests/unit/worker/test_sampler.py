@@ -32,7 +32,7 @@ params = st.builds(
 )
 
 
-def sample(logits: list[list[float]], rows: list[SamplingRow]) -> list[int]:
+def sample(logits: list[list[float]], rows: list[SamplingRow]) -> list[int | None]:
     return Sampler(device=CPU).sample(torch.tensor(logits), rows)[0]
 
 
@@ -160,8 +160,12 @@ def test_a_number_close_to_one_still_meets_a_token_with_weight() -> None:
         assert sample([[-1e9, 0.0, 0.0, -1e9]] * 2, [row(PLAIN)] * 2) == [2, 1]
 
 
-def test_even_broken_logits_give_a_token_of_the_vocabulary() -> None:
-    assert sample([[math.nan] * 4, [0.0] * 4], [row(PLAIN)] * 2)[0] in range(4)
+@pytest.mark.parametrize("params", [PLAIN, GREEDY])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_give_no_token(params: SamplingParams, broken: float) -> None:
+    logits = [[0.0, broken, 1.0, 2.0], [0.0, 9.0, 0.0, 0.0], [-math.inf] * 4]
+    tokens = sample(logits, [row(params), row(GREEDY), row(params)])
+    assert tokens == [None, 1, None]
 
 
 def test_uniforms_are_spread_evenly_over_seeds_and_indices() -> None:
