@@ -100,13 +100,26 @@ class SchedulerDriver:
         return output
 
     def finish_step(
-        self, output: SchedulerOutput, *, token_id: int, failing_hashes: Collection[str] = ()
+        self,
+        output: SchedulerOutput,
+        *,
+        token_id: int,
+        failing_hashes: Collection[str] = (),
+        failing_requests: Collection[str] = (),
     ) -> None:
-        result = self.worker.execute(output, token_id=token_id, failing_hashes=failing_hashes)
+        result = self.worker.execute(
+            output,
+            token_id=token_id,
+            failing_hashes=failing_hashes,
+            failing_requests=failing_requests,
+        )
         self.take(self.scheduler.update_from_output(output, result))
         for key in self.worker.encoded_keys:
             assert self.encoder_cache.is_computed(key), "the worker keeps what the core forgot"
         assert len(self.worker.encoded_keys) == self.encoder_cache.statistics().num_entries
+        for request in self.scheduler.running:
+            used = self.worker.rows[request.request_id].get_used_items()
+            assert self.encoder_cache.get_cached_input_ids(request) == used
         self.is_in_step = False
 
     def fail_step(self, output: SchedulerOutput, *, has_run: bool) -> None:

@@ -59,7 +59,18 @@ class Row:
     embed_at: dict[int, tuple[int, int]]
     tables: list[list[int]] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     is_new: bool = True
+
+    def get_used_items(self) -> set[int]:
+        """The items of which some positions are computed and some are not."""
+        used = set()
+        for position in range(self.num_cached_tokens, self.num_computed_tokens):
+            mm_index, _ = self.embed_at.get(position, (None, None))
+            if mm_index is not None:
+                used.add(mm_index)
+        ends = [feature.mm_position.end for feature in self.request.mm_features]
+        return {mm_index for mm_index in used if ends[mm_index] > self.num_computed_tokens}
 
     def get_key(self, mm_index: int) -> str:
         return self.request.mm_features[mm_index].mm_hash + self.request.encoder_key_suffix
@@ -78,15 +89,23 @@ class SimulatedWorker:
         self._slots: dict[tuple[int, int, int], int] = {}
 
     def execute(
-        self, output: SchedulerOutput, *, token_id: int, failing_hashes: Collection[str] = ()
+        self,
+        output: SchedulerOutput,
+        *,
+        token_id: int,
+        failing_hashes: Collection[str] = (),
+        failing_requests: Collection[str] = (),
     ) -> ModelRunnerOutput:
-        """Obey; every request that samples gets `token_id`, items of `failing_hashes` fail."""
+        """Obey; every request that samples gets `token_id`, items of `failing_hashes` fail, and
+        nothing good comes of `failing_requests`.
+        """
         self._drop_and_start(output)
         failed = self._encode(output, failing_hashes)
         healthy = []
         for scheduled in output.scheduled:
             row = self._extend(scheduled)
             is_healthy = failed.isdisjoint(self._needed_keys(row, scheduled))
+            is_healthy = is_healthy and scheduled.request_id not in failing_requests
             self._write(row, scheduled, is_healthy=is_healthy)
             healthy += [scheduled] if is_healthy else []
         for scheduled in healthy:
@@ -104,6 +123,7 @@ class SimulatedWorker:
             sampled_token_ids=sampled,
             logprobs={},
             failed_encodes=dict.fromkeys(sorted(failed), "it can't be encoded"),
+            failed_requests=dict.fromkeys(failing_requests, "no sense comes of it"),
         )
 
     def _drop_and_start(self, output: SchedulerOutput) -> None:
@@ -125,6 +145,7 @@ class SimulatedWorker:
                 else {position: (i, embed) for position, i, embed in iter_embeds(request)},
                 tables=[[] for _ in self._groups],
                 num_computed_tokens=starts[request.request_id],
+                num_cached_tokens=starts[request.request_id],
             )
 
     def _encode(self, output: SchedulerOutput, failing_hashes: Collection[str]) -> set[str]:

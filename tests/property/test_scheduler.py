@@ -45,7 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver is not None and self.driver.open)
     @rule(
         data=st.data(),
-        outcome=st.sampled_from(("done", "items fail", "broken before", "broken after")),
+        outcome=st.sampled_from(
+            ("done", "items fail", "requests fail", "broken before", "broken after")
+        ),
         departure=st.sampled_from(("nobody", "before", "during", "during, and back again")),
     )
     def run_step_with_trouble(self, data: st.DataObject, outcome: str, departure: str) -> None:
@@ -64,7 +66,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.live.fail_step(output, has_run=outcome == "broken after")
         else:
             failing = data.draw(st.sets(items, max_size=3)) if outcome == "items fail" else ()
-            self.live.finish_step(output, token_id=1, failing_hashes=failing)
+            names = st.sets(st.sampled_from(REQUEST_IDS), max_size=2)
+            left_out = data.draw(names) if outcome == "requests fail" else ()
+            self.live.finish_step(
+                output, token_id=1, failing_hashes=failing, failing_requests=left_out
+            )
 
     @rule(request_id=st.sampled_from(REQUEST_IDS))
     def abort_and_clear_caches(self, request_id: str) -> None:
