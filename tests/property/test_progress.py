@@ -16,6 +16,7 @@ from sensorium.types.scheduling import KVCacheGroup
 
 from .scheduler_driver import SchedulerDriver
 from .strategies import (
+    LAYOUTS,
     MAX_MODEL_LEN,
     CacheSizes,
     cache_sizes,
@@ -160,27 +161,31 @@ def test_small_item_is_not_starved_by_deferred_spans(
     check_target_ends_in_time(driver, [arrival], num_waiting=4, is_salted=True)
 
 
-@settings(thorough, max_examples=300)
+@settings(thorough, max_examples=400)
 @given(
     data=st.data(),
-    budget=st.integers(3, 8),
-    block_size=st.integers(1, 3),
-    num_blocks=st.integers(12, 20),
-    num_seqs=st.integers(2, 5),
+    item=st.sampled_from(("three", "six")),
+    num_readers=st.integers(1, 3),
+    num_spare=st.integers(1, 3),
+    num_blocks=st.integers(10, 24),
 )
-def test_unsplittable_spans_go_on_when_blocks_run_out(
-    data: st.DataObject, budget: int, block_size: int, num_blocks: int, num_seqs: int
+def test_readers_go_on_although_spans_take_the_blocks(
+    data: st.DataObject, item: str, num_readers: int, num_spare: int, num_blocks: int
 ) -> None:
+    """Each step has room for the readers, or for a span and a few of them, but not for all."""
     limits = Limits(
         max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=budget,
-        max_num_seqs=num_seqs,
+        max_num_batched_tokens=LAYOUTS[item][0] + min(num_spare, num_readers) - 1,
+        max_num_seqs=4,
         encoder_cache_size=20,
         max_num_encoder_embeds=20,
         needs_whole_spans=True,
     )
-    driver = make_driver(limits, block_size=block_size, num_blocks=num_blocks)
-    requests = visual_requests(items=("two", "three", "six"), max_tokens=6)
-    assume(driver.add(data.draw(requests)))
-    arrivals = data.draw(st.lists(requests, min_size=1, max_size=3))
-    check_target_ends_in_time(driver, arrivals, num_waiting=num_seqs, is_salted=True)
+    driver = make_driver(limits, block_size=1, num_blocks=num_blocks)
+    for index in range(num_readers):
+        num_prompt = data.draw(st.integers(1, 4))
+        params = SamplingParams(max_tokens=9 - num_prompt)
+        request_id = TARGET if index == 0 else f"reader {index}"
+        driver.add(make_request(request_id, (1,) * num_prompt, sampling_params=params))
+    arrival = make_request("after", (1,), item, sampling_params=SamplingParams(max_tokens=2))
+    check_target_ends_in_time(driver, [arrival], num_waiting=4, is_salted=True)

@@ -7,9 +7,9 @@ Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
-  4. The first running request makes progress, at the latest in the step after one that a deferred
-     span began: everyone behind it can be preempted for it.
-  5. What comes out of order takes no encoder space or compute from those who wait for it.
+  4. Nothing is given out of order. Only tokens are kept for a span that found too few of them in
+     the last step, from those ahead of it: they go on in the next step.
+  5. The first running request is never preempted: everyone behind it can be preempted for it.
   6. A step is empty only if there are no requests.
 """
 
@@ -21,7 +21,7 @@ from operator import attrgetter
 from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
-from sensorium.core.request import Rank, Request, RequestStatus
+from sensorium.core.request import Request, RequestStatus
 from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.core.stopping import get_stop
 from sensorium.core.window_planner import WindowPlanner
@@ -61,9 +61,8 @@ class Scheduler:
         self._planner = WindowPlanner(limits, encoder_cache)
         self._num_arrivals = 0
         self._stopped: list[str] = []
-        # What the last step leaves for the next one.
-        self._deferred_request_id: str | None = None
-        self._overdue: Rank | None = None
+        # The request whose span found too few tokens in the last step, and how many it needs.
+        self._deferred: tuple[str, int] | None = None
         # The first waiting request found no room when so much had been released.
         self._blocked: tuple[str, int] | None = None
 
@@ -110,46 +109,42 @@ class Scheduler:
         Each request has tokens that are not computed yet, and a step gives it some of them.
         """
         step = self._fill_step()
-        while step.is_short_of_blocks and not step.scheduled:
-            step = self._fill_step()  # it only preempted: now there is room for the others
+        while not step.scheduled and (step.is_short_of_blocks or step.reserved_for):
+            # It only preempted, or kept its tokens for one that could not take them.
+            step = self._fill_step()
         return self._make_output(step)
 
     def _fill_step(self) -> Step:
-        step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
-        self._schedule_deferred(step)
+        step = self._begin_step()
         for request in tuple(self.running):
-            if request.status is RequestStatus.RUNNING and request.request_id not in step.scheduled:
+            if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, step)
+        step.num_reserved_tokens = 0
         while self.waiting and self._can_start(step):
             if not self._schedule_waiting(self.waiting[0], step):
                 break
-        self._deferred_request_id = step.deferred_request_id
-        self._overdue = step.overdue
+        self._deferred = step.deferred
         return step
 
+    def _begin_step(self) -> Step:
+        """A step with tokens kept for the span that found too few of them in the last one."""
+        step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
+        request_id, num_tokens = self._deferred or ("", 0)
+        request = self.requests.get(request_id)
+        if request is not None and (request.status is RequestStatus.RUNNING or self._has_seat()):
+            step.reserved_for = request_id
+            step.num_reserved_tokens = num_tokens
+        return step
+
+    def _has_seat(self) -> bool:
+        return len(self.running) < self.limits.max_num_seqs
+
     def _can_start(self, step: Step) -> bool:
-        has_seat = len(self.running) < self.limits.max_num_seqs
-        return has_seat and step.num_tokens_left > 0 and not step.is_short_of_blocks
-
-    def _schedule_deferred(self, step: Step) -> None:
-        """A span that found too little room in the last step comes first in this one.
-
-        Alone if it has to. It passes those ahead of it, but takes no encoder from who waits for it.
-        """
-        request = self.requests.get(self._deferred_request_id or "")
-        if request is None:
-            return
-        step.encoder_waiter = self._overdue if self._overdue != request.rank else None
-        if request.status is RequestStatus.RUNNING:
-            self._schedule_running(request, step)
-        elif request is self.waiting[0] and self._can_start(step):
-            self._schedule_waiting(request, step)
-        # What it lacked out of order it may find in order.
-        self._blocked = None
-        if step.encoder_waiter != request.rank:
-            step.encoder_waiter = None
+        return self._has_seat() and step.num_tokens_left > 0 and not step.is_short_of_blocks
 
     def _schedule_running(self, request: Request, step: Step) -> None:
+        if request.request_id == step.reserved_for:
+            step.num_reserved_tokens = 0
         plan = self._plan(request, request.num_computed_tokens, step)
         if plan.is_empty:
             return
@@ -164,8 +159,9 @@ class Scheduler:
         if self._blocked == (request.request_id, num_releases):
             return False
         hit = self._find_prefix(request)
+        is_behind = step.is_encoder_closed
         plan = self._plan(request, hit.num_tokens, step)
-        if plan.is_empty and plan.shortage is not Shortage.ENCODER_SPACE:
+        if plan.is_empty and (is_behind or plan.shortage is not Shortage.ENCODER_SPACE):
             return False
         block_ids = None if plan.is_empty else self.kv_cache.allocate(request, plan.end, hit)
         if block_ids is None:
@@ -196,7 +192,11 @@ class Scheduler:
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
         plan = self._planner.get_plan(request, start, step)
-        step.add_shortage(plan.shortage, request.request_id, request.rank)
+        if plan.shortage in (Shortage.SPAN, Shortage.ENCODER_SPACE):
+            step.is_encoder_closed = True
+        if plan.shortage is Shortage.SPAN and step.deferred is None:
+            span = request.get_split_span(start + 1)
+            step.deferred = (request.request_id, span[1] - start) if span else None
         return plan
 
     def _allocate_or_preempt(
@@ -204,27 +204,11 @@ class Scheduler:
     ) -> BlockIds | None:
         while (block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
             step.is_short_of_blocks = True
-            victim = self._get_victim(request, step)
-            if victim is not None:
-                self._preempt(victim)
-            if victim is None or victim is request:
+            victim = self.running[-1]  # none behind `request` has work in this step
+            self._preempt(victim)
+            if victim is request:
                 return None
         return block_ids
-
-    def _get_victim(self, request: Request, step: Step) -> Request | None:
-        """The last in the order of service that has no work in this step.
-
-        `request` itself if all behind it are gone; `None` if one of them has come first in this
-        step: the next step is soon enough for `request`.
-        """
-        has_work_behind = False
-        for candidate in reversed(self.running):
-            if candidate is request:
-                break
-            if candidate.request_id not in step.scheduled:
-                return candidate
-            has_work_behind = True
-        return None if has_work_behind else request
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a request but its tokens; it computes them again later."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from sensorium.core.request import Rank
 from sensorium.types.scheduling import ScheduledRequest, StartedRequest
 
 
@@ -21,37 +20,27 @@ class Shortage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """`encoder_waiter` waits for encoder space, so those behind it may not take any of it.
+    """`num_reserved_tokens` are kept for the request `reserved_for`, from those ahead of it.
 
-    `overdue` is the first that went without encoder space or compute.
+    `is_encoder_closed`: an earlier request waits for its media, so later ones may not take encoder
+    space.
     """
 
     max_num_tokens: int
+    reserved_for: str | None = None
+    num_reserved_tokens: int = 0
     num_tokens: int = 0
     num_encoder_embeds: int = 0
-    encoder_waiter: Rank | None = None
-    overdue: Rank | None = None
+    is_encoder_closed: bool = False
     is_short_of_blocks: bool = False
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     started: list[StartedRequest] = field(default_factory=list)
-    # The first request whose unsplittable span found too little room: it comes first in the next
-    # step.
-    deferred_request_id: str | None = None
+    # The first request whose unsplittable span found too few tokens, and how many it needs.
+    deferred: tuple[str, int] | None = None
 
     @property
     def num_tokens_left(self) -> int:
-        return max(0, self.max_num_tokens - self.num_tokens)
-
-    def is_encoder_closed(self, rank: Rank) -> bool:
-        return self.encoder_waiter is not None and self.encoder_waiter < rank
-
-    def add_shortage(self, shortage: Shortage, request_id: str, rank: Rank) -> None:
-        if shortage is Shortage.SPAN and self.deferred_request_id is None:
-            self.deferred_request_id = request_id
-        if shortage in (Shortage.ENCODER_SPACE, Shortage.ENCODER_COMPUTE):
-            self.overdue = min(rank, self.overdue or rank)
-        if shortage is Shortage.ENCODER_SPACE:
-            self.encoder_waiter = min(rank, self.encoder_waiter or rank)
+        return max(0, self.max_num_tokens - self.num_tokens - self.num_reserved_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class WindowPlanner:
             self._encoder_cache,
             max_num_embeds=self._limits.max_num_encoder_embeds,
             num_used=step.num_encoder_embeds,
-            is_closed=step.is_encoder_closed(request.rank),
+            is_closed=step.is_encoder_closed,
             is_all_or_nothing=self._limits.is_encoder_decoder,
         )
         end = self._get_end_with_encoders(request, start, end, room)

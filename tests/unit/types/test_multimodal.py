@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +79,7 @@ def test_spans_hold_exactly_the_embedding_positions(mask: list[bool], offset: in
     spans = PlaceholderRange(offset, len(mask), tuple(mask)).extract_embeds_range()
     covered = [position for start, end in spans for position in range(start, end)]
     assert covered == [offset + i for i, is_embed in enumerate(mask) if is_embed]
-    assert all(end < start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end < start for (_, end), (start, _) in pairwise(spans))
 
 
 def test_zero_positions_have_no_span() -> None:

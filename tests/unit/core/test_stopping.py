@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from sensorium.core.request import Request
+from sensorium.core.stopping import get_stop
+from sensorium.types.request import EngineCoreRequest, FinishReason
+from sensorium.types.sampling import SamplingParams
+
+EOS, STOP, PLAIN = 7, 8, 1
+
+
+def make(params: SamplingParams, *outputs: int) -> Request:
+    core_request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=(EOS, STOP),
+        sampling_params=params,
+        eos_token_ids=(EOS, EOS + 100),
+    )
+    request = Request(core_request, rank=(0, 0), block_size=4)
+    for token_id in outputs:
+        request.append_token(token_id)
+    return request
+
+
+@pytest.mark.parametrize("token_id", [EOS, EOS + 100])
+def test_any_end_of_sequence_token_stops_without_a_stop_token(token_id: int) -> None:
+    request = make(SamplingParams(), PLAIN, token_id)
+    assert get_stop(request, max_model_len=50) == (FinishReason.STOP, None)
+
+
+def test_stop_token_of_the_caller_is_named() -> None:
+    request = make(SamplingParams(stop_token_ids=(STOP,)), STOP)
+    assert get_stop(request, max_model_len=50) == (FinishReason.STOP, STOP)
+
+
+def test_stop_token_counts_although_end_of_sequence_is_ignored() -> None:
+    params = SamplingParams(stop_token_ids=(EOS,), ignore_eos=True)
+    assert get_stop(make(params, EOS), max_model_len=50) == (FinishReason.STOP, EOS)
+
+
+def test_ignored_end_of_sequence_goes_on() -> None:
+    assert get_stop(make(SamplingParams(ignore_eos=True), EOS), max_model_len=50) is None
+
+
+def test_plain_token_goes_on() -> None:
+    assert get_stop(make(SamplingParams(), PLAIN), max_model_len=50) is None
+
+
+def test_max_tokens_end_it_by_length() -> None:
+    params = SamplingParams(max_tokens=2)
+    assert get_stop(make(params, PLAIN), max_model_len=50) is None
+    assert get_stop(make(params, PLAIN, PLAIN), max_model_len=50) == (FinishReason.LENGTH, None)
+
+
+def test_stopping_goes_before_length() -> None:
+    params = SamplingParams(max_tokens=1)
+    assert get_stop(make(params, EOS), max_model_len=50) == (FinishReason.STOP, None)
+
+
+def test_full_context_ends_it_by_length() -> None:
+    params = SamplingParams(max_tokens=None)
+    assert get_stop(make(params, PLAIN), max_model_len=4) is None
+    assert get_stop(make(params, PLAIN, PLAIN), max_model_len=4) == (FinishReason.LENGTH, None)
+
+
+def test_nothing_stops_it_before_min_tokens() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(STOP,))
+    assert get_stop(make(params, EOS), max_model_len=50) is None
+    assert get_stop(make(params, STOP), max_model_len=50) is None
+    assert get_stop(make(params, PLAIN, EOS), max_model_len=50) == (FinishReason.STOP, None)
+
+
+def test_full_context_ends_it_even_before_min_tokens() -> None:
+    params = SamplingParams(min_tokens=5)
+    assert get_stop(make(params, PLAIN), max_model_len=3) == (FinishReason.LENGTH, None)
