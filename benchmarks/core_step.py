@@ -212,6 +212,8 @@ def main() -> None:
         "--record", action="store_true", help="write benchmarks/records/core_step.json"
     )
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("--rounds must be at least 2")
     figures = measure(arguments.rounds)
     for name, ratio in figures["ratio_32768_to_32"].items():
         print(f"{name:24s} {figures['step_us'][name]} us, 32768 items to 32: {ratio}x")

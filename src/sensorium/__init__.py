@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """`LLM` brings torch and Transformers along: loaded when it is first used."""
     if name == "LLM":

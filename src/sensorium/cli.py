@@ -17,6 +17,8 @@ def main() -> None:
         arguments.run(arguments)
     except SensoriumError as error:
         sys.exit(f"sensorium: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -28,7 +30,8 @@ def _make_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="generate from prompts, in this process",
-        description="Generate from one or more prompts, batched, and print the answers.",
+        description="Generate from one or more prompts, batched, and print the answers. "
+        "Prompts are taken as they are: no chat template is applied.",
     )
     generate.add_argument("model", help="a directory or a hub id")
     generate.add_argument("prompt", nargs="+", help="text, with the model's marker for each image")
@@ -49,7 +52,9 @@ def _make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, help="share of probability to choose from")
     generate.add_argument("--top-k", type=int, help="number of tokens to choose from; 0: all")
     generate.add_argument("--seed", type=int, help="makes sampling repeatable")
-    generate.add_argument("--stop", action="append", default=[], help="end before this text")
+    generate.add_argument(
+        "--stop", action="append", default=[], help="end before this text; may be repeated"
+    )
     generate.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -58,7 +63,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     from sensorium.engine.llm import LLM
 
@@ -73,8 +78,10 @@ def _generate(arguments: argparse.Namespace) -> None:
         stop=arguments.stop,
     )
     try:
-        images = [Image.open(path).convert("RGB") for path in arguments.image]
-    except (OSError, UnidentifiedImageError) as error:
+        images = [
+            ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in arguments.image
+        ]
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise sensorium.RequestError(f"an image can't be read: {error}") from error
     llm = LLM(
         arguments.model,

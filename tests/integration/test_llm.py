@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from sensorium import LLM, RequestError, SamplingParams
 from tests.integration.neighbours import PARAMS, make_good_prompts, make_prompt
@@ -169,3 +172,18 @@ def test_an_engine_is_empty_after_every_call(llava: LLM) -> None:
     for _ in range(3):
         llava.generate(make_good_prompts("llava"), SAMPLED, use_tqdm=False)
         assert_nothing_is_left(llava)
+
+
+def test_token_ids_may_come_as_arrays_and_tensors(tiny_model: Callable[[str], str]) -> None:
+    llm = LLM(Path(tiny_model("llama")), max_model_len=64, max_num_seqs=2, dtype=torch.float32)
+    ids = llm.get_tokenizer()("hello world")["input_ids"]
+    expected = llm.generate([ids], use_tqdm=False)[0].outputs[0].token_ids
+    for form in (ids, np.array(ids), torch.tensor(ids), list(np.array(ids))):
+        assert llm.generate(form, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_a_refused_prompt_keeps_its_text(tiny_model: Callable[[str], str]) -> None:
+    llm = LLM(tiny_model("llama"), max_model_len=8, max_num_seqs=2)
+    text = "hello world " * 20
+    outputs = llm.generate([text, {"prompt": text}], use_tqdm=False, return_errors=True)
+    assert [output.prompt for output in outputs] == [text, text]

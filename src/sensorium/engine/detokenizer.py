@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -44,9 +45,7 @@ class Detokenizer:
         return text
 
 
-def find_stop(
-    text: str, stop: tuple[str, ...], *, num_new_characters: int
-) -> tuple[str, int] | None:
+def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
     """The stop string that begins first in `text` and its place, if one ends in the new
     characters.
     """

@@ -7,9 +7,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processor import MultiModalProcessor, ProcessedItem
@@ -107,7 +109,8 @@ def _normalise(prompt: Prompt) -> TextPrompt:
         return {"prompt_token_ids": _check_token_ids(prompt)}
     unknown = sorted(map(str, set(prompt) - _PROMPT_KEYS))
     if unknown:
-        raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}")
+        hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
+        raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}{hint}")
     if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
     for name, kind in _FIELD_TYPES.items():
@@ -123,13 +126,14 @@ def _normalise(prompt: Prompt) -> TextPrompt:
 
 
 def _check_token_ids(token_ids: Sequence[int]) -> list[int]:
-    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray | torch.Tensor) else token_ids
     if not isinstance(ids, list | tuple):
         raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
     for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_integer or token_id < 0:
             raise RequestError(f"token ids are integers >= 0, not {token_id!r}")
-    return list(ids)
+    return [int(token_id) for token_id in ids]
 
 
 def _as_list(modality: str, media: Any) -> list[Any]:

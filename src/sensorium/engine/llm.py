@@ -6,8 +6,11 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from itertools import count
+from numbers import Integral
 from typing import Any
 
+import numpy as np
+import torch
 from tqdm import tqdm
 
 from sensorium.engine.builder import build_engine
@@ -26,11 +29,21 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A model that is ready to generate.
 
-    `model` is a directory or a hub id. Values that are not given are chosen to fit the model and
-    the machine: `max_model_len` from the model's config, `kv_cache_memory_bytes` from the free
-    memory. `dtype="auto"` takes the checkpoint's, but float32 on CPUs without bfloat16.
-    `encoder_cache_size` counts embeddings. `limit_mm_per_prompt` caps the items of a modality, e.g.
-    `{"image": 4}`.
+    `model` is a directory or a hub id. What is not given is chosen to fit the model and the
+    machine:
+
+    - `max_model_len`: the context, from the model's config, cut to what the KV cache holds;
+    - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens a step at most (32 and 2048 on a
+      CPU, 256 and 8192 on CUDA);
+    - `kv_cache_memory_bytes`: enough for all requests at full length, but at most a share of what
+      is free; `block_size` tokens make a block; `enable_prefix_caching` keeps full ones;
+    - `encoder_cache_size`, `max_num_encoder_embeds`: embeddings kept, and encoded a step;
+    - `limit_mm_per_prompt`: most items of a modality in a prompt, e.g. `{"image": 4}`;
+    - `disable_chunked_mm_input`: an item's tokens are computed in one step;
+    - `scheduling_policy`: "fcfs", or "priority" (a prompt's lower `priority` first);
+    - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
+      the checkpoint is in bfloat16;
+    - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
     """
 
     def __init__(
@@ -48,8 +61,8 @@ class LLM:
         disable_chunked_mm_input: bool = False,
         scheduling_policy: str = "fcfs",
         limit_mm_per_prompt: Mapping[str, int] | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         seed: int = 0,
     ) -> None:
         options = EngineOptions(
@@ -161,7 +174,7 @@ class _Run:
                 self._outputs[self._index_of.pop(output.request_id)] = output
                 num_tokens += len(output.outputs[0].token_ids)
                 bar.update()
-                bar.set_postfix_str(f"{num_tokens} tokens")
+                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
         return [output for output in self._outputs if output is not None]
 
     def _feed(self, bar: tqdm[Any]) -> None:
@@ -170,29 +183,29 @@ class _Run:
             try:
                 self._index_of[self._llm._add(prompt, params)] = index
             except RequestError as error:
-                self._refuse(index, error)
+                self._refuse(index, prompt, error)
                 bar.update()
             except Exception as error:
                 # Our bug; the boundary at which one prompt fails and its neighbours don't.
                 logger.exception("prompt %d could not be started", index)
-                self._refuse(
-                    index, RequestError(f"internal error: {type(error).__name__}: {error}")
-                )
+                reason = f"internal error: {type(error).__name__}: {error}"
+                self._refuse(index, prompt, RequestError(reason))
                 bar.update()
 
-    def _refuse(self, index: int, error: RequestError) -> None:
-        self._outputs[index] = _make_error_output(index, error)
+    def _refuse(self, index: int, prompt: Prompt, error: RequestError) -> None:
+        self._outputs[index] = _make_error_output(index, prompt, error)
 
     def abort_rest(self) -> None:
         """After an interruption: leave nothing running."""
         self._llm._abort(tuple(self._llm.core.scheduler.requests) + tuple(self._index_of))
 
 
-def _make_error_output(index: int, error: RequestError) -> RequestOutput:
+def _make_error_output(index: int, prompt: Prompt, error: RequestError) -> RequestOutput:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     completion = CompletionOutput(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR)
     return RequestOutput(
         request_id=f"refused-{index}",
-        prompt=None,
+        prompt=text if isinstance(text, str) else None,
         prompt_token_ids=(),
         outputs=(completion,),
         finished=True,
@@ -204,11 +217,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is text, a mapping or a list of token ids; anything else is many."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, np.ndarray | torch.Tensor):
+        prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
         )
-    if len(prompts) > 0 and all(isinstance(entry, int) for entry in prompts):
+    if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -38,7 +38,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def load_config(model: str) -> PretrainedConfig:
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+    # A hub id is "name" or "owner/name".
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if is_path and not Path(model).is_dir():
         raise ModelError(f"there is no directory {model!r}")
     _check_generation_config(Path(model) / "generation_config.json")
     try:

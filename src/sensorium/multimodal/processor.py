@@ -92,11 +92,14 @@ class MultiModalProcessor:
     ) -> ProcessedItem:
         """A `RequestError` if it can't be done, whatever is wrong with the item."""
         try:
-            return self._process(modality, _check_media(modality, media), processor_kwargs)
+            media = _check_media(modality, media)
+            if modality != "audio":
+                _check_pixels(media, processor_kwargs)
+            return self._process(modality, media, processor_kwargs)
         except RequestError:
             raise
         except Exception as error:  # damaged files and odd options make processors raise anything
-            raise RequestError(f"it could not be processed: {error}") from error
+            raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
 
     def _process(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
@@ -152,4 +155,24 @@ def _check_media(modality: str, media: object) -> object:
         raise RequestError(
             f"expected {counts} non-empty dimensions, not shape {tuple(media.shape)}"
         )
+    if isinstance(media, np.ndarray):
+        # Flipped views and foreign byte orders have no tensor form.
+        media = np.ascontiguousarray(media, dtype=media.dtype.newbyteorder("="))
+    if modality == "image" and media.ndim == 2:
+        if isinstance(media, np.ndarray):
+            return np.stack([media] * 3, axis=-1)
+        return torch.stack([media] * 3)
     return media
+
+
+def _check_pixels(media: object, processor_kwargs: Mapping[str, object]) -> None:
+    """Processors divide by 255: values from 0 to 1 would be seen as black, without a word."""
+    if not isinstance(media, np.ndarray | torch.Tensor):
+        return
+    kind = str(media.dtype)
+    is_scaled = "float" in kind and 0 < float(media.max()) <= 1
+    if "bool" in kind or (is_scaled and processor_kwargs.get("do_rescale") is not False):
+        raise RequestError(
+            f"pixel values go from 0 to 255, not from 0 to 1 ({kind}); for values that are scaled "
+            "already say mm_processor_kwargs={'do_rescale': False}"
+        )

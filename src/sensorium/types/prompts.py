@@ -9,7 +9,10 @@ from typing import Any, TypedDict
 class TextPrompt(TypedDict, total=False):
     """`prompt` is text with the model's own marker for each media item, or else `prompt_token_ids`.
 
-    `multi_modal_data`: an item or a list of items by modality, e.g. `{"image": [image, image]}`.
+    `multi_modal_data`: an item or a list of items by modality, e.g. `{"image": [image, image]}`;
+    pixel values are 0 to 255. `mm_processor_kwargs` go to the model's processor with every item.
+    Requests with different `cache_salt` share no cache. A lower `priority` runs first, where the
+    scheduling policy is "priority".
     """
 
     prompt: str

@@ -5,7 +5,7 @@ Names as in OpenAI's API and vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -28,9 +28,11 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """`None` for temperature, top_p and top_k means: what the model's generation config says.
+    """`None` for temperature, top_p and top_k means: what the model's generation config says, which
+    is greedy unless it has `do_sample`.
 
-    `max_tokens=None` means: until the context is full. `top_k=0` means: no limit.
+    `max_tokens=None` means: until the context is full. `top_k=0` means: no limit. `logprobs` are
+    those of the model, before temperature and filters.
     """
 
     temperature: float | None = None
@@ -39,8 +41,8 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -165,3 +165,41 @@ def test_a_directory_without_a_processor_is_refused_by_name(
 def test_a_modality_that_the_model_lacks_has_no_token(qwen: MultiModalProcessor) -> None:
     with pytest.raises(ModelError, match="takes no audio"):
         qwen.get_token_id("audio")
+
+
+@pytest.mark.parametrize(
+    "media", [PIXELS / 255, (PIXELS / 255).astype(np.float32), torch.rand(3, 40, 60), PIXELS > 128]
+)
+def test_pixels_that_would_be_seen_as_black_are_refused(
+    qwen: MultiModalProcessor, media: object
+) -> None:
+    with pytest.raises(RequestError, match="pixel values go from 0 to 255"):
+        qwen.process_item("image", media, {})
+
+
+def test_scaled_pixels_are_taken_when_the_processor_is_told(qwen: MultiModalProcessor) -> None:
+    scaled = qwen.process_item("image", PIXELS.astype(np.float64) / 255, {"do_rescale": False})
+    plain = qwen.process_item("image", PIXELS, {})
+    difference = scaled.kwargs["pixel_values"].float() - plain.kwargs["pixel_values"]
+    assert difference.abs().mean() < 0.02  # bytes are rounded and clamped where they are resized
+
+
+def test_gray_flipped_and_foreign_arrays_are_the_picture_that_they_show(
+    qwen: MultiModalProcessor,
+) -> None:
+    gray = PIXELS[..., 0]
+    as_color = qwen.process_item("image", np.stack([gray] * 3, axis=-1), {})
+    assert torch.equal(
+        qwen.process_item("image", gray, {}).kwargs["pixel_values"],
+        as_color.kwargs["pixel_values"],
+    )
+    flipped = PIXELS[::-1]
+    assert (
+        qwen.process_item("image", flipped, {}).mm_hash
+        == qwen.process_item("image", flipped.copy(), {}).mm_hash
+    )
+    foreign = PIXELS.astype(">f4")
+    assert (
+        qwen.process_item("image", foreign, {}).mm_hash
+        == qwen.process_item("image", PIXELS.astype("<f4"), {}).mm_hash
+    )
