@@ -30,31 +30,42 @@ TARGET = "target"
 thorough = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def check_target_ends_in_time(
-    driver: SchedulerDriver,
-    arrivals: Sequence[EngineCoreRequest],
-    *,
-    num_waiting: int,
-    is_salted: bool,
-) -> None:
-    """Run, with always `num_waiting` newer requests in the queue, until the target has ended."""
-    numbers = count()
-    for _ in range(driver.get_step_bound()):
-        for _ in range(num_waiting - len(driver.scheduler.waiting)):
-            number = next(numbers)
-            arrival = arrivals[number % len(arrivals)]
-            driver.add(
-                replace(
-                    arrival,
-                    request_id=f"after {number}",
-                    priority=LEAST_PRIORITY,
-                    cache_salt=str(number) if is_salted else arrival.cache_salt,
-                )
+class Crowd:
+    """Keeps `num_waiting` requests in the queue, made after `models` in turn."""
+
+    def __init__(
+        self,
+        driver: SchedulerDriver,
+        models: Sequence[EngineCoreRequest],
+        *,
+        num_waiting: int,
+        is_salted: bool,
+    ) -> None:
+        self._driver = driver
+        self._models = models
+        self._num_waiting = num_waiting
+        self._is_salted = is_salted
+        self._numbers = count()
+
+    def step(self) -> None:
+        for _ in range(self._num_waiting - len(self._driver.scheduler.waiting)):
+            number = next(self._numbers)
+            model = self._models[number % len(self._models)]
+            request = replace(
+                model,
+                request_id=f"crowd {number}",
+                priority=LEAST_PRIORITY,
+                cache_salt=str(number) if self._is_salted else model.cache_salt,
             )
-        driver.step()
-        if TARGET not in driver.open:
-            return
-    raise AssertionError("it starves")
+            self._driver.add(request)
+        self._driver.step()
+
+    def check_target_ends_in_time(self) -> None:
+        for _ in range(self._driver.get_step_bound()):
+            self.step()
+            if TARGET not in self._driver.open:
+                return
+        raise AssertionError("it starves")
 
 
 @settings(thorough, max_examples=200)
@@ -81,8 +92,9 @@ def test_request_ends_in_time_however_many_come_after_it(
     for index in range(num_ahead):
         driver.add(replace(data.draw(requests), request_id=f"ahead {index}"))
     assume(driver.add(replace(data.draw(requests), request_id=TARGET)))
-    arrivals = data.draw(st.lists(requests, min_size=1, max_size=3))
-    check_target_ends_in_time(driver, arrivals, num_waiting=num_waiting, is_salted=is_salted)
+    models = data.draw(st.lists(requests, min_size=1, max_size=3))
+    crowd = Crowd(driver, models, num_waiting=num_waiting, is_salted=is_salted)
+    crowd.check_target_ends_in_time()
 
 
 @st.composite
@@ -95,9 +107,11 @@ def visual_requests(draw: st.DrawFn, *, items: Sequence[str], max_tokens: int) -
     )
 
 
-def make_driver(limits: Limits, *, block_size: int = 4, num_blocks: int = 60) -> SchedulerDriver:
+def make_driver(
+    limits: Limits, *, policy: str = "fcfs", block_size: int = 4, num_blocks: int = 60
+) -> SchedulerDriver:
     groups = (KVCacheGroup(num_blocks=num_blocks),)
-    return SchedulerDriver(limits, CacheSizes(block_size=block_size, groups=groups), "fcfs")
+    return SchedulerDriver(limits, CacheSizes(block_size=block_size, groups=groups), policy)
 
 
 @settings(thorough, max_examples=300)
@@ -107,7 +121,7 @@ def make_driver(limits: Limits, *, block_size: int = 4, num_blocks: int = 60) ->
     max_num_encoder_embeds=st.sampled_from((1, 6, 12)),
     is_whole=st.booleans(),
     num_first=st.integers(1, 6),
-    has_reader_ahead=st.booleans(),
+    num_steps_before=st.integers(0, 5),
 )
 def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
     data: st.DataObject,
@@ -115,25 +129,25 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
     max_num_encoder_embeds: int,
     is_whole: bool,
     num_first: int,
-    has_reader_ahead: bool,
+    num_steps_before: int,
 ) -> None:
     small = visual_requests(items=("two", "three", "rows"), max_tokens=1)
-    arrivals = data.draw(st.lists(small, min_size=1, max_size=2))
-    # With a budget of what arrives, each step ends at the same place: always inside an item.
-    num_arriving = sum(len(arrival.prompt_token_ids) for arrival in arrivals)
+    models = data.draw(st.lists(small, min_size=1, max_size=2))
     limits = Limits(
         max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=budget or num_arriving,
+        # With as much as the crowd brings, each step ends at the same place: inside an item.
+        max_num_batched_tokens=budget or sum(len(model.prompt_token_ids) for model in models),
         max_num_seqs=4,
         encoder_cache_size=6,
         max_num_encoder_embeds=max_num_encoder_embeds,
         needs_whole_spans=is_whole,
     )
-    driver = make_driver(limits)
-    if has_reader_ahead:
-        driver.add(make_request("ahead", (1,), sampling_params=SamplingParams(max_tokens=8)))
+    driver = make_driver(limits, policy="priority")
+    crowd = Crowd(driver, models, num_waiting=4, is_salted=True)
+    for _ in range(num_steps_before):
+        crowd.step()
     assert driver.add(make_request(TARGET, (1,) * num_first, "six", (1,), "six"))
-    check_target_ends_in_time(driver, arrivals, num_waiting=4, is_salted=True)
+    crowd.check_target_ends_in_time()
 
 
 @settings(thorough, max_examples=200)
@@ -157,8 +171,8 @@ def test_small_item_is_not_starved_by_deferred_spans(
     driver = make_driver(limits)
     params = SamplingParams(max_tokens=1)
     assert driver.add(make_request(TARGET, (1,) * num_first, "three", sampling_params=params))
-    arrival = make_request("after", "six", (1,), sampling_params=params)
-    check_target_ends_in_time(driver, [arrival], num_waiting=4, is_salted=True)
+    model = make_request("model", "six", (1,), sampling_params=params)
+    Crowd(driver, [model], num_waiting=4, is_salted=True).check_target_ends_in_time()
 
 
 @settings(thorough, max_examples=400)
@@ -187,5 +201,5 @@ def test_readers_go_on_although_spans_take_the_blocks(
         params = SamplingParams(max_tokens=9 - num_prompt)
         request_id = TARGET if index == 0 else f"reader {index}"
         driver.add(make_request(request_id, (1,) * num_prompt, sampling_params=params))
-    arrival = make_request("after", (1,), item, sampling_params=SamplingParams(max_tokens=2))
-    check_target_ends_in_time(driver, [arrival], num_waiting=4, is_salted=True)
+    model = make_request("model", (1,), item, sampling_params=SamplingParams(max_tokens=2))
+    Crowd(driver, [model], num_waiting=4, is_salted=True).check_target_ends_in_time()

@@ -10,7 +10,7 @@ from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in
 from sensorium.types.request import EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
-# The order of service: the priority, then the arrival; smaller comes first.
+# The order of service: the priority, then the arrival; smaller comes first. No two have the same.
 Rank = tuple[int, int]
 
 

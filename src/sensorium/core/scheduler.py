@@ -21,7 +21,7 @@ from operator import attrgetter
 from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
-from sensorium.core.request import Request, RequestStatus
+from sensorium.core.request import Rank, Request, RequestStatus
 from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.core.stopping import get_stop
 from sensorium.core.window_planner import WindowPlanner
@@ -63,8 +63,8 @@ class Scheduler:
         self._stopped: list[str] = []
         # The request whose span found too few tokens in the last step, and how many it needs.
         self._deferred: tuple[str, int] | None = None
-        # The first waiting request found no room when so much had been released.
-        self._blocked: tuple[str, int] | None = None
+        # The first waiting request (by its rank) found no room when so much had been released.
+        self._blocked: tuple[Rank, int] | None = None
 
     # ---- requests come and go
 
@@ -156,7 +156,7 @@ class Scheduler:
         # Looking for a prefix costs time in proportion to the prompt: not in every step in which
         # the first of a queue finds no room.
         num_releases = self.kv_cache.num_releases + self.encoder_cache.num_releases
-        if self._blocked == (request.request_id, num_releases):
+        if self._blocked == (request.rank, num_releases):
             return False
         hit = self._find_prefix(request)
         is_behind = step.is_encoder_closed
@@ -165,7 +165,7 @@ class Scheduler:
             return False
         block_ids = None if plan.is_empty else self.kv_cache.allocate(request, plan.end, hit)
         if block_ids is None:
-            self._blocked = request.request_id, num_releases
+            self._blocked = request.rank, num_releases
             return False
         self._start(request, hit.num_tokens, step)
         self._commit(request, plan, block_ids, step)

@@ -252,3 +252,14 @@ def test_request_that_the_worker_left_out_ends_alone() -> None:
     assert news["a"].error == "not finite"
     assert news["b"].finish_reason is FinishReason.LENGTH
     assert driver.kv_cache.statistics()[0].num_cached == 2
+
+
+def test_request_does_not_inherit_the_wait_of_one_with_its_id() -> None:
+    driver = make_driver(num_blocks=20, max_num_batched_tokens=30)
+    driver.add(make_request("reader", (1,) * 8, sampling_params=tokens(9)))
+    driver.step()
+    driver.add(make_request("r", (2,) * 15, sampling_params=tokens(1)))
+    assert "r" not in run(driver)[0]
+    driver.abort("r")
+    driver.add(make_request("r", (2,) * 2, sampling_params=tokens(1)))
+    assert "r" in run(driver)[0]
