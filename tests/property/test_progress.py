@@ -121,6 +121,7 @@ def make_driver(
     max_num_encoder_embeds=st.sampled_from((1, 6, 12)),
     is_whole=st.booleans(),
     num_first=st.integers(1, 6),
+    num_before=st.integers(1, 6),
     num_steps_before=st.integers(0, 5),
 )
 def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
@@ -129,13 +130,14 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
     max_num_encoder_embeds: int,
     is_whole: bool,
     num_first: int,
+    num_before: int,
     num_steps_before: int,
 ) -> None:
     small = visual_requests(items=("two", "three", "rows"), max_tokens=1)
     models = data.draw(st.lists(small, min_size=1, max_size=2))
     limits = Limits(
         max_model_len=MAX_MODEL_LEN,
-        # With as much as the crowd brings, each step ends at the same place: inside an item.
+        # With as much as the crowd brings, each step ends at the same place: mostly in an item.
         max_num_batched_tokens=budget or sum(len(model.prompt_token_ids) for model in models),
         max_num_seqs=4,
         encoder_cache_size=6,
@@ -143,6 +145,9 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
         needs_whole_spans=is_whole,
     )
     driver = make_driver(limits, policy="priority")
+    driver.add(
+        make_request("before", (1,) * num_before, sampling_params=SamplingParams(max_tokens=1))
+    )
     crowd = Crowd(driver, models, num_waiting=4, is_salted=True)
     for _ in range(num_steps_before):
         crowd.step()

@@ -122,11 +122,11 @@ def test_preempted_request_finds_its_blocks_again_if_nobody_took_them() -> None:
 
 
 def test_preempted_request_does_not_start_again_in_the_same_step() -> None:
-    driver = make_driver(num_blocks=10, max_num_batched_tokens=20)
+    driver = make_driver(num_blocks=10, max_num_batched_tokens=3, enable_prefix_caching=False)
     driver.add(make_request("old", (1,) * 5, sampling_params=tokens(4)))
-    driver.add(make_request("young", (2,) * 4, sampling_params=tokens(2)))
-    run(driver)
-    output = driver.schedule()
+    driver.add(make_request("young", (2,) * 3, sampling_params=tokens(2)))
+    assert run(driver, 3)[-1] == {"old": (5, 6), "young": (1, 3)}
+    output = driver.schedule()  # two tokens and two blocks are left, which it could take
     assert output.stopped_request_ids == ("young",)
     assert output.started == ()
     driver.finish_step(output, token_id=1)
