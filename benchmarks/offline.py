@@ -27,7 +27,7 @@ from records import write_record
 from sensorium import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from make_tiny_models import make_tokenizer, rescale, save
+from tiny_models.building import make_tokenizer, rescale, save
 
 NUM_PROMPT_TOKENS = 32
 NUM_OUTPUT_TOKENS = 128

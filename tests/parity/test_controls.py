@@ -104,8 +104,8 @@ def test_a_split_bidirectional_span_is_seen(reference_of: ReferenceOf) -> None:
     reference = reference_of("gemma3")
     llm = make_llm(reference.directory, max_num_batched_tokens=11)
     scheduler = llm.core.scheduler
-    assert scheduler.limits.needs_whole_spans
-    scheduler.limits = replace(scheduler.limits, needs_whole_spans=False)
+    assert scheduler.limits.bidirectional_modalities
+    scheduler.limits = replace(scheduler.limits, bidirectional_modalities=frozenset())
     trace = Trace(llm)
     assert run(llm, reference.expected)
     assert trace.num_split_items > 0

@@ -27,7 +27,7 @@ def get_spans(request: EngineCoreRequest, limits: Limits) -> list[tuple[int, int
         place = feature.mm_position
         if limits.disable_chunked_mm_input:
             spans.append((place.offset, place.end))
-        elif limits.needs_whole_spans:
+        elif limits.bidirectional_modalities:
             mask = place.is_embed if place.is_embed is not None else (True,) * place.length
             taken = [place.offset + i for i, is_embed in enumerate(mask) if is_embed]
             starts = [p for p in taken if p - 1 not in taken]

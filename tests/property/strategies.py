@@ -152,9 +152,11 @@ def limits(draw: st.DrawFn) -> Limits:
     )
     variants = (
         plain,
-        replace(plain, needs_whole_spans=True),
+        replace(plain, bidirectional_modalities=frozenset({"image"})),
         replace(plain, disable_chunked_mm_input=True),
-        replace(plain, needs_whole_spans=True, disable_chunked_mm_input=True),
+        replace(
+            plain, bidirectional_modalities=frozenset({"image"}), disable_chunked_mm_input=True
+        ),
         replace(plain, is_encoder_decoder=True),
     )
     return draw(st.sampled_from(variants))

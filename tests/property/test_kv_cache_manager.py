@@ -30,7 +30,7 @@ LIMITS = Limits(
     max_num_seqs=8,
     encoder_cache_size=100,
     max_num_encoder_embeds=100,
-    needs_whole_spans=True,
+    bidirectional_modalities=frozenset({"image"}),
 )
 
 

@@ -142,7 +142,7 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
         max_num_seqs=4,
         encoder_cache_size=6,
         max_num_encoder_embeds=max_num_encoder_embeds,
-        needs_whole_spans=is_whole,
+        bidirectional_modalities=frozenset({"image"}) if is_whole else frozenset(),
     )
     driver = make_driver(limits, policy="priority")
     driver.add(
@@ -171,7 +171,7 @@ def test_small_item_is_not_starved_by_deferred_spans(
         max_num_seqs=4,
         encoder_cache_size=encoder_cache_size,
         max_num_encoder_embeds=max_num_encoder_embeds,
-        needs_whole_spans=True,
+        bidirectional_modalities=frozenset({"image"}),
     )
     driver = make_driver(limits)
     params = SamplingParams(max_tokens=1)
@@ -198,7 +198,7 @@ def test_readers_go_on_although_spans_take_the_blocks(
         max_num_seqs=4,
         encoder_cache_size=20,
         max_num_encoder_embeds=20,
-        needs_whole_spans=True,
+        bidirectional_modalities=frozenset({"image"}),
     )
     driver = make_driver(limits, block_size=1, num_blocks=num_blocks)
     for index in range(num_readers):

@@ -18,8 +18,8 @@ from sensorium.types.request import EngineCoreRequest
 class Limits:
     """What bounds a step, and what the model asks of it.
 
-    `needs_whole_spans`: the model attends in both directions inside an item, so that its embeddings
-    run in one step.
+    `bidirectional_modalities`: the model attends in both directions inside their items, so that
+    neighbouring embeddings of one run in one step.
     `disable_chunked_mm_input`: items run whole although the model would not need it.
     """
 
@@ -28,7 +28,7 @@ class Limits:
     max_num_seqs: int
     encoder_cache_size: int
     max_num_encoder_embeds: int
-    needs_whole_spans: bool = False
+    bidirectional_modalities: frozenset[str] = frozenset()
     disable_chunked_mm_input: bool = False
     is_encoder_decoder: bool = False
 
@@ -117,8 +117,13 @@ def get_unsplittable_spans(
     if limits.is_encoder_decoder:
         return ()
     spans: tuple[tuple[int, int], ...] = ()
-    if limits.needs_whole_spans:
-        spans = tuple(span for f in features for span in f.mm_position.extract_embeds_range())
+    if limits.bidirectional_modalities:
+        spans = tuple(
+            span
+            for feature in features
+            if feature.modality in limits.bidirectional_modalities
+            for span in feature.mm_position.extract_embeds_range()
+        )
         _check_apart(spans)
     if limits.disable_chunked_mm_input:
         spans = tuple((f.mm_position.offset, f.mm_position.end) for f in features)

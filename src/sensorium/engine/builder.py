@@ -66,7 +66,7 @@ def build_engine_core(
         layer_groups=layer_groups,
         dtype=adapter.dtype,
         device=adapter.device,
-        needs_whole_spans=adapter.needs_whole_spans,
+        bidirectional_modalities=adapter.bidirectional_modalities,
     )
     payloads = PayloadStore()
     runner = ModelRunner(

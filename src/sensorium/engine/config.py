@@ -96,7 +96,7 @@ def resolve_config(
     layer_groups: tuple[LayerGroup, ...],
     dtype: torch.dtype,
     device: torch.device,
-    needs_whole_spans: bool,
+    bidirectional_modalities: frozenset[str],
 ) -> EngineConfig:
     is_cuda = device.type == "cuda"
     max_num_seqs = options.max_num_seqs or (256 if is_cuda else 32)
@@ -132,7 +132,7 @@ def resolve_config(
             max_num_seqs=max_num_seqs,
             encoder_cache_size=options.encoder_cache_size or DEFAULT_ENCODER_CACHE_SIZE,
             max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
-            needs_whole_spans=needs_whole_spans,
+            bidirectional_modalities=bidirectional_modalities,
             disable_chunked_mm_input=options.disable_chunked_mm_input,
         ),
         groups=groups,

@@ -61,10 +61,6 @@ class ModelAdapter:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    @property
-    def needs_whole_spans(self) -> bool:
-        return bool(self.bidirectional_modalities)
-
     # ---- the decoder
 
     def embed(

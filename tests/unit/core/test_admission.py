@@ -94,7 +94,7 @@ def test_request_grows_to_its_max_tokens_or_to_the_context() -> None:
 
 def test_spans_are_what_the_limits_ask_for() -> None:
     features = make(12, PlaceholderRange(0, 5, (F, T, T, F, T)), PlaceholderRange(6, 2)).mm_features
-    whole = replace(LIMITS, needs_whole_spans=True)
+    whole = replace(LIMITS, bidirectional_modalities=frozenset({"image"}))
     unchunked = replace(LIMITS, disable_chunked_mm_input=True)
     assert get_unsplittable_spans(features, LIMITS) == ()
     assert get_unsplittable_spans(features, whole) == ((1, 3), (4, 5), (6, 8))
@@ -107,7 +107,9 @@ def test_spans_are_what_the_limits_ask_for() -> None:
 @pytest.mark.parametrize("disable_chunked_mm_input", [False, True])
 def test_items_that_would_be_seen_as_one_are_refused(disable_chunked_mm_input: bool) -> None:
     limits = replace(
-        LIMITS, needs_whole_spans=True, disable_chunked_mm_input=disable_chunked_mm_input
+        LIMITS,
+        bidirectional_modalities=frozenset({"image"}),
+        disable_chunked_mm_input=disable_chunked_mm_input,
     )
     touching = make(9, PlaceholderRange(0, 2), PlaceholderRange(2, 2)).mm_features
     with pytest.raises(RequestError, match="two media items touch at position 2"):

@@ -188,20 +188,20 @@ def test_encoder_decoder_starts_at_zero_although_its_prompt_is_cached() -> None:
 
 
 def test_span_is_not_split() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=8)
+    driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=8)
     driver.add(make_request("r", (1,) * 4, "six", (1,), sampling_params=tokens(1)))
     assert run(driver, 2) == [{"r": (0, 4)}, {"r": (4, 11)}]
 
 
 def test_span_larger_than_the_budget_runs_alone() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=4)
+    driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=4)
     driver.add(make_request("large", "nine", (1,), sampling_params=tokens(1)))
     driver.add(make_request("other", (1,) * 2, sampling_params=tokens(1)))
     assert run(driver, 2) == [{"large": (0, 9)}, {"large": (9, 10), "other": (0, 2)}]
 
 
 def test_only_the_embeddings_of_an_item_must_run_together() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=3)
+    driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=3)
     driver.add(make_request("r", "rows", (1,), sampling_params=tokens(1)))
     assert run(driver, 2) == [{"r": (0, 3)}, {"r": (3, 6)}]
 
@@ -213,7 +213,7 @@ def test_items_run_whole_where_chunking_is_disabled() -> None:
 
 
 def test_tokens_are_kept_for_a_span_that_found_too_few() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=6)
+    driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=6)
     driver.add(make_request("reader", (1,) * 2, sampling_params=tokens(20)))
     run(driver)
     driver.add(make_request("viewer", "six", sampling_params=tokens(2)))
@@ -225,7 +225,7 @@ def test_tokens_are_kept_for_a_span_that_found_too_few() -> None:
 
 
 def test_smaller_span_leaves_the_rest_to_those_ahead_of_it() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=4)
+    driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=4)
     driver.add(make_request("a", (1,), sampling_params=tokens(20)))
     driver.add(make_request("b", (2,), sampling_params=tokens(20)))
     run(driver)
@@ -238,7 +238,9 @@ def test_smaller_span_leaves_the_rest_to_those_ahead_of_it() -> None:
 
 
 def test_no_tokens_are_lost_to_a_span_that_finds_no_blocks() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=6, num_blocks=12)
+    driver = make_driver(
+        bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=6, num_blocks=12
+    )
     driver.add(make_request("reader", (1,) * 5, sampling_params=tokens(6)))
     run(driver, 2)
     driver.add(make_request("viewer", "six", sampling_params=tokens(1)))
@@ -248,7 +250,11 @@ def test_no_tokens_are_lost_to_a_span_that_finds_no_blocks() -> None:
 
 
 def test_span_that_waits_for_tokens_keeps_its_claim_on_the_encoder() -> None:
-    driver = make_driver(needs_whole_spans=True, max_num_batched_tokens=6, encoder_cache_size=6)
+    driver = make_driver(
+        bidirectional_modalities=frozenset({"image"}),
+        max_num_batched_tokens=6,
+        encoder_cache_size=6,
+    )
     driver.add(make_request("reader", (1,) * 2, cache_salt="0", sampling_params=tokens(50)))
     driver.add(make_request("writer", (1,) * 3, cache_salt="1", sampling_params=tokens(50)))
     driver.add(make_request("viewer", (1,), "six", cache_salt="2", sampling_params=tokens(1)))

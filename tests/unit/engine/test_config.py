@@ -41,7 +41,7 @@ def resolve(
         layer_groups=make_groups(*(windows or (None,))),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        needs_whole_spans=changes.get("needs_whole_spans", False),
+        bidirectional_modalities=changes.get("bidirectional_modalities", frozenset()),
     )
 
 
@@ -71,13 +71,13 @@ def test_what_the_user_says_is_what_is_used() -> None:
         disable_chunked_mm_input=True,
         scheduling_policy="priority",
     )
-    config = resolve(options, needs_whole_spans=True)
+    config = resolve(options, bidirectional_modalities=frozenset({"image"}))
     limits = config.limits
     assert (limits.max_model_len, limits.max_num_seqs) == (100, 3)
     assert (limits.max_num_batched_tokens, limits.max_num_encoder_embeds) == (64, 40)
     assert limits.encoder_cache_size == 50
     assert limits.disable_chunked_mm_input
-    assert limits.needs_whole_spans
+    assert limits.bidirectional_modalities
     assert (config.block_size, config.enable_prefix_caching) == (8, False)
     assert config.scheduling_policy == "priority"
     assert config.groups[0].num_blocks == 2000

@@ -58,7 +58,6 @@ def test_a_family_with_code_of_its_own_gets_its_adapter(tiny_model: Callable[[st
         config = load_config(directory)
         adapter = load_model(directory, config, dtype=torch.float32, device=CPU)
         assert adapter.bidirectional_modalities == modalities
-        assert adapter.needs_whole_spans == bool(modalities)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", ""])

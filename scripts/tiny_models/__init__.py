@@ -1,0 +1,1 @@
+"""Recipes for tiny random models, one module a kind of model."""
