@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers as tf
+
 from tiny_models.building import (
     CHATML_TOKENS,
     chatml,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+
 from tiny_models.building import (
     HALF,
     gemma_template,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers as tf
+
 from tiny_models.building import (
     CHATML_TOKENS,
     HALF,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import transformers as tf
+
 from tiny_models.building import (
     CHATML_TOKENS,
     chatml,

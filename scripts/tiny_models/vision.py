@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers as tf
+
 from tiny_models.building import (
     CHATML_TOKENS,
     HALF,
@@ -156,6 +157,7 @@ def make_internvl(directory: Path) -> None:
         text_config=tf.Qwen2Config(**text_values(tokenizer)),
         image_token_id=tokenizer.context_image_token_id,
         downsample_ratio=0.5,
+        tie_word_embeddings=False,  # a tied model only echoes
     )
     processor = tf.InternVLProcessor(
         tf.GotOcr2ImageProcessor(size=_SQUARE, max_patches=4, image_mean=HALF, image_std=HALF),

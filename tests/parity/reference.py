@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import soundfile
 import torch
 import transformers
 
@@ -45,10 +48,7 @@ class Reference:
         return tuple(self.compute(case) for case in make_cases(self.family))
 
     def compute(self, case: Case, **processor_kwargs: Any) -> Expected:
-        text = self.processor.apply_chat_template(
-            case.messages, add_generation_prompt=True, tokenize=False
-        )
-        inputs = self._process(case, text, processor_kwargs)
+        text, inputs = self._prepare(case, processor_kwargs)
         tokens, logits = self.generate(inputs, max_new_tokens=NUM_TOKENS, ignore_eos=True)
         return Expected(
             case=case,
@@ -59,6 +59,19 @@ class Reference:
             logits=logits,
         )
 
+    def _prepare(
+        self, case: Case, processor_kwargs: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, torch.Tensor]]:
+        """The prompt that the chat template gives, and what the processor makes of it."""
+        if self.family == "voxtral":
+            # Its processor makes tokens of conversations, and never shows the text between.
+            inputs = self.processor.apply_chat_template(make_voxtral_messages(case))
+            return make_voxtral_text(case), inputs
+        text = self.processor.apply_chat_template(
+            case.messages, add_generation_prompt=True, tokenize=False
+        )
+        return text, self._process(case, text, processor_kwargs)
+
     def _process(
         self, case: Case, text: str, processor_kwargs: Mapping[str, Any]
     ) -> Mapping[str, torch.Tensor]:
@@ -66,7 +79,9 @@ class Reference:
         if case.images:
             media["images"] = case.images
         if case.videos:
-            media |= {"videos": case.videos, "do_sample_frames": False}
+            media |= {"videos": [case.videos], "do_sample_frames": False}
+        if case.audio:
+            media |= {"audio": case.audio, "sampling_rate": 16_000}
         inputs: Mapping[str, torch.Tensor] = self.processor(
             text=[text], return_tensors="pt", **media
         )
@@ -94,6 +109,23 @@ class Reference:
             config.eos_token_id = eos_token_id
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return tokens, torch.cat(output.logits)
+
+
+def make_voxtral_messages(case: Case) -> list[dict[str, Any]]:
+    content = []
+    for part in case.parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            file = io.BytesIO()
+            soundfile.write(file, part, 16_000, format="wav", subtype="FLOAT")
+            content.append({"type": "audio", "base64": b64encode(file.getvalue()).decode()})
+    return [{"role": "user", "content": content}]
+
+
+def make_voxtral_text(case: Case) -> str:
+    parts = [part if isinstance(part, str) else "[BEGIN_AUDIO][AUDIO]" for part in case.parts]
+    return f"<s>[INST]{''.join(parts)}[/INST]"
 
 
 ReferenceOf = Callable[[str], Reference]

@@ -9,7 +9,7 @@ decoder.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -46,7 +46,6 @@ class ModelAdapter:
         self._head: Any = model.get_output_embeddings()
         self._embedding: Any = model.get_input_embeddings()
         self.has_mrope = hasattr(self._base, "get_rope_index")
-        self.modalities = tuple(m for m in MODALITIES if hasattr(self._base, f"get_{m}_features"))
         self._vocab_size = int(self.text_config.vocab_size)
 
     @property
@@ -182,12 +181,7 @@ class ModelAdapter:
         items: Sequence[MultiModalKwargsItem],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         function = self._base.get_rope_index
-        names = inspect.signature(function).parameters.keys() & {
-            name for item in items for name in item
-        }
-        arguments = {
-            name: torch.cat([item[name] for item in items if name in item]) for name in names
-        }
+        arguments = gather_arguments(items, inspect.signature(function).parameters.keys())
         return function(input_ids, mm_token_type_ids=token_types, **arguments)
 
     # ---- encoders
@@ -198,15 +192,32 @@ class ModelAdapter:
         """Run one modality's encoder over items of any requests; one [num_embeds, width] per
         item.
         """
-        function = getattr(self._base, f"get_{modality}_features")
+        function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
         arguments = {
-            name: tensor.to(self.device)
-            for name, tensor in _collate(items).items()
-            if name in names
+            name: tensor.to(self.device) for name, tensor in collate(items).items() if name in names
         }
         output = function(**arguments, return_dict=True)
+        return self.split(output, items, num_embeds)
+
+    def _get_encoder(self, modality: str) -> Any:
+        """Some families have no encoder for videos: their frames are pictures."""
+        is_plain = modality == "video" and not hasattr(self._base, "get_video_features")
+        return getattr(self._base, f"get_{'image' if is_plain else modality}_features")
+
+    def split(
+        self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Each item's share of what its encoder gave."""
         return _split(output, [_get_num_parts(item) for item in items], num_embeds)
+
+
+def gather_arguments(
+    items: Sequence[MultiModalKwargsItem], names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Of the tensors with these names, those that there are, each over all items."""
+    found = {name: [item[name] for item in items if name in item] for name in names}
+    return {name: torch.cat(tensors) for name, tensors in found.items() if tensors}
 
 
 def _get_num_parts(item: MultiModalKwargsItem) -> int:
@@ -246,7 +257,7 @@ def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> 
     return list(flat.split(list(num_embeds)))
 
 
-def _collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
+def collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
     """Concatenate the items' tensors, which agree in all but their first dimension."""
     names = items[0].keys()
     for item in items:

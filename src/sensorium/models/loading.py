@@ -128,13 +128,20 @@ def _get_model_class(config: PretrainedConfig) -> Any:
         )
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder model: not supported yet")
-    if not hasattr(model_class, "generate") or not getattr(
-        model_class, "_supports_attention_backend", False
-    ):
+    if not hasattr(model_class, "generate") or not _supports_attention(model_class, config):
         raise ModelError(
             f"{name} can't be run: it does not generate through Transformers' attention interface"
         )
     return model_class
+
+
+def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
+    """Some classes don't say it of themselves, but their decoders do."""
+    if getattr(model_class, "_supports_attention_backend", False):
+        return True
+    with torch.device("meta"):
+        decoder = model_class(config).get_decoder()
+    return bool(getattr(decoder, "_supports_attention_backend", False))
 
 
 def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from sensorium.multimodal.processor import MultiModalProcessor, ProcessedItem
+from sensorium.multimodal.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 
@@ -29,11 +30,10 @@ def expand_text(
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid Unicode: {error.reason}") from error
     pieces, spans = _replace_markers(processor, text, items)
-    encoding = processor.tokenizer("".join(pieces))
-    token_ids = list(encoding["input_ids"])
+    token_ids, find_token = tokenize(processor.tokenizer, "".join(pieces))
     ranges = []
     for item, start, end in spans:
-        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        first, last = find_token(start), find_token(end - 1)
         if first is None or last is None:
             raise RequestError(f"the tokenizer drops a part of the prompt at its {item.modality}")
         ranges.append((item, first, last + 1))
@@ -61,8 +61,7 @@ def expand_token_ids(
         item = next(queues[modality], None)
         if item is not None:
             start = len(expanded)
-            replacement = processor.tokenizer(item.replacement, add_special_tokens=False)
-            expanded.extend(replacement["input_ids"])
+            expanded.extend(tokenize_fragment(processor.tokenizer, item.replacement))
             ranges.append((item, start, len(expanded)))
     _check_counts(processor, counts, items)
     return expanded, _make_features(processor, expanded, ranges)
@@ -115,7 +114,7 @@ def _check_counts(
 def _make_features(
     processor: MultiModalProcessor, token_ids: Sequence[int], ranges: Sequence[_Span]
 ) -> list[MultiModalFeatureSpec]:
-    placeholder_ids = {processor.get_token_id(modality) for modality in processor.modalities}
+    placeholder_ids = {i for m in processor.modalities for i in processor.get_token_ids(m)}
     features: list[MultiModalFeatureSpec] = []
     end_of_last = 0
     for item, first, end in ranges:
@@ -123,8 +122,8 @@ def _make_features(
             first, end_of_last
         )  # neighbours may share a token that merges over their border
         _check_no_placeholder(token_ids[end_of_last:start], placeholder_ids)
-        token_id = processor.get_token_id(item.modality)
-        is_embed = tuple(token == token_id for token in token_ids[start:end])
+        own_ids = processor.get_token_ids(item.modality)
+        is_embed = tuple(token in own_ids for token in token_ids[start:end])
         position = PlaceholderRange(start, end - start, None if all(is_embed) else is_embed)
         if position.get_num_embeds() == 0:
             raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")

@@ -1,0 +1,37 @@
+"""Gemma 4: per-layer inputs, looked up by token; vision attended in both directions where the
+checkpoint says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sensorium.models.adapter import MODALITIES, ModelAdapter
+
+
+class Gemma4Adapter(ModelAdapter):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if self.text_config.use_bidirectional_attention == "vision":
+            self.bidirectional_modalities = frozenset({"image", "video"})
+        ids = [getattr(self.config, f"{modality}_token_id", None) for modality in MODALITIES]
+        self._placeholder_ids = torch.tensor(
+            [token_id for token_id in ids if token_id is not None], device=self.device
+        )
+
+    def embed(
+        self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Transformers takes every placeholder for padding here, those that the model itself
+        generated too.
+        """
+        is_placeholder = torch.isin(input_ids, self._placeholder_ids)
+        token_ids = input_ids.masked_fill(is_placeholder, self.text_config.pad_token_id)
+        embeds, extra = super().embed(token_ids, mm_index, mm_embeds)
+        if self.text_config.hidden_size_per_layer_input:
+            per_layer = self._decoder.get_per_layer_inputs(token_ids[None], None)
+            extra = {**extra, "per_layer_inputs": per_layer}
+        return embeds, extra

@@ -1,0 +1,33 @@
+"""Qwen3-VL: an item also has embeddings for the first layers of the decoder (DeepStack)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sensorium.models.adapter import ModelAdapter
+from sensorium.types.multimodal import MultiModalKwargsItem
+
+
+class Qwen3VLAdapter(ModelAdapter):
+    """They travel behind the item's own embeddings, as more columns."""
+
+    def split(
+        self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        embeds = torch.cat(super().split(output, items, num_embeds))
+        layers = [torch.cat(list(layer)) for layer in output.deepstack_features]
+        return list(torch.cat([embeds, *layers], dim=-1).split(list(num_embeds)))
+
+    def embed(
+        self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        if mm_index is None or mm_embeds is None:
+            return super().embed(input_ids, None, None)
+        own, *layers = mm_embeds.split(int(self.text_config.hidden_size), dim=-1)
+        embeds, extra = super().embed(input_ids, mm_index, own)
+        is_visual = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(0, mm_index, True)
+        deepstack = {"visual_pos_masks": is_visual[None], "deepstack_visual_embeds": layers}
+        return embeds, {**extra, **deepstack}
