@@ -47,22 +47,26 @@ class Trace:
         return {request_id for request_id, count in starts.items() if count > 1}
 
     @property
-    def num_split_items(self) -> int:
-        """How often a step ended between two embeddings of one item."""
+    def num_split_items(self) -> Counter[str]:
+        """By modality, how often a step ended between two embeddings of one item."""
         requests = self.requests
-        count = 0
+        count: Counter[str] = Counter()
         for step in self.steps:
             for scheduled in step.scheduled:
                 end = scheduled.num_computed_tokens + scheduled.num_new_tokens
                 for feature in requests[scheduled.request_id].mm_features:
                     spans = feature.mm_position.extract_embeds_range()
-                    count += any(first < end < last for first, last in spans)
+                    count[feature.modality] += any(first < end < last for first, last in spans)
         return count
 
 
 def make_llm(directory: str, **options: Any) -> LLM:
-    values = {"max_model_len": 512, "max_num_seqs": 8, "dtype": "float32", "device": "cpu"}
+    values = {"max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32", "device": "cpu"}
     return LLM(directory, **{**values, **options})
+
+
+def get_adapter(llm: LLM) -> Any:
+    return llm.core.runner._adapter  # type: ignore[attr-defined]
 
 
 def run_staggered(
@@ -91,6 +95,14 @@ def get_token_ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     for output in outputs:
         assert output.error is None
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def get_largest_item(llm: LLM, prompts: Sequence[Any]) -> int:
+    """The most embeddings that an item of these prompts has."""
+    params = SamplingParams(max_tokens=1)
+    requests = [llm.input_processor.process("any", prompt, params).request for prompt in prompts]
+    features = [feature for request in requests for feature in request.mm_features]
+    return max(feature.mm_position.get_num_embeds() for feature in features)
 
 
 def get_kv_bytes(llm: LLM, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ import transformers
 from sensorium import RequestOutput, SamplingParams
 from tests.parity.cases import Case, make_cases
 
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 

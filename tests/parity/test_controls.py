@@ -18,8 +18,14 @@ from sensorium.core.request import Request
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.models.adapter import ModelAdapter
 from sensorium.worker.request_states import RequestState
-from tests.parity.cases import MULTIMODAL_FAMILIES, Case, make_image
-from tests.parity.driver import Trace, make_llm
+from tests.parity.cases import (
+    MODALITIES,
+    MROPE_FAMILIES,
+    MULTIMODAL_FAMILIES,
+    Case,
+    make_media,
+)
+from tests.parity.driver import Trace, get_adapter, make_llm
 from tests.parity.reference import GREEDY, Expected, ReferenceOf, get_differences
 
 
@@ -27,10 +33,6 @@ def run(llm: LLM, expected: Sequence[Expected]) -> list[str]:
     """The cases whose tokens differ. A request that fails is not a difference: it is an error."""
     outputs = llm.generate([entry.prompt for entry in expected], GREEDY, use_tqdm=False)
     return get_differences(outputs, expected)
-
-
-def get_adapter(llm: LLM) -> Any:
-    return llm.core.runner._adapter  # type: ignore[attr-defined]
 
 
 def test_without_a_mistake_there_is_no_difference(reference_of: ReferenceOf) -> None:
@@ -57,8 +59,9 @@ def test_wrong_embeddings_are_seen(
     assert "6 words" not in differences
 
 
-def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf) -> None:
-    reference = reference_of("qwen2_5_vl")
+@pytest.mark.parametrize("family", MROPE_FAMILIES)
+def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf, family: str) -> None:
+    reference = reference_of(family)
     llm = make_llm(reference.directory)
     get_adapter(llm).get_mrope_positions = lambda token_ids, *_: (
         torch.arange(len(token_ids)).expand(3, -1),
@@ -67,8 +70,9 @@ def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf) ->
     assert run(llm, reference.expected)
 
 
-def test_a_forgotten_mrope_delta_is_seen(reference_of: ReferenceOf) -> None:
-    reference = reference_of("qwen2_5_vl")
+@pytest.mark.parametrize("family", MROPE_FAMILIES)
+def test_a_forgotten_mrope_delta_is_seen(reference_of: ReferenceOf, family: str) -> None:
+    reference = reference_of(family)
     llm = make_llm(reference.directory)
     adapter = get_adapter(llm)
     get_positions = adapter.get_mrope_positions
@@ -78,13 +82,15 @@ def test_a_forgotten_mrope_delta_is_seen(reference_of: ReferenceOf) -> None:
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("window", [11, 13, None], ids=["short by one", "long by one", "ignored"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_a_wrong_sliding_window_is_seen(
     reference_of: ReferenceOf,
+    family: str,
     window: int | None,
     is_chunked: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reference = reference_of("gemma3")
+    reference = reference_of(family)
     probe_layers = ModelAdapter.probe_layers
 
     def probe_wrongly(adapter: ModelAdapter) -> tuple[LayerSpec, ...]:
@@ -100,19 +106,21 @@ def test_a_wrong_sliding_window_is_seen(
     assert run(llm, reference.expected)
 
 
-def test_a_split_bidirectional_span_is_seen(reference_of: ReferenceOf) -> None:
-    reference = reference_of("gemma3")
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_a_split_bidirectional_span_is_seen(reference_of: ReferenceOf, family: str) -> None:
+    reference = reference_of(family)
     llm = make_llm(reference.directory, max_num_batched_tokens=11)
     scheduler = llm.core.scheduler
     assert scheduler.limits.bidirectional_modalities
     scheduler.limits = replace(scheduler.limits, bidirectional_modalities=frozenset())
     trace = Trace(llm)
     assert run(llm, reference.expected)
-    assert trace.num_split_items > 0
+    assert trace.num_split_items["image"] > 0
 
 
-def test_causal_image_tokens_are_seen(reference_of: ReferenceOf) -> None:
-    reference = reference_of("gemma3")
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_causal_image_tokens_are_seen(reference_of: ReferenceOf, family: str) -> None:
+    reference = reference_of(family)
     llm = make_llm(reference.directory)
     batch: Any = llm.core.runner._input_batch  # type: ignore[attr-defined]
     assert batch._bidirectional_modalities
@@ -120,12 +128,64 @@ def test_causal_image_tokens_are_seen(reference_of: ReferenceOf) -> None:
     assert run(llm, reference.expected)
 
 
+def test_without_deepstack_the_tokens_differ(reference_of: ReferenceOf) -> None:
+    reference = reference_of("qwen3_vl")
+    llm = make_llm(reference.directory)
+    adapter = get_adapter(llm)
+    embed = adapter.embed
+    adapter.embed = lambda *arguments: (embed(*arguments)[0], {})
+    assert len(run(llm, reference.expected)) >= 3
+
+
+def test_deepstack_of_the_wrong_layer_is_seen(reference_of: ReferenceOf) -> None:
+    reference = reference_of("qwen3_vl")
+    llm = make_llm(reference.directory)
+    adapter = get_adapter(llm)
+    split = adapter.split
+    adapter.split = lambda *arguments: [
+        torch.cat([e[:, :64], e[:, 64:].roll(64, 1)], 1) for e in split(*arguments)
+    ]
+    assert len(run(llm, reference.expected)) >= 3
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_causal"])
+def test_per_layer_inputs_of_the_raw_placeholders_are_seen(
+    reference_of: ReferenceOf, family: str
+) -> None:
+    reference = reference_of(family)
+    llm = make_llm(reference.directory)
+    adapter = get_adapter(llm)
+    assert len(adapter._placeholder_ids) == 3
+    adapter._placeholder_ids = adapter._placeholder_ids[:0]
+    differences = run(llm, reference.expected)
+    assert len(differences) >= 3
+    assert "6 words" not in differences
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_causal"])
+def test_a_layer_that_shares_with_the_wrong_one_is_seen(
+    reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = reference_of(family)
+    probe_layers = ModelAdapter.probe_layers
+
+    def probe_wrongly(adapter: ModelAdapter) -> tuple[LayerSpec, ...]:
+        layers = probe_layers(adapter)
+        assert [layer.source for layer in layers] == [0, 1, 2, 3, 3, 2]
+        return tuple(
+            replace(layer, source=1) if layer.layer_index == 4 else layer for layer in layers
+        )
+
+    monkeypatch.setattr(ModelAdapter, "probe_layers", probe_wrongly)
+    assert run(make_llm(reference.directory), reference.expected)
+
+
 def make_equal_prompts(reference_of: ReferenceOf, family: str) -> list[Expected]:
-    """The same words around two images of one size: the media alone tell them apart."""
-    images = [make_image(84, 84, seed=seed) for seed in (31, 32)]
+    """The same words around two items of one size: the media alone tell them apart."""
+    items = [make_media(MODALITIES[family][0], seed=seed) for seed in (31, 32)]
     expected = [
-        reference_of(family).compute(Case(name=f"image {i}", parts=(image, "which one is it?")))
-        for i, image in enumerate(images)
+        reference_of(family).compute(Case(name=f"item {i}", parts=(item, "which one is it?")))
+        for i, item in enumerate(items)
     ]
     assert expected[0].prompt_token_ids == expected[1].prompt_token_ids
     assert expected[0].token_ids != expected[1].token_ids
@@ -133,7 +193,7 @@ def make_equal_prompts(reference_of: ReferenceOf, family: str) -> list[Expected]
 
 
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
-def test_an_encoder_cache_that_confuses_two_images_is_seen(
+def test_an_encoder_cache_that_confuses_two_items_is_seen(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = make_equal_prompts(reference_of, family)
@@ -141,12 +201,12 @@ def test_an_encoder_cache_that_confuses_two_images_is_seen(
     for owner in (Request, RequestState):
         monkeypatch.setattr(owner, "get_encoder_key", lambda *_: "the only key")
     trace = Trace(llm)
-    assert run(llm, expected) == ["image 1"]
+    assert run(llm, expected) == ["item 1"]
     assert trace.num_encoded_items == 1
 
 
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
-def test_a_prefix_cache_that_confuses_two_images_is_seen(
+def test_a_prefix_cache_that_confuses_two_items_is_seen(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = make_equal_prompts(reference_of, family)
@@ -156,11 +216,11 @@ def test_a_prefix_cache_that_confuses_two_images_is_seen(
         core_request, "hash_block", lambda parent, token_ids, _: hash_block(parent, token_ids, ())
     )
     assert run(llm, expected[:1]) == []
-    assert run(llm, expected[1:]) == ["image 1"]
+    assert run(llm, expected[1:]) == ["item 1"]
 
 
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
-def test_equal_prompts_around_different_images_are_kept_apart(
+def test_equal_prompts_around_different_items_are_kept_apart(
     reference_of: ReferenceOf, family: str
 ) -> None:
     """The two controls above, without their mistake."""

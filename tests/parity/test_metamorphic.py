@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium import SamplingParams
-from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, Case, make_image
+from tests.parity.cases import FAMILIES, MODALITIES, MULTIMODAL_FAMILIES, Case, make_media
 from tests.parity.driver import Trace, get_kv_bytes, get_token_ids, make_llm
 from tests.parity.reference import Reference, ReferenceOf
 
@@ -122,11 +122,11 @@ def test_the_order_of_service_changes_nothing(
 
 
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
-def test_an_image_that_was_sent_before_changes_nothing(
+def test_an_item_that_was_sent_before_changes_nothing(
     reference_of: ReferenceOf, family: str
 ) -> None:
-    image = make_image(70, 110, seed=40)
-    parts = [(image, "what is it?"), ("and here? ", image.copy(), " answer")]
+    items = [make_media(MODALITIES[family][0], seed=40) for _ in range(2)]
+    parts = [(items[0], "what is it?"), ("and here? ", items[1], " answer")]
     expected = [
         reference_of(family).compute(Case(name=f"{i}", parts=p)) for i, p in enumerate(parts)
     ]

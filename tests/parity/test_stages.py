@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from sensorium import LLM
 from sensorium.engine.input_processor import ProcessedRequest
-from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
-from tests.parity.driver import make_llm
+from tests.parity.cases import FAMILIES, MODALITIES, MROPE_FAMILIES, MULTIMODAL_FAMILIES
+from tests.parity.driver import get_adapter, make_llm
 from tests.parity.reference import GREEDY, Expected, Reference, ReferenceOf
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -23,27 +24,38 @@ def process(llm: LLM, reference: Reference) -> Iterator[tuple[ProcessedRequest, 
         yield llm.input_processor.process(entry.case.name, entry.prompt, GREEDY), entry
 
 
-def get_items(processed: ProcessedRequest, modality: str) -> list[Any]:
-    """The tensors of a prompt's items of one modality, in order."""
-    features = processed.request.mm_features
-    return [processed.payloads[f.mm_hash] for f in features if f.modality == modality]
-
-
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_items_that_are_processed_one_by_one_equal_the_whole_call(
     reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
     for processed, entry in process(make_llm(reference.directory), reference):
-        ours: dict[str, torch.Tensor] = {}
-        for modality in ("image", "video"):
-            items = get_items(processed, modality)
-            names = items[0].keys() if items else ()
-            ours |= {name: torch.cat([item[name] for item in items]) for name in names}
-        assert ours.keys() == entry.inputs.keys() - _TEXT_KEYS, entry.case.name
-        for name, tensor in ours.items():
-            assert tensor.dtype == entry.inputs[name].dtype
-            assert torch.equal(tensor, entry.inputs[name]), (entry.case.name, name)
+        items = [processed.payloads[f.mm_hash] for f in processed.request.mm_features]
+        names = {name for item in items for name in item}
+        assert names == entry.inputs.keys() - _TEXT_KEYS, entry.case.name
+        for name in names:
+            theirs = entry.inputs[name]
+            ours = [item[name] for item in items if name in item]
+            assert {tensor.dtype for tensor in ours} == {theirs.dtype}, name
+            assert is_joined(ours, theirs), (entry.case.name, name)
+
+
+def is_joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """Whether `whole` is the parts in their order along a dimension, padded with zeros in the
+    others.
+    """
+    for dimension in range(min(2, whole.ndim)):
+        padded = [pad_like(part, whole, dimension) for part in parts]
+        if sum(part.shape[dimension] for part in padded) == whole.shape[dimension]:
+            return torch.equal(torch.cat(padded, dimension), whole)
+    return False
+
+
+def pad_like(part: torch.Tensor, whole: torch.Tensor, dimension: int) -> torch.Tensor:
+    amounts: list[int] = []
+    for d in reversed(range(whole.ndim)):
+        amounts += [0, 0 if d == dimension else whole.shape[d] - part.shape[d]]
+    return torch.nn.functional.pad(part, amounts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,76 +63,102 @@ def test_prompts_and_placeholders_equal_the_whole_call(
     reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
+    config = reference.model.config
+    ids = {getattr(config, f"{modality}_token_id", None) for modality in MODALITIES[family]}
     for processed, entry in process(make_llm(reference.directory), reference):
         request, case = processed.request, entry.case
         assert list(request.prompt_token_ids) == entry.prompt_token_ids, case.name
-        placeholders = {"image": set(), "video": set()}
-        for feature in request.mm_features:
-            for start, end in feature.mm_position.extract_embeds_range():
-                placeholders[feature.modality] |= set(range(start, end))
-        for modality, positions in placeholders.items():
-            token_id = getattr(reference.model.config, f"{modality}_token_id", None)
-            theirs = {i for i, token in enumerate(entry.prompt_token_ids) if token == token_id}
-            assert positions == theirs, (case.name, modality)
-        counts = [len(get_items(processed, m)) for m in placeholders]
-        assert counts == [len(case.images), len(case.videos)], case.name
+        ours = {
+            index
+            for feature in request.mm_features
+            for start, end in feature.mm_position.extract_embeds_range()
+            for index in range(start, end)
+        }
+        theirs = {i for i, token in enumerate(entry.prompt_token_ids) if token in ids}
+        assert ours == theirs, case.name
+        counts = Counter(feature.modality for feature in request.mm_features)
+        media = {"image": case.images, "video": case.videos, "audio": case.audio}
+        assert counts == {name: len(items) for name, items in media.items() if items}, case.name
 
 
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_decoder_is_given_equals_the_whole_call(
+    reference_of: ReferenceOf, family: str
+) -> None:
+    """Embeddings of text and media, positions, and what the family adds to them."""
+    reference = reference_of(family)
+    llm = make_llm(reference.directory, enable_prefix_caching=False, max_num_batched_tokens=2048)
+    for entry in reference.expected:
+        theirs = get_decoder_inputs(reference, entry)
+        embeds, positions, extra = get_our_decoder_inputs(llm, entry)
+        torch.testing.assert_close(embeds, theirs["inputs_embeds"], rtol=1e-5, atol=1e-5)
+        if theirs["position_ids"] is not None:
+            expected = theirs["position_ids"].reshape(-1, embeds.shape[1])[-3:]
+            assert torch.equal(positions.reshape(-1, embeds.shape[1]), expected), entry.case.name
+        names = {"visual_pos_masks", "deepstack_visual_embeds", "per_layer_inputs"}
+        given = {name for name in names if theirs.get(name) is not None}
+        assert extra.keys() == given, entry.case.name
+        for name in given:
+            torch.testing.assert_close(extra[name], theirs[name], rtol=1e-5, atol=1e-5)
+
+
 @torch.inference_mode()
-def test_encoder_outputs_equal_those_of_the_whole_prompt(
+def get_decoder_inputs(reference: Reference, entry: Expected) -> dict[str, Any]:
+    """The keyword arguments with which the untouched model calls its decoder."""
+    seen: list[dict[str, Any]] = []
+    handle = reference.model.get_decoder().register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    if hasattr(reference.model.base_model, "rope_deltas"):
+        reference.model.base_model.rope_deltas = None
+    try:
+        reference.model.generate(**entry.inputs, max_new_tokens=1, do_sample=False)
+    finally:
+        handle.remove()
+    if seen[0].get("inputs_embeds") is None:  # a model for text embeds inside its decoder
+        embedding = reference.model.get_input_embeddings()
+        return {**seen[0], "inputs_embeds": embedding(entry.inputs["input_ids"])}
+    return seen[0]
+
+
+def get_our_decoder_inputs(
+    llm: LLM, entry: Expected
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    adapter = get_adapter(llm)
+    forward, seen = adapter.forward, []
+
+    def forward_and_note(embeds: Any, positions: Any, call: Any, extra: Any) -> torch.Tensor:
+        seen.append((embeds.clone(), positions.clone(), extra))
+        result: torch.Tensor = forward(embeds, positions, call, extra)
+        return result
+
+    adapter.forward = forward_and_note
+    try:
+        llm.generate(entry.prompt, replace(GREEDY, max_tokens=1), use_tqdm=False)
+    finally:
+        adapter.forward = forward
+    return seen[0]
+
+
+@pytest.mark.parametrize("family", MROPE_FAMILIES)
+def test_positions_behind_the_prompt_equal_those_of_the_model(
     reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
-    llm = make_llm(reference.directory)
-    llm.generate([entry.prompt for entry in reference.expected], GREEDY, use_tqdm=False)
-    runner: Any = llm.core.runner
-    num_compared = 0
-    for processed, entry in process(llm, reference):
-        for modality, theirs in get_embeddings(reference, entry).items():
-            ours = [
-                runner.encoder_cache[feature.mm_hash]
-                for feature in processed.request.mm_features
-                if feature.modality == modality
-            ]
-            num_compared += len(ours)
-            torch.testing.assert_close(torch.cat(ours), theirs, rtol=1e-5, atol=1e-5)
-    assert num_compared == sum(len(e.case.images + e.case.videos) for e in reference.expected)
-
-
-def get_embeddings(reference: Reference, entry: Expected) -> dict[str, torch.Tensor]:
-    """By modality, what the untouched model makes of all items of a prompt in one call."""
-    embeddings = {}
-    for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        if pixels in entry.inputs:
-            names = {pixels, f"{modality}_grid_thw"} & entry.inputs.keys()
-            function = getattr(reference.model.base_model, f"get_{modality}_features")
-            output = function(**{n: entry.inputs[n] for n in names}, return_dict=True)
-            parts = list(output.pooler_output)
-            embeddings[modality] = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-    return embeddings
-
-
-def test_mrope_positions_equal_those_of_the_whole_prompt(reference_of: ReferenceOf) -> None:
-    reference = reference_of("qwen2_5_vl")
     llm = make_llm(reference.directory)
     runner: Any = llm.core.runner
     num_shifted = 0
     for processed, entry in process(llm, reference):
         llm.core.add_request(processed.request, processed.payloads)
-        ours = runner._mrope[processed.request.request_id]
-        if processed.request.mm_features:
-            names = entry.inputs.keys() - {"pixel_values", "pixel_values_videos"}
-            arguments = {name: entry.inputs[name] for name in names}
-            theirs, delta = reference.model.base_model.get_rope_index(**arguments)
-            assert torch.equal(torch.from_numpy(ours.positions), theirs[:, 0]), entry.case.name
-            assert ours.delta == int(delta), entry.case.name
-            num_shifted += ours.delta != 0
-        else:
-            plain = torch.arange(len(entry.prompt_token_ids)).expand(3, -1)
-            assert torch.equal(torch.from_numpy(ours.positions.copy()), plain)
-            assert ours.delta == 0
-    assert num_shifted >= 8
+        delta = runner._mrope[processed.request.request_id].delta
+        if not processed.request.mm_features:
+            assert delta == 0
+            continue
+        get_decoder_inputs(reference, entry)
+        owner = reference.model.base_model
+        assert delta == int(owner.rope_deltas), entry.case.name
+        num_shifted += delta != 0
+    assert num_shifted >= 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
-from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, make_llm, run_staggered
+from tests.parity.cases import FAMILIES, MODALITIES, MULTIMODAL_FAMILIES, make_repeated_case
+from tests.parity.driver import (
+    Trace,
+    assert_nothing_is_left,
+    get_adapter,
+    get_kv_bytes,
+    get_largest_item,
+    make_llm,
+    run_staggered,
+)
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 
@@ -34,15 +42,17 @@ def test_staggered_requests_give_the_reference_tokens(
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
     assert trace.most_requests_in_a_step >= min(budget, 4)
-    if family in ("llava", "qwen2_5_vl") and budget < 4096:
-        assert trace.num_split_items > 0
-    if family == "gemma3":
-        assert trace.num_split_items == 0
+    for modality in MODALITIES[family]:
+        if modality in get_adapter(llm).bidirectional_modalities:
+            assert trace.num_split_items[modality] == 0
+        elif budget < 4096:
+            assert trace.num_split_items[modality] > 0
     assert_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize(
-    ("family", "block_size"), [("llama", 1), ("llava", 5), ("qwen2_5_vl", 5), ("gemma3", 1)]
+    ("family", "block_size"),
+    [("llama", 1), ("llava", 5), ("qwen2_5_vl", 5), ("gemma3", 1), ("gemma4", 5), ("qwen3_vl", 1)],
 )
 def test_every_block_size_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str, block_size: int
@@ -82,17 +92,18 @@ def test_cached_encoder_outputs_give_the_reference_tokens(
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert get_differences(outputs, reference.expected) == []
     assert trace.num_encoded_items == 0
-    num_items = [len(e.case.images) + len(e.case.videos) for e in reference.expected]
+    num_items = [entry.case.num_items for entry in reference.expected]
     assert [output.num_encoder_hits for output in outputs] == num_items
     assert [output.num_cached_tokens for output in outputs] == [0] * len(outputs)
 
 
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
-def test_an_image_that_stands_twice_in_a_prompt_is_encoded_once(
+@pytest.mark.parametrize("family", [f for f in MULTIMODAL_FAMILIES if f != "audioflamingo3"])
+def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
     reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
-    expected = [e for e in reference.expected if e.case.name == "one image twice"]
+    case = make_repeated_case(MODALITIES[family][0])
+    expected = [reference.compute(case)]
     llm = make_llm(reference.directory, max_num_batched_tokens=24)
     trace = Trace(llm)
     outputs = llm.generate([e.prompt for e in expected], GREEDY, use_tqdm=False)
@@ -106,7 +117,8 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
     reference = reference_of(family)
-    size = 96 if family == "qwen2_5_vl" else 16  # the largest item, and little or nothing beside it
+    prompts = [entry.prompt for entry in reference.expected]
+    size = get_largest_item(make_llm(reference.directory), prompts)
     llm = make_llm(reference.directory, encoder_cache_size=size, max_num_batched_tokens=64)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
@@ -125,7 +137,7 @@ def test_items_that_are_kept_whole_give_the_reference_tokens(
     trace = Trace(llm)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
-    assert trace.num_split_items == 0
+    assert trace.num_split_items.total() == 0
 
 
 @pytest.mark.parametrize(("budget", "enable_prefix_caching"), [(24, True), (4096, False)])

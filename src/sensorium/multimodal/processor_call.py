@@ -1,4 +1,4 @@
-"""One call of a Hugging Face processor for one item: its tensors, and the text that is its place."""
+"""One call of a Hugging Face processor for one item: its tensors, and the text in its place."""
 
 from __future__ import annotations
 
