@@ -41,6 +41,7 @@ def resolve(
         layer_groups=make_groups(*(windows or (None,))),
         dtype=torch.float32,
         device=torch.device("cpu"),
+        attention_backend="torch",
         needs_whole_spans=changes.get("needs_whole_spans", False),
     )
 
