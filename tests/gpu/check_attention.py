@@ -13,7 +13,7 @@ from sensorium.types.errors import ModelError
 from tests.unit.layers.paged_step import Shape
 from tests.unit.layers.steps import CHECKS, Setting
 
-from .setting import UnavailableError, get_device, use_exact_float32
+from .setting import get_device, raise_unavailable, use_exact_float32
 
 HEADS = {"MHA": (2, 2), "GQA": (14, 2), "MQA": (4, 1)}
 
@@ -40,7 +40,7 @@ def _get_backend(name: str, dtype: torch.dtype, head_dim: int, block_size: int) 
             device=torch.device(get_device()),
         )
     except ModelError as error:
-        raise UnavailableError(str(error)) from error
+        raise_unavailable(error)
 
 
 def check_backend(name: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str:

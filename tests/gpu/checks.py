@@ -14,6 +14,7 @@ from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
 
 from .check_attention import check_backend
 from .check_bfloat16 import check_decoder, check_encoders
+from .check_controls import MISTAKES, check_control
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import BUDGETS, check_float32
 from .setting import WIDE_FAMILIES
@@ -76,6 +77,8 @@ def _get_bfloat16_checks() -> Iterator[Check]:
                 name=f"bfloat16 decoder/{family}/{backend}",
                 run=partial(check_decoder, family, backend),
             )
+    for mistake in MISTAKES:
+        yield Check(name=f"bfloat16 control/{mistake}", run=partial(check_control, mistake))
 
 
 def _get_sync_checks() -> Iterator[Check]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -30,6 +30,13 @@ _WIDE = "wide-"
 
 class UnavailableError(Exception):
     """This machine can't run the check, and why."""
+
+
+def raise_unavailable(error: ModelError) -> NoReturn:
+    """For a backend that can't be had. One that failed its trial is no lack but a fault."""
+    if "attention_backend=" in str(error) and "a trial" not in str(error):
+        raise UnavailableError(str(error)) from error
+    raise error
 
 
 @cache
@@ -122,6 +129,4 @@ def make_device_llm(name: str, dtype: torch.dtype, **options: Any) -> LLM:
     try:
         return make_llm(get_directory(name), **{**values, **options})
     except ModelError as error:
-        if "attention_backend=" in str(error):
-            raise UnavailableError(str(error)) from error
-        raise
+        raise_unavailable(error)

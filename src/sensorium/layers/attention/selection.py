@@ -82,5 +82,6 @@ def _try(
     except Exception as error:
         # Imports, compilers and kernels fail in their own ways; here all mean: not on this machine.
         logger.debug("the trial of %s failed", name, exc_info=True)
-        return f"a trial failed: {type(error).__name__}: {error}"
+        # A compiler's whole output may be in there; the debug log has it.
+        return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return attention if fault is None else f"a trial gave wrong numbers: {fault}"
