@@ -18,6 +18,7 @@ BUDGETS = (7, 24, 4096)
 def check_float32(family: str, budget: int) -> str:
     reference = get_reference(family, torch.float32)
     llm = make_device_llm(family, torch.float32, max_num_batched_tokens=budget)
+    assert llm.config.attention_backend == "torch"  # flash kernels have no float32
     prompts = [entry.prompt for entry in reference.expected]
     for state in ("cold", "cached"):
         outputs = run_staggered(llm, prompts, GREEDY)

@@ -77,6 +77,9 @@ def _get_bfloat16_checks() -> Iterator[Check]:
                 name=f"bfloat16 decoder/{family}/{backend}",
                 run=partial(check_decoder, family, backend),
             )
+        yield Check(
+            name=f"bfloat16 decoder/{family}/auto", run=partial(check_decoder, family, "auto")
+        )
     for mistake in MISTAKES:
         yield Check(name=f"bfloat16 control/{mistake}", run=partial(check_control, mistake))
 

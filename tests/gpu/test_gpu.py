@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("check", get_checks(), ids=lambda check: check.name)
+@pytest.mark.parametrize("check", list(get_checks()), ids=lambda check: check.name)
 def test_on_the_device(check: Check) -> None:
     try:
         check.run()
