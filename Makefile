@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup test check format bench serve clean
+.PHONY: help setup test test-gpu check format bench serve clean
 
 help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
 	@echo "make test     all tests that need no GPU"
+	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make check    formatting, lint, types, layers, sizes"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
@@ -30,6 +31,9 @@ $(READY): pyproject.toml
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-gpu: $(READY)
+	PYTHONPATH=. $(BIN)/python tests/gpu/run.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

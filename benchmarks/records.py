@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -12,18 +13,24 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RECORDS = Path(__file__).parent / "records"
-_PACKAGES = ("torch", "transformers", "numpy", "tokenizers")
+_PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "flashinfer-python")
 
 
-def write_record(name: str, figures: dict[str, Any]) -> Path:
-    """Put `figures` into `records/NAME.json`, replacing the last record of that name."""
-    path = RECORDS / f"{name}.json"
+def write_record(
+    name: str, figures: dict[str, Any], *, path: Path | None = None, commit: str | None = None
+) -> Path:
+    """Put `figures` into `records/NAME.json` or `path`, replacing the last record there. `commit`
+    is for machines that have the tree but not its history.
+    """
+    path = path or RECORDS / f"{name}.json"
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     record = {
         "benchmark": name,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit or _git("rev-parse", "HEAD"),
         "has_uncommitted_changes": bool(
             _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
         ),
@@ -35,17 +42,25 @@ def write_record(name: str, figures: dict[str, Any]) -> Path:
             "memory_gib": round(
                 os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1
             ),
+            **_gpu(),
         },
         "versions": {"python": platform.python_version(), **_versions()},
         "figures": figures,
     }
-    RECORDS.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 
 
+def _gpu() -> dict[str, str]:
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+
+
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    """What git says; nothing where there is no git or no repository."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -58,6 +58,9 @@ def _make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    generate.add_argument(
+        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
+    )
     generate.set_defaults(run=_generate)
     return parser
 
@@ -88,6 +91,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         max_model_len=arguments.max_model_len,
         dtype=arguments.dtype,
         device=arguments.device,
+        attention_backend=arguments.attention_backend,
     )
     prompts: list[TextPrompt] = [
         {"prompt": text, "multi_modal_data": {"image": images}} for text in arguments.prompt

@@ -13,7 +13,7 @@ from sensorium.core.scheduler import Scheduler
 from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config
 from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.payload_store import PayloadStore
-from sensorium.layers.attention.torch_backend import TorchPagedAttention
+from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.loading import (
@@ -59,7 +59,16 @@ def build_engine(model: str, *, dtype: str, device: str, options: EngineOptions)
 def build_engine_core(
     adapter: ModelAdapter, options: EngineOptions
 ) -> tuple[EngineCore, EngineConfig]:
-    layer_groups = group_layers(adapter.probe_layers())
+    layers = adapter.probe_layers()
+    layer_groups = group_layers(layers)
+    # Before the memory is divided: a backend may need some of its own.
+    attention = choose_attention(
+        options.attention_backend,
+        layers=layers,
+        block_size=options.block_size,
+        dtype=adapter.dtype,
+        device=adapter.device,
+    )
     config = resolve_config(
         options,
         text_config=adapter.text_config,
@@ -67,6 +76,7 @@ def build_engine_core(
         dtype=adapter.dtype,
         device=adapter.device,
         bidirectional_modalities=adapter.bidirectional_modalities,
+        attention_backend=attention.name,
     )
     payloads = PayloadStore()
     runner = ModelRunner(
@@ -80,7 +90,7 @@ def build_engine_core(
         ),
         groups=config.groups,
         block_size=config.block_size,
-        attention=TorchPagedAttention(block_size=config.block_size, dtype=adapter.dtype),
+        attention=attention,
         payloads=payloads,
     )
     scheduler = Scheduler(

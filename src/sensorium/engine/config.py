@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
+from sensorium.layers.attention.selection import ATTENTION_BACKENDS
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
 from sensorium.models.adapter import MODALITIES
 from sensorium.types.errors import ModelError
@@ -38,6 +39,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     disable_chunked_mm_input: bool = False
     scheduling_policy: str = "fcfs"
+    attention_backend: str = "auto"
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
 
@@ -58,6 +60,11 @@ class EngineOptions:
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ModelError(
                 f"scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
+            )
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise ModelError(
+                f"unknown attention_backend {self.attention_backend!r}: "
+                f"use {', '.join(ATTENTION_BACKENDS)}"
             )
         if not isinstance(self.limit_mm_per_prompt, Mapping):
             raise ModelError("limit_mm_per_prompt must be a mapping, e.g. {'image': 4}")
@@ -87,6 +94,7 @@ class EngineConfig:
     block_size: int
     enable_prefix_caching: bool
     scheduling_policy: str
+    attention_backend: str  # the chosen one, never "auto"
 
 
 def resolve_config(
@@ -97,6 +105,7 @@ def resolve_config(
     dtype: torch.dtype,
     device: torch.device,
     bidirectional_modalities: frozenset[str],
+    attention_backend: str,
 ) -> EngineConfig:
     is_cuda = device.type == "cuda"
     max_num_seqs = options.max_num_seqs or (256 if is_cuda else 32)
@@ -139,6 +148,7 @@ def resolve_config(
         block_size=options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,
         scheduling_policy=options.scheduling_policy,
+        attention_backend=attention_backend,
     )
 
 

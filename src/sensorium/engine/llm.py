@@ -41,6 +41,8 @@ class LLM:
     - `limit_mm_per_prompt`: most items of a modality in a prompt, e.g. `{"image": 4}`;
     - `disable_chunked_mm_input`: an item's tokens are computed in one step;
     - `scheduling_policy`: "fcfs", or "priority" (a prompt's lower `priority` first);
+    - `attention_backend`: "flashinfer", "varlen", "torch", or "auto": the first that can run the
+      model here;
     - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
       the checkpoint is in bfloat16;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
@@ -60,6 +62,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         disable_chunked_mm_input: bool = False,
         scheduling_policy: str = "fcfs",
+        attention_backend: str = "auto",
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -76,6 +79,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             disable_chunked_mm_input=disable_chunked_mm_input,
             scheduling_policy=scheduling_policy,
+            attention_backend=attention_backend,
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             seed=seed,
         )

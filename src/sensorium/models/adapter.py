@@ -21,6 +21,7 @@ from sensorium.models.attention_seam import PAGED_ATTENTION, AttentionCall
 from sensorium.models.kv_probe import KVProbe
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
+from sensorium.utils.to_device import to_device
 
 MODALITIES = ("image", "video", "audio")
 # Transformers' numbers in `mm_token_type_ids`; 0 is text.
@@ -195,7 +196,9 @@ class ModelAdapter:
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
         arguments = {
-            name: tensor.to(self.device) for name, tensor in collate(items).items() if name in names
+            name: to_device(tensor, self.device)
+            for name, tensor in collate(items).items()
+            if name in names
         }
         output = function(**arguments, return_dict=True)
         return self.split(output, items, num_embeds)

@@ -16,7 +16,7 @@ from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.checks import check_media
 from sensorium.multimodal.families import PROCESSOR_CALLS
 from sensorium.multimodal.hasher import hash_media
-from sensorium.multimodal.processor_call import call_processor
+from sensorium.multimodal.processor_call import ProcessorCall, call_processor
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
@@ -52,7 +52,7 @@ class MultiModalProcessor:
         except Exception as error:  # Transformers raises many kinds for what is one fault
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
         self._processor: Any = loaded if is_multimodal else None
-        self._call = PROCESSOR_CALLS.get(config.model_type, call_processor)
+        self._call: ProcessorCall = PROCESSOR_CALLS.get(config.model_type, call_processor)
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
         self._fingerprint = "" if self._processor is None else self._processor.to_json_string()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ _TEXT_KEYS = frozenset(
 )
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 ProcessorResult = tuple[MultiModalKwargsItem, str]
+ProcessorCall = Callable[
+    [Any, str, object, Mapping[str, object] | None, Mapping[str, object]], ProcessorResult
+]
 
 
 def call_processor(

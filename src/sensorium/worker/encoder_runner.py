@@ -24,6 +24,15 @@ class EncoderJob:
     item: MultiModalKwargsItem
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EncodedBatch:
+    """`is_finite`: on the device, not read yet."""
+
+    jobs: Sequence[EncoderJob]
+    embeds: Sequence[torch.Tensor]
+    is_finite: torch.Tensor
+
+
 class EncoderRunner:
     def __init__(self, adapter: ModelAdapter, cache: EncoderCache) -> None:
         self._adapter = adapter
@@ -35,25 +44,40 @@ class EncoderRunner:
         for job in jobs:
             batches.setdefault(_get_batch_key(job), []).append(job)
         failed: dict[str, str] = {}
-        for batch in batches.values():
-            failed.update(self._run_batch(batch))
+        for batch, reason in self._run_batches(list(batches.values())):
+            if len(batch) == 1:
+                failed[batch[0].key] = _explain(batch[0], reason)
+                continue
+            # One by one, to find out whose fault it is.
+            for [job], own_reason in self._run_batches([[job] for job in batch]):
+                failed[job.key] = _explain(job, own_reason)
         return failed
 
-    def _run_batch(self, batch: Sequence[EncoderJob]) -> dict[str, str]:
-        """All at once; if that fails, one by one, to find out whose fault it is."""
-        reason = self._try_batch(batch)
-        if reason is None:
-            return {}
-        if len(batch) == 1:
-            job = batch[0]
-            return {job.key: f"the {job.feature.modality} could not be encoded: {reason}"}
-        failed: dict[str, str] = {}
-        for job in batch:
-            failed.update(self._run_batch([job]))
+    def _run_batches(
+        self, batches: Sequence[Sequence[EncoderJob]]
+    ) -> list[tuple[Sequence[EncoderJob], str]]:
+        """Encode and store each batch as a whole; those that failed, with the reason. Whether the
+        numbers are finite is read from the device once for all of them.
+        """
+        encoded: list[_EncodedBatch] = []
+        failed: list[tuple[Sequence[EncoderJob], str]] = []
+        for batch in batches:
+            result = self._encode(batch)
+            if isinstance(result, str):
+                failed.append((batch, result))
+            else:
+                encoded.append(result)
+        verdicts = torch.stack([b.is_finite for b in encoded]).tolist() if encoded else []
+        for result, is_finite in zip(encoded, verdicts, strict=True):
+            if not is_finite:
+                failed.append((result.jobs, "its embeddings are not finite numbers"))
+                continue
+            for job, item in zip(result.jobs, result.embeds, strict=True):
+                self._cache.add(job.key, item)
         return failed
 
-    def _try_batch(self, jobs: Sequence[EncoderJob]) -> str | None:
-        """Encode and store a batch; the reason if it fails, and then nothing is stored."""
+    def _encode(self, jobs: Sequence[EncoderJob]) -> _EncodedBatch | str:
+        """A batch's embeddings, or the reason if it fails."""
         modality = jobs[0].feature.modality
         try:
             embeds = self._adapter.encode(
@@ -63,15 +87,16 @@ class EncoderRunner:
             )
             # A NaN in a stored key or value would reach other requests: attention multiplies masked
             # values by zero.
-            if not bool(torch.stack([torch.isfinite(item).all() for item in embeds]).all()):
-                return "its embeddings are not finite numbers"
+            is_finite = torch.stack([torch.isfinite(item).all() for item in embeds]).all()
         except Exception as error:
             # The boundary at which one request's media may fail, whatever the model raises.
             logger.debug("encoding %d %s item(s) failed", len(jobs), modality, exc_info=True)
             return f"{type(error).__name__}: {error}"
-        for job, item in zip(jobs, embeds, strict=True):
-            self._cache.add(job.key, item)
-        return None
+        return _EncodedBatch(jobs=jobs, embeds=embeds, is_finite=is_finite)
+
+
+def _explain(job: EncoderJob, reason: str) -> str:
+    return f"the {job.feature.modality} could not be encoded: {reason}"
 
 
 def _get_batch_key(job: EncoderJob) -> Hashable:

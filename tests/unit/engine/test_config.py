@@ -42,6 +42,7 @@ def resolve(
         dtype=torch.float32,
         device=torch.device("cpu"),
         bidirectional_modalities=changes.get("bidirectional_modalities", frozenset()),
+        attention_backend="torch",
     )
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from sensorium.layers.attention.backend import GroupTables, LayerCache, StepLayout
+from sensorium.layers.attention.backend import GroupTables, LayerCache, PagedAttention, StepLayout
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 
 NULL_BLOCK = 0
+# Absolute and relative. In half precision kernels round probabilities, and outputs are sums of
+# values up to about 4: four units in the last place of 1, and of the output itself.
+TOLERANCES = {
+    torch.float32: (2e-5, 1e-4),
+    torch.float16: (4 * 2**-10, 4 * 2**-10),
+    torch.bfloat16: (4 * 2**-7, 4 * 2**-7),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +70,12 @@ class PagedStep:
         *,
         windows: Sequence[int | None] = (None,),
         seed: int = 0,
+        backend: PagedAttention | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
+        self.dtype = dtype
+        self.device = device
         self.shape = shape
         self.chunks = sorted(chunks, key=lambda chunk: chunk.end - chunk.start > 1)
         self.windows = tuple(windows)
@@ -79,10 +91,10 @@ class PagedStep:
         ]
         self.tables = [self._make_tables(window) for window in self.windows]
         self.caches = [self._make_cache(index) for index in range(len(self.windows))]
-        self.backend = TorchPagedAttention(block_size=shape.block_size, dtype=torch.float32)
+        self.backend = backend or TorchPagedAttention(block_size=shape.block_size, dtype=dtype)
 
     def _randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._random)
+        return torch.randn(*shape, generator=self._random).to(self.dtype)
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +126,7 @@ class PagedStep:
             _, keys, values = self.sequences[row]
             cache.keys.flatten(0, 1)[slots[is_live]] = keys[: chunk.start][is_live]
             cache.values.flatten(0, 1)[slots[is_live]] = values[: chunk.start][is_live]
-        return cache
+        return replace(cache, keys=cache.keys.to(self.device), values=cache.values.to(self.device))
 
     def get_slots(self, group_index: int, row: int, start: int, end: int) -> torch.Tensor:
         positions = torch.arange(start, end)
@@ -127,7 +139,8 @@ class PagedStep:
         until = None
         if any(chunk.spans for chunk in self.chunks):
             until = torch.tensor(
-                [c.get_attend_until(p) for c in self.chunks for p in range(c.start, c.end)]
+                [c.get_attend_until(p) for c in self.chunks for p in range(c.start, c.end)],
+                device=self.device,
             )
         return StepLayout(
             query_lens=tuple(chunk.end - chunk.start for chunk in self.chunks),
@@ -142,8 +155,10 @@ class PagedStep:
         slots = [self.get_slots(index, r, c.start, c.end) for r, c in enumerate(self.chunks)]
         return GroupTables(
             window=self.windows[index],
-            slot_mapping=torch.cat(slots),
-            block_tables=torch.tensor([t + [NULL_BLOCK] * (width - len(t)) for t in tables]),
+            slot_mapping=torch.cat(slots).to(self.device),
+            block_tables=torch.tensor(
+                [t + [NULL_BLOCK] * (width - len(t)) for t in tables], device=self.device
+            ),
         )
 
     def get_new_tokens(self, which: int) -> torch.Tensor:
@@ -156,7 +171,7 @@ class PagedStep:
 
     def attend(self, cache: LayerCache) -> torch.Tensor:
         """What the backend gives, [N, H, D of values]."""
-        query, key, value = map(self.get_new_tokens, range(3))
+        query, key, value = (self.get_new_tokens(which).to(self.device) for which in range(3))
         return self.backend.attend(cache, query, key, value, scaling=self.scaling)[0]
 
     def run(self) -> list[torch.Tensor]:
@@ -176,5 +191,8 @@ class PagedStep:
         return torch.cat(outputs)
 
     def check(self) -> None:
+        atol, rtol = TOLERANCES[self.dtype]
         for output, window in zip(self.run(), self.windows, strict=True):
-            torch.testing.assert_close(output, self.get_expected(window), atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                output.cpu(), self.get_expected(window), atol=atol, rtol=rtol
+            )

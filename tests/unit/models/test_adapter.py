@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.models.adapter import ModelAdapter, _collate, _split
+from sensorium.models.adapter import ModelAdapter, _split, collate
 from sensorium.models.attention_seam import _paged_attention
 from sensorium.models.loading import load_config, load_model
 from sensorium.types.errors import ModelError, RequestError
@@ -24,13 +24,13 @@ def llama(tiny_model: Callable[[str], str]) -> ModelAdapter:
 
 def test_equal_shapes_are_concatenated_in_order() -> None:
     items = [{"pixels": torch.full((n, 2), float(n))} for n in (1, 3)]
-    assert _collate(items)["pixels"].tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
+    assert collate(items)["pixels"].tolist() == [[1, 1], [3, 3], [3, 3], [3, 3]]
 
 
 def test_items_that_are_not_of_a_kind_are_refused() -> None:
     items = [{"a": torch.ones(1)}, {"b": torch.ones(1)}]
     with pytest.raises(RequestError, match=r"different tensors: \['a'\], \['b'\]"):
-        _collate(items)
+        collate(items)
 
 
 ROWS = torch.arange(12.0).reshape(6, 2)

@@ -96,10 +96,11 @@ def test_the_bad_item_of_a_batch_fails_alone_with_its_reason(
     assert cache["b"].tolist() == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
 def test_a_bad_item_does_not_touch_another_modality(
-    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
+    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache, bad: float
 ) -> None:
-    failed = runner.run([job("bad", -1.0), job("v", 3.0, modality="video")])
+    failed = runner.run([job("bad", bad), job("v", 3.0, modality="video")])
     assert failed.keys() == {"bad"}
     assert "v" in cache
     assert adapter.batches.count(("video", [3.0])) == 1
@@ -127,3 +128,24 @@ def test_a_lone_item_that_fails_is_not_tried_again(
 ) -> None:
     assert "negative" in runner.run([job("a", -1.0)])["a"]
     assert len(adapter.batches) == 1
+
+
+def test_a_step_reads_from_the_device_once_however_many_batches_it_has(
+    runner: EncoderRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_reads = 0
+    read = torch.Tensor.tolist
+
+    def count_and_read(tensor: torch.Tensor) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        return read(tensor)
+
+    def refuse(tensor: torch.Tensor) -> bool:
+        raise AssertionError(f"{tensor} was read")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", count_and_read)
+    monkeypatch.setattr(torch.Tensor, "__bool__", refuse)
+    jobs = [job(f"{m}{i}", 1.0, modality=m) for m in ("image", "video", "audio") for i in range(3)]
+    assert runner.run(jobs) == {}
+    assert num_reads == 1

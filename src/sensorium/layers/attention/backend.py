@@ -51,8 +51,20 @@ class LayerCache:
     is_shared: bool  # the keys and values belong to an earlier layer and are there already
 
 
+def store_new_tokens(
+    cache: LayerCache, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Put keys and values [1, K, N, D] into their slots."""
+    cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key[0].transpose(0, 1))
+    cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value[0].transpose(0, 1))
+
+
 class PagedAttention(Protocol):
     """Attention over paged keys and values for one step at a time."""
+
+    @property
+    def name(self) -> str:
+        """As in the option `attention_backend`."""
 
     def prepare(self, layout: StepLayout) -> None:
         """Learn the next step; called once before its layers."""

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sensorium.layers.attention.backend import GroupTables, LayerCache, StepLayout
+from sensorium.layers.attention.backend import (
+    GroupTables,
+    LayerCache,
+    StepLayout,
+    store_new_tokens,
+)
+from sensorium.utils.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,8 @@ class _GroupPlan:
 
 
 class TorchPagedAttention:
+    name = "torch"
+
     def __init__(self, *, block_size: int, dtype: torch.dtype) -> None:
         self._block_size = block_size
         self._dtype = dtype
@@ -63,8 +71,7 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         plan = self._plans[cache.group_index]
         if not cache.is_shared:
-            cache.keys.flatten(0, 1).index_copy_(0, plan.slot_mapping, key[0].transpose(0, 1))
-            cache.values.flatten(0, 1).index_copy_(0, plan.slot_mapping, value[0].transpose(0, 1))
+            store_new_tokens(cache, plan.slot_mapping, key, value)
         num_heads, num_tokens = query.shape[1], query.shape[2]
         output = query.new_empty(num_tokens, num_heads, cache.values.shape[-1])
         for bucket in plan.buckets:
@@ -109,38 +116,58 @@ class TorchPagedAttention:
     def _plan_decodes(
         self, group: GroupTables, seq_lens: tuple[int, ...]
     ) -> tuple[_DecodeBucket, ...]:
+        if not seq_lens:
+            return ()
+        firsts = [self._first_block(group, seq_len - 1) for seq_len in seq_lens]
+        widths = [
+            self._last_block(seq_len) - first
+            for seq_len, first in zip(seq_lens, firsts, strict=True)
+        ]
         rows_by_width: dict[int, list[int]] = {}
-        for row, seq_len in enumerate(seq_lens):
-            num_blocks = self._last_block(seq_len) - self._first_block(group, seq_len - 1)
-            rows_by_width.setdefault(num_blocks.bit_length(), []).append(row)
-        return tuple(self._plan_bucket(group, rows, seq_lens) for rows in rows_by_width.values())
+        for row, width in enumerate(widths):
+            rows_by_width.setdefault(width.bit_length(), []).append(row)
+        buckets = list(rows_by_width.values())
+        order = [row for rows in buckets for row in rows]
+        facts = [order, [firsts[row] for row in order], [seq_lens[row] for row in order]]
+        uploaded = to_device(torch.tensor(facts, dtype=torch.long), group.block_tables.device)
+        return tuple(
+            self._plan_bucket(
+                group,
+                *part,
+                num_blocks=max(widths[row] for row in rows),
+                is_whole=len(buckets) == 1,
+            )
+            for rows, part in zip(buckets, uploaded.split(list(map(len, buckets)), 1), strict=True)
+        )
 
     def _plan_bucket(
-        self, group: GroupTables, rows: list[int], seq_lens: tuple[int, ...]
+        self,
+        group: GroupTables,
+        rows: torch.Tensor,  # [b]
+        first_blocks: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        num_blocks: int,
+        is_whole: bool,
     ) -> _DecodeBucket:
         device = group.block_tables.device
-        firsts = [self._first_block(group, seq_lens[row] - 1) for row in rows]
-        num_blocks = max(
-            self._last_block(seq_lens[row]) - first for row, first in zip(rows, firsts, strict=True)
-        )
-        first = torch.tensor(firsts, device=device)[:, None]
+        first = first_blocks[:, None]
         columns = (first + torch.arange(num_blocks, device=device)).clamp_(
             max=group.block_tables.shape[1] - 1
         )
-        row_index = torch.tensor(rows, device=device)
         # [b, S]: the position that each gathered key has in its request
         positions = first * self._block_size + torch.arange(
             num_blocks * self._block_size, device=device
         )
-        lengths = torch.tensor([seq_lens[row] for row in rows], device=device)[:, None]
+        lengths = seq_lens[:, None]
         is_seen = positions < lengths
         if group.window is not None:
             is_seen &= positions >= lengths - group.window
         mask = torch.zeros(is_seen.shape, dtype=self._dtype, device=device)
         mask.masked_fill_(~is_seen, float("-inf"))
         return _DecodeBucket(
-            rows=slice(0, len(rows)) if len(rows) == len(seq_lens) else row_index,
-            block_ids=group.block_tables[row_index[:, None], columns].flatten(),
+            rows=slice(0, len(rows)) if is_whole else rows,
+            block_ids=group.block_tables[rows[:, None], columns].flatten(),
             num_blocks=num_blocks,
             mask=mask[:, None, None],
         )

@@ -10,6 +10,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from sensorium.models.adapter import ModelAdapter, collate
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.utils.to_device import to_device
 
 
 class Qwen2AudioAdapter(ModelAdapter):
@@ -17,7 +18,7 @@ class Qwen2AudioAdapter(ModelAdapter):
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
         del modality  # there is but one
-        tensors = {name: tensor.to(self.device) for name, tensor in collate(items).items()}
+        tensors = {name: to_device(tensor, self.device) for name, tensor in collate(items).items()}
         tower = self._base.audio_tower
         features = tensors["input_features"].to(self.dtype)
         num_frames = tensors["feature_attention_mask"].sum(-1)

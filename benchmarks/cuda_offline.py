@@ -1,0 +1,174 @@
+"""Output tokens per second on CUDA of a random Qwen2.5-VL of the shape of the 3B one, in bfloat16.
+
+1, 8 and 64 requests at once, each with an image of 448 × 448 (256 tokens) and 80 tokens of text,
+128 tokens out, no two images alike; against `model.generate` one at a time. The same weights, made
+on the device. Tokens are counted from adding the requests to the last step, encoders included.
+
+python benchmarks/cuda_offline.py [--backends NAME ...] [--record-to PATH [--commit HASH]]
+
+`--tiny` tries the script with a small model, also without a GPU. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from random_qwen import IMAGE_PAD, Prompt, make_model, make_prompts, make_request
+from records import write_record
+from sensorium import ModelError
+from sensorium.engine.builder import build_engine_core
+from sensorium.engine.config import EngineOptions
+from sensorium.engine.engine_core import EngineCore
+from sensorium.models.adapter import ModelAdapter
+
+BATCHES = (1, 8, 64)
+NUM_OUTPUT_TOKENS = 128
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def run_reference(model: Any, device: str, prompts: list[Prompt]) -> tuple[float, list[list[int]]]:
+    """Tokens per second of `generate`, one prompt after the other, and the tokens."""
+    outputs = []
+    _synchronize(device)
+    start = perf_counter()
+    for token_ids, tensors in prompts:
+        input_ids = torch.tensor([token_ids], device=device)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            **{name: tensor.to(device) for name, tensor in tensors.items()},
+        }
+        if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+            inputs["mm_token_type_ids"] = (input_ids == IMAGE_PAD).int()
+        model.base_model.rope_deltas = None
+        output = model.generate(**inputs, max_new_tokens=NUM_OUTPUT_TOKENS, do_sample=False)
+        outputs.append(output[0, len(token_ids) :].tolist())
+    elapsed = perf_counter() - start
+    return sum(map(len, outputs)) / elapsed, outputs
+
+
+def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, list[list[int]]]:
+    """Tokens per second, the median milliseconds of a step that only decodes, and the tokens."""
+    outputs: dict[str, list[int]] = {}
+    decode_ms = []
+    start = perf_counter()
+    for token_ids, tensors in prompts:
+        request = make_request(token_ids, max_tokens=NUM_OUTPUT_TOKENS)
+        core.add_request(request, {request.mm_features[0].mm_hash: tensors})
+        outputs[request.request_id] = []
+    while core.has_requests:
+        is_decode = all(outputs.values())
+        step_start = perf_counter()
+        for news in core.step():
+            if news.error is not None:
+                raise RuntimeError(news.error)
+            outputs[news.request_id] += news.new_token_ids
+        if is_decode:
+            decode_ms.append((perf_counter() - step_start) * 1e3)
+    elapsed = perf_counter() - start
+    speed = sum(map(len, outputs.values())) / elapsed
+    return speed, statistics.median(decode_ms), list(outputs.values())
+
+
+def measure_backend(
+    adapter: ModelAdapter, backend: str, batches: tuple[int, ...], num_rounds: int
+) -> dict[str, Any]:
+    start = perf_counter()
+    core, config = build_engine_core(
+        adapter,
+        EngineOptions(
+            max_model_len=1024,
+            max_num_seqs=max(batches),
+            kv_cache_memory_bytes=(4 << 30) if adapter.device.type == "cuda" else (64 << 20),
+            attention_backend=backend,
+        ),
+    )
+    figures: dict[str, Any] = {
+        "attention_backend": config.attention_backend,
+        "start_s": round(perf_counter() - start, 1),
+        "tokens_per_s": {},
+        "decode_step_ms": {},
+    }
+    for batch in batches:
+        run_ours(core, make_prompts(batch, seed=1000 + batch))  # first uses
+        runs = [
+            run_ours(core, make_prompts(batch, seed=batch + 100 * r)) for r in range(num_rounds)
+        ]
+        figures["tokens_per_s"][str(batch)] = round(statistics.median(r[0] for r in runs), 1)
+        figures["decode_step_ms"][str(batch)] = round(statistics.median(r[1] for r in runs), 2)
+        print(f"{backend}, {batch} at once: {figures['tokens_per_s'][str(batch)]} tokens/s")
+        if batch == 1:
+            figures["first_output"] = runs[0][2][0]
+    return figures
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batches = (1, 2) if arguments.tiny else BATCHES
+    model = make_model(device, is_tiny=arguments.tiny)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{num_parameters / 1e9:.2f}B parameters on {device}", flush=True)
+    run_reference(model, device, make_prompts(1, seed=999))  # first uses
+    reference = [
+        run_reference(model, device, make_prompts(1, seed=1 + 100 * r))
+        for r in range(arguments.rounds)
+    ]
+    speed = statistics.median(r[0] for r in reference)
+    print(f"generate: {speed:.1f} tokens/s", flush=True)
+    adapter = ModelAdapter(model)  # from here on its decoder attends through pages
+    backends = []
+    for backend in arguments.backends:
+        try:
+            figures = measure_backend(adapter, backend, batches, arguments.rounds)
+        except ModelError as error:
+            print(f"{backend}: {error}")
+            continue
+        expected = reference[0][1][0]
+        ours = figures.pop("first_output")
+        figures["equal_tokens_before_the_first_difference"] = next(
+            (i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b), len(ours)
+        )
+        figures["ratio"] = {k: round(v / speed, 2) for k, v in figures["tokens_per_s"].items()}
+        backends.append(figures)
+    return {
+        "model": "tiny" if arguments.tiny else "Qwen2.5-VL-3B shape, random",
+        "num_parameters": num_parameters,
+        "dtype": str(adapter.dtype).removeprefix("torch."),
+        "num_prompt_tokens": len(make_prompts(1, seed=0)[0][0]),
+        "num_output_tokens": NUM_OUTPUT_TOKENS,
+        "generate_tokens_per_s": round(speed, 1),
+        "backends": backends,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="how often each is measured")
+    parser.add_argument("--backends", nargs="+", default=["flashinfer", "torch"], metavar="NAME")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--record-to", type=Path, metavar="PATH", help="write a record there")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
+    arguments = parser.parse_args()
+    figures = measure(arguments)
+    if arguments.record_to is not None:
+        write_record("cuda_offline", figures, path=arguments.record_to, commit=arguments.commit)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

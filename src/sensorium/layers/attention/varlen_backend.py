@@ -1,0 +1,127 @@
+"""Paged attention with torch's own `varlen_attn`, where it reads pages.
+
+It does so from torch 2.13 on (`block_table`, `seqused_k`), and then only with the FlashAttention-3
+kernels, which are a package of their own (`flash_attn_interface`, Hopper only) that torch routes
+its flash attention to when asked; its built-in FA2 refuses a block table. FA3 takes pages of any
+size and heads of at most 256. Whether a build really does is found out by the trial at start.
+
+A step that has spans attended in both directions goes through the gather of `torch_backend` as a
+whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from sensorium.layers.attention.backend import LayerCache, StepLayout, store_new_tokens
+from sensorium.layers.attention.torch_backend import TorchPagedAttention
+from sensorium.layers.kv_layout import LayerSpec
+from sensorium.types.errors import InvariantError
+from sensorium.utils.to_device import to_device
+
+MAX_HEAD_DIM = 256
+_KERNEL_PACKAGE = "flash_attn_interface"
+
+
+def find_obstacle(
+    layers: Sequence[LayerSpec], *, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why these layers can't be computed here; `None` if they can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    for layer in layers:
+        if layer.key_dim != layer.value_dim:
+            return f"keys of size {layer.key_dim} with values of size {layer.value_dim}"
+        if layer.key_dim > MAX_HEAD_DIM or layer.key_dim % 8:
+            return f"head sizes are multiples of 8 up to {MAX_HEAD_DIM}, not {layer.key_dim}"
+    if _find_function() is None:
+        return f"the varlen_attn of torch {torch.__version__} takes no block_table"
+    if importlib.util.find_spec(_KERNEL_PACKAGE) is None:
+        return f"pages need the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
+    return None
+
+
+def _find_function() -> Callable[..., Any] | None:
+    """torch's function, if it takes a block table."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"block_table", "seqused_k"} <= names.keys() else None
+
+
+def _activate_kernels() -> None:
+    """Let torch use FlashAttention 3: in the whole process, so for encoders too."""
+    from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+
+    if current_flash_attention_impl() != "FA3":
+        activate_flash_attention_impl("FA3")
+
+
+class VarlenAttention:
+    name = "varlen"
+
+    def __init__(self, *, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        function = _find_function()
+        if function is None:
+            raise InvariantError("this torch has no varlen_attn that reads pages")
+        _activate_kernels()
+        self._varlen_attn = function
+        self._device = device
+        self._gather = TorchPagedAttention(block_size=block_size, dtype=dtype)
+        self._layout: StepLayout | None = None
+
+    def prepare(self, layout: StepLayout) -> None:
+        self._layout = layout
+        if layout.attend_until is not None:
+            self._gather.prepare(layout)
+            return
+        lengths = [0, *accumulate(layout.query_lens), *layout.seq_lens]
+        uploaded = to_device(torch.tensor(lengths, dtype=torch.int32), self._device)
+        num_starts = len(layout.query_lens) + 1
+        self._query_starts = uploaded[:num_starts]  # [B + 1]
+        self._seq_lens = uploaded[num_starts:].clone()  # [B]; kernels want it aligned
+        self._block_tables = [group.block_tables.to(torch.int32) for group in layout.groups]
+        self._max_query_len = max(layout.query_lens)
+        self._max_seq_len = max(layout.seq_lens)
+
+    def attend(
+        self,
+        cache: LayerCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        if self._layout is None:
+            raise InvariantError("attend() before prepare()")
+        if self._layout.attend_until is not None:
+            return self._gather.attend(cache, query, key, value, scaling=scaling)
+        group = self._layout.groups[cache.group_index]
+        if not cache.is_shared:
+            store_new_tokens(cache, group.slot_mapping, key, value)
+        output = self._varlen_attn(
+            query[0].transpose(0, 1).contiguous(),
+            cache.keys,
+            cache.values,
+            self._query_starts,
+            None,
+            self._max_query_len,
+            self._max_seq_len,
+            scale=scaling,
+            window_size=(-1 if group.window is None else group.window - 1, 0),
+            enable_gqa=query.shape[1] != cache.keys.shape[2],
+            seqused_k=self._seq_lens,
+            block_table=self._block_tables[cache.group_index],
+        )
+        return output[None]

@@ -1,0 +1,202 @@
+"""bfloat16, stage by stage, against the same model run by Transformers in bfloat16 on the device.
+
+How far apart two right computations may be is measured, not assumed: `spread` is the largest
+distance of Transformers' bfloat16 from Transformers' float32 over all that is compared. Ours is as
+good a rounding as theirs, so its distance from float32 must be alike (root mean square at most 1.5
+times theirs), and its distance from theirs at most that of two roundings (2 × spread). Tokens must
+agree where the reference's margin is more than both candidates can move.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from sensorium import LLM
+from tests.parity.driver import get_token_ids, run_staggered
+from tests.parity.reference import GREEDY, Expected
+
+from .check_tokens import find_first_difference, get_margins
+from .setting import DeviceReference, get_reference, make_device_llm
+
+BUDGET = 24  # prompts come in chunks
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distances:
+    """Of ours and theirs, both in bfloat16, and the exact float32."""
+
+    spread: float  # theirs to exact, largest
+    apart: float  # ours to theirs, largest
+    their_rms: float
+    our_rms: float
+
+    @property
+    def tolerance(self) -> float:
+        return 2 * self.spread
+
+    def __str__(self) -> str:
+        return (
+            f"largest {self.apart:.3g} of {self.tolerance:.3g}, "
+            f"rms {self.our_rms:.3g} to {self.their_rms:.3g}"
+        )
+
+
+def measure(
+    ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> Distances:
+    a, b, c = (
+        torch.cat([part.float().flatten() for part in parts]) for parts in (ours, theirs, exact)
+    )
+    assert a.isfinite().all()
+    return Distances(
+        spread=float((b - c).abs().max()),
+        apart=float((a - b).abs().max()),
+        their_rms=float((b - c).square().mean().sqrt()),
+        our_rms=float((a - c).square().mean().sqrt()),
+    )
+
+
+def assert_close(distances: Distances, stage: str) -> None:
+    assert distances.spread > 0, f"{stage}: nothing was rounded"
+    assert distances.apart <= distances.tolerance, f"{stage}: {distances}"
+    assert distances.our_rms <= 1.5 * distances.their_rms, f"{stage}: {distances}"
+
+
+# ---- encoders
+
+
+@torch.inference_mode()
+def check_encoders(name: str) -> str:
+    rough, exact = get_reference(name, torch.bfloat16), get_reference(name, torch.float32)
+    llm = make_device_llm(name, torch.bfloat16)
+    llm.generate([entry.prompt for entry in rough.expected], GREEDY, use_tqdm=False)
+    ours, theirs, right = [], [], []
+    for entry in rough.expected:
+        for modality in _get_modalities(entry):
+            expected = _encode(rough, entry, modality)
+            embeds = torch.cat(list(_get_encoded(llm, entry, modality)))
+            assert embeds.dtype == torch.bfloat16
+            assert len(embeds) == len(expected), entry.case.name
+            ours.append(embeds[:, : expected.shape[1]])  # some families append deeper layers
+            theirs.append(expected)
+            right.append(_encode(exact, entry, modality))
+    distances = measure(ours, theirs, right)
+    assert_close(distances, "embeddings")
+    return f"{sum(map(len, ours))} embeddings: {distances}"
+
+
+def _get_modalities(entry: Expected) -> list[str]:
+    return [modality for modality, pixels in _PIXELS.items() if pixels in entry.inputs]
+
+
+def _encode(reference: DeviceReference, entry: Expected, modality: str) -> torch.Tensor:
+    """What the untouched model makes of all items of a prompt in one call."""
+    function = getattr(reference.model.base_model, f"get_{modality}_features")
+    names = inspect.signature(function).parameters.keys() & entry.inputs.keys()
+    output = function(**{n: entry.inputs[n] for n in names}, return_dict=True).pooler_output
+    parts = list(output)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _get_encoded(llm: LLM, entry: Expected, modality: str) -> Iterator[torch.Tensor]:
+    runner: Any = llm.core.runner
+    processed = llm.input_processor.process(entry.case.name, entry.prompt, GREEDY)
+    for feature in processed.request.mm_features:
+        if feature.modality == modality:
+            yield runner.encoder_cache[feature.mm_hash]
+
+
+# ---- logits and tokens
+
+
+class _Force(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Makes `generate` choose given tokens."""
+
+    def __init__(self, entry: Expected) -> None:
+        self._entry = entry
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        index = input_ids.shape[1] - len(self._entry.prompt_token_ids)
+        return _only(scores, self._entry.token_ids[index])
+
+
+def _only(logits: torch.Tensor, token_id: int) -> torch.Tensor:
+    forced = torch.full_like(logits, -1e4)
+    forced[:, token_id] = 0
+    return forced
+
+
+def _force_reference(reference: DeviceReference, entry: Expected) -> torch.Tensor:
+    tokens, logits = reference.generate(
+        entry.inputs,
+        ignore_eos=True,
+        max_new_tokens=len(entry.token_ids),
+        logits_processor=transformers.LogitsProcessorList([_Force(entry)]),
+    )
+    assert tokens == entry.token_ids
+    return logits
+
+
+def _force_ours(llm: LLM, entry: Expected) -> torch.Tensor:
+    """Our logits at each generated position, the reference's tokens being chosen."""
+    adapter: Any = llm.core.runner._adapter  # type: ignore[attr-defined]
+    compute, seen = adapter.logits, []
+
+    def compute_and_force(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(compute(hidden))
+        return _only(seen[-1], entry.token_ids[len(seen) - 1])
+
+    adapter.logits = compute_and_force
+    try:
+        (output,) = llm.generate(entry.prompt, GREEDY, use_tqdm=False)
+    finally:
+        adapter.logits = compute
+    assert list(output.prompt_token_ids) == entry.prompt_token_ids, entry.case.name
+    assert list(output.outputs[0].token_ids) == entry.token_ids, entry.case.name
+    return torch.cat(seen)
+
+
+def check_decoder(name: str, backend: str) -> str:
+    llm = make_device_llm(
+        name, torch.bfloat16, attention_backend=backend, max_num_batched_tokens=BUDGET
+    )
+    assert backend in ("auto", llm.config.attention_backend)
+    rough, exact = get_reference(name, torch.bfloat16), get_reference(name, torch.float32)
+    theirs = [entry.logits for entry in rough.expected]
+    ours = [_force_ours(llm, entry) for entry in rough.expected]
+    distances = measure(ours, theirs, [_force_reference(exact, e) for e in rough.expected])
+    assert_close(distances, "logits")
+    num_sure = 0
+    for our_logits, entry in zip(ours, rough.expected, strict=True):
+        choices = our_logits.argmax(-1).tolist()
+        for choice, token, margin in zip(
+            choices, entry.token_ids, get_margins(entry.logits), strict=True
+        ):
+            if margin > 2 * distances.tolerance:
+                num_sure += 1
+                assert choice == token, entry.case.name
+    assert num_sure, f"no margin is larger than {2 * distances.tolerance:.3g}"
+    num_equal = _check_free_run(llm, rough.expected, 2 * distances.tolerance)
+    note = f"by {llm.config.attention_backend}: " if backend == "auto" else ""
+    return f"{note}{distances}; {num_sure} sure tokens; free run: {num_equal} of {len(ours)} equal"
+
+
+def _check_free_run(llm: LLM, expected: Sequence[Expected], threshold: float) -> int:
+    """Batched and unforced: where tokens part, the reference was unsure. How many never part."""
+    num_equal = 0
+    outputs = run_staggered(llm, [entry.prompt for entry in expected], GREEDY)
+    for tokens, entry in zip(get_token_ids(outputs), expected, strict=True):
+        index = find_first_difference(tokens, entry.token_ids)
+        if index is None:
+            num_equal += 1
+        else:
+            margin = get_margins(entry.logits)[index]
+            assert margin <= threshold, f"{entry.case.name}: token {index}, margin {margin:.3g}"
+    return num_equal

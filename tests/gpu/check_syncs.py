@@ -1,0 +1,79 @@
+"""How often the host waits for the device: once a step, for the tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import sensorium
+from sensorium import LLM
+from tests.parity.reference import GREEDY
+
+from .setting import UnavailableError, get_device, get_reference, make_device_llm
+
+NUM_STEPS = 8  # fewer than the tokens of a request
+
+
+def count_syncs(run: Callable[[], object]) -> Counter[str]:
+    """The places in Python at which torch waited for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+
+
+def _get_ours(places: Counter[str]) -> dict[str, int]:
+    package = str(Path(sensorium.__file__).parent)
+    return {
+        place.removeprefix(f"{package}/"): count
+        for place, count in places.items()
+        if place.startswith(package)
+    }
+
+
+def check_decode_syncs(name: str, dtype: torch.dtype, backend: str) -> str:
+    _need_cuda()
+    llm = make_device_llm(name, dtype, attention_backend=backend)
+    _add(llm, name, 4)
+    requests = llm.core.scheduler.requests
+    while not all(request.num_output_tokens for request in requests.values()):
+        llm.core.step()
+    llm.core.step()  # first uses
+    places = count_syncs(lambda: [llm.core.step() for _ in range(NUM_STEPS)])
+    assert len(requests) == 4, "a request ended, so not every step decoded"
+    assert places.total() == NUM_STEPS, f"{NUM_STEPS} steps waited at {dict(places)}"
+    return f"{NUM_STEPS} decode steps waited at {_get_ours(places)}"
+
+
+def check_encoder_syncs(name: str) -> str:
+    """A step that encodes adds one wait of ours, whatever the number of items; the model's own
+    encoder may wait as well.
+    """
+    _need_cuda()
+    llm = make_device_llm(name, torch.float32)
+    prompts = [entry.prompt for entry in get_reference(name, torch.float32).expected]
+    llm.generate(prompts[:2], GREEDY, use_tqdm=False)  # first uses
+    llm = make_device_llm(name, torch.float32)
+    _add(llm, name, 8)
+    places = count_syncs(llm.core.step)
+    ours = _get_ours(places)
+    assert sum(ours.values()) <= 2, f"waited at {ours}"
+    return f"ours {ours}, all {places.total()}"
+
+
+def _need_cuda() -> None:
+    if get_device() != "cuda":
+        raise UnavailableError("waiting is counted on CUDA only")
+
+
+def _add(llm: LLM, name: str, count: int) -> None:
+    for entry in get_reference(name, torch.float32).expected[:count]:
+        llm._add(entry.prompt, GREEDY)

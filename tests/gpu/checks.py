@@ -1,0 +1,105 @@
+"""The list of all checks on a GPU. A check returns what it saw, raises `AssertionError` when that
+is wrong, and `UnavailableError` when the machine lacks what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
+
+from .check_attention import check_backend
+from .check_bfloat16 import check_decoder, check_encoders
+from .check_controls import MISTAKES, check_control
+from .check_syncs import check_decode_syncs, check_encoder_syncs
+from .check_tokens import BUDGETS, check_float32
+from .setting import WIDE_FAMILIES
+
+BACKENDS = ("torch", "flashinfer", "varlen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    name: str
+    run: Callable[[], str]
+
+
+def get_checks() -> Iterator[Check]:
+    """Those that compile kernels first, and least last: a time limit then costs the least."""
+    yield from _get_attention_checks()
+    for family in FAMILIES:
+        for budget in BUDGETS:
+            yield Check(
+                name=f"float32 tokens/{family}/budget {budget}",
+                run=partial(check_float32, family, budget),
+            )
+    yield from _get_bfloat16_checks()
+    yield from _get_sync_checks()
+
+
+def _get_attention_checks() -> Iterator[Check]:
+    settings = [
+        ("torch", torch.float32, 16, 16),
+        ("torch", torch.float32, 128, 4),
+        ("torch", torch.bfloat16, 128, 16),
+        ("flashinfer", torch.bfloat16, 64, 16),
+        ("flashinfer", torch.bfloat16, 64, 1),
+        ("flashinfer", torch.bfloat16, 128, 16),
+        ("flashinfer", torch.float16, 128, 16),
+        ("flashinfer", torch.bfloat16, 256, 16),
+        ("flashinfer", torch.bfloat16, 512, 16),
+        ("varlen", torch.bfloat16, 64, 16),
+        ("varlen", torch.bfloat16, 128, 16),
+        ("varlen", torch.bfloat16, 128, 256),
+    ]
+    for name, dtype, head_dim, block_size in settings:
+        yield Check(
+            name=f"attention/{name}/{_name(dtype)}/head {head_dim}/block {block_size}",
+            run=partial(check_backend, name, dtype, head_dim, block_size),
+        )
+
+
+def _get_bfloat16_checks() -> Iterator[Check]:
+    wide = [f"wide-{family}" for family in WIDE_FAMILIES]
+    for family in MULTIMODAL_FAMILIES:
+        yield Check(name=f"bfloat16 encoders/{family}", run=partial(check_encoders, family))
+    for family in FAMILIES:
+        yield Check(
+            name=f"bfloat16 decoder/{family}/torch", run=partial(check_decoder, family, "torch")
+        )
+    for family in wide:
+        for backend in BACKENDS:
+            yield Check(
+                name=f"bfloat16 decoder/{family}/{backend}",
+                run=partial(check_decoder, family, backend),
+            )
+        yield Check(
+            name=f"bfloat16 decoder/{family}/auto", run=partial(check_decoder, family, "auto")
+        )
+    for mistake in MISTAKES:
+        yield Check(name=f"bfloat16 control/{mistake}", run=partial(check_control, mistake))
+
+
+def _get_sync_checks() -> Iterator[Check]:
+    for name, dtype, backend in (
+        ("llama", torch.float32, "torch"),
+        ("gemma3", torch.float32, "torch"),
+        ("wide-qwen2_5_vl", torch.bfloat16, "torch"),
+        ("wide-qwen2_5_vl", torch.bfloat16, "flashinfer"),
+        ("wide-gemma3", torch.bfloat16, "flashinfer"),
+        ("wide-llama", torch.bfloat16, "varlen"),
+    ):
+        yield Check(
+            name=f"syncs/decode/{name}/{_name(dtype)}/{backend}",
+            run=partial(check_decode_syncs, name, dtype, backend),
+        )
+    for family in ("llava", "qwen2_5_vl"):
+        yield Check(name=f"syncs/encode/{family}", run=partial(check_encoder_syncs, family))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

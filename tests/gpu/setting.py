@@ -1,0 +1,132 @@
+"""What the checks on a GPU share: models, references and backends on that device.
+
+No pytest here: `run.py` runs the checks on machines that have none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import transformers
+
+from sensorium import LLM, ModelError
+from tests.parity.driver import make_llm
+from tests.parity.reference import Reference
+
+ROOT = Path(__file__).parent.parent.parent
+TINY_MODELS = ROOT / "build" / "tiny-models"
+# Families whose models are made with heads of 64 as well: kernels don't have the 16 of the others.
+WIDE_FAMILIES = ("llama", "llava", "qwen2_5_vl", "gemma3")
+_WIDE = "wide-"
+
+
+class UnavailableError(Exception):
+    """This machine can't run the check, and why."""
+
+
+def raise_unavailable(error: ModelError) -> NoReturn:
+    """For a backend that can't be had. One that failed its trial is no lack but a fault."""
+    if "attention_backend=" in str(error) and "a trial" not in str(error):
+        raise UnavailableError(str(error)) from error
+    raise error
+
+
+@cache
+def get_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def use_exact_float32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@cache
+def _get_script() -> ModuleType:
+    script = ROOT / "scripts" / "make_tiny_models.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_models", script)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def get_directory(name: str) -> str:
+    """The tiny model of a family, or the one with wide heads (`wide-` before the family)."""
+    try:
+        if name.startswith(_WIDE):
+            return str(_make_wide(name.removeprefix(_WIDE)))
+        return str(_get_script().make_family(name, TINY_MODELS))
+    except (AttributeError, ImportError) as error:
+        raise UnavailableError(f"transformers {transformers.__version__}: {error}") from error
+
+
+def get_family(name: str) -> str:
+    return name.removeprefix(_WIDE)
+
+
+def _make_wide(family: str) -> Path:
+    """The family's tiny model with heads of 64, its processor unchanged."""
+    directory = TINY_MODELS / f"{_WIDE}{family}"
+    if (directory / "done").exists():
+        return directory
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(get_directory(family), directory)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "head_dim", None):
+        text_config.head_dim = 64
+    else:  # the size is hidden / heads
+        text_config.num_attention_heads = text_config.num_key_value_heads = (
+            text_config.hidden_size // 64
+        )
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [4 * size for size in rope["mrope_section"]]
+    torch.manual_seed(0)
+    model = getattr(transformers, config.architectures[0])(config)
+    std = 0.02 if family.startswith("gemma") else 1.0  # as in the script
+    _get_script().rescale(model, embedding_std=std).save_pretrained(directory)
+    (directory / "done").touch()
+    return directory
+
+
+class DeviceReference(Reference):
+    """Transformers on the device, in one dtype."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        directory = get_directory(name)
+        super().__init__(directory, get_family(name))
+        # Not `.to(dtype)`: that would round the frequencies of rotary embeddings too.
+        loaded = type(self.model).from_pretrained(directory, dtype=dtype)
+        self.model = loaded.to(get_device()).eval()
+
+    def _process(self, *arguments: Any) -> Mapping[str, torch.Tensor]:
+        inputs = super()._process(*arguments)
+        return {name: tensor.to(get_device()) for name, tensor in inputs.items()}
+
+
+@cache
+def get_reference(name: str, dtype: torch.dtype) -> DeviceReference:
+    use_exact_float32()
+    return DeviceReference(name, dtype)
+
+
+def make_device_llm(name: str, dtype: torch.dtype, **options: Any) -> LLM:
+    """`UnavailableError` if the attention backend that is asked for can't be had."""
+    values = {"device": get_device(), "dtype": str(dtype).removeprefix("torch.")}
+    logging.getLogger("sensorium").setLevel(logging.WARNING)
+    try:
+        return make_llm(get_directory(name), **{**values, **options})
+    except ModelError as error:
+        raise_unavailable(error)
