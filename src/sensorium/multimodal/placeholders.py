@@ -122,8 +122,7 @@ def _make_features(
             first, end_of_last
         )  # neighbours may share a token that merges over their border
         _check_no_placeholder(token_ids[end_of_last:start], placeholder_ids)
-        own_ids = processor.get_token_ids(item.modality)
-        is_embed = tuple(token in own_ids for token in token_ids[start:end])
+        is_embed = _find_embeds(token_ids[start:end], processor.get_token_ids(item.modality))
         position = PlaceholderRange(start, end - start, None if all(is_embed) else is_embed)
         if position.get_num_embeds() == 0:
             raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")
@@ -135,6 +134,12 @@ def _make_features(
         end_of_last = end
     _check_no_placeholder(token_ids[end_of_last:], placeholder_ids)
     return features
+
+
+def _find_embeds(token_ids: Sequence[int], candidates: Sequence[int]) -> tuple[bool, ...]:
+    """Which tokens the encoder's outputs replace: those of the first candidate that is there."""
+    own_id = next((candidate for candidate in candidates if candidate in token_ids), None)
+    return tuple(token == own_id for token in token_ids)
 
 
 def _check_no_placeholder(token_ids: Sequence[int], placeholder_ids: set[int]) -> None:

@@ -70,8 +70,8 @@ class MultiModalProcessor:
         return marker
 
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
-        """The tokens whose embeddings the encoder's outputs replace. Where the frames of a video
-        are pictures, they are those of pictures.
+        """The token whose embedding the encoder's outputs replace; for a video also that of
+        pictures, which is what its frames are to some models.
         """
         names = ("video", "image") if modality == "video" else (modality,)
         ids = [self._token_ids[name] for name in names]

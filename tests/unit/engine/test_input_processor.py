@@ -24,6 +24,8 @@ class Encoding(dict[str, list[int]]):
 class LetterTokenizer:
     """A token is a character's code."""
 
+    is_fast = True
+
     def __call__(self, text: str, **_: Any) -> Encoding:
         return Encoding(input_ids=list(map(ord, text)))
 
@@ -43,8 +45,8 @@ class FakeProcessor:
     def get_marker(self, modality: str) -> str:
         return modality[0].upper()
 
-    def get_token_id(self, modality: str) -> int:
-        return ord(modality[0])
+    def get_token_ids(self, modality: str) -> tuple[int, ...]:
+        return (ord(modality[0]),)
 
     def process_item(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]

@@ -32,6 +32,8 @@ class Encoding:
 class MergingTokenizer:
     """One token per character, but two line ends in a row are one token, and `~` is dropped."""
 
+    is_fast = True
+
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         spans = [match.span() for match in re.finditer(r"\n\n|[^~]", text)]
         if add_special_tokens:
@@ -56,8 +58,8 @@ class FakeProcessor:
     def get_marker(self, modality: str) -> str:
         return modality[0].upper()
 
-    def get_token_id(self, modality: str) -> int:
-        return ord(modality[0])
+    def get_token_ids(self, modality: str) -> tuple[int, ...]:
+        return (ord("v"), ord("i")) if modality == "video" else (ord("i"),)
 
 
 def image(replacement: str = "ii", name: str = "x") -> ProcessedItem:
