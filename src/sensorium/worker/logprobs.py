@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sensorium.types.request import TokenLogprobs
+from sensorium.types.sampling import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +22,14 @@ class LogprobsTensors:
 
 
 def compute_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+    logits: torch.Tensor, token_ids: torch.Tensor, *, has_top: bool
 ) -> LogprobsTensors:
     """Of `token_ids` [B] in the logits [B, vocabulary]. An id outside the vocabulary, as some
     placeholders are, has the probability 0.
     """
+    # As many for everyone: which tokens of a tie come first depends on their number, and must not
+    # depend on what neighbours want.
+    num_top = MAX_LOGPROBS if has_top else 0
     vocab_size = logits.shape[-1]
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, token_ids.clamp(max=vocab_size - 1)[:, None])

@@ -61,5 +61,5 @@ class PromptScorer:
             places = tensors["index"][first : first + MAX_ROWS]
             logits = self._adapter.logits(hidden.index_select(0, places))
             wanted = tensors["targets"][first : first + MAX_ROWS]
-            parts.append(compute_logprobs(logits, wanted, max(counts)))
+            parts.append(compute_logprobs(logits, wanted, has_top=any(counts)))
         return to_entries(parts, counts)

@@ -92,7 +92,7 @@ def _get_logprobs(
     counts = [row.params.logprobs for row in rows if row.params.logprobs is not None]
     index = tensors["logprobs_rows"]
     computed = compute_logprobs(
-        logits.index_select(0, index), token_ids.index_select(0, index), max(counts)
+        logits.index_select(0, index), token_ids.index_select(0, index), has_top=any(counts)
     )
     entries = iter(to_entries([computed], counts))
     return tuple(None if row.params.logprobs is None else next(entries) for row in rows)
