@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from sensorium.types.sampling import SamplingParams, TokenBans
+from sensorium.types.sampling import TokenBans
 from sensorium.worker.logits_edits import apply_edits, prepare_edits
 from sensorium.worker.sampler import Sampler, SamplerOutput
 from sensorium.worker.sampling_row import SamplingRow
