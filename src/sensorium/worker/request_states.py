@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sensorium.types.request import EngineCoreRequest
+from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
 from sensorium.utils.growing_array import GrowingArray, IntArray
 from sensorium.worker.sampling_row import SamplingRow
@@ -39,7 +40,7 @@ class RequestState:
         self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))
         self.block_ids = [GrowingArray() for _ in range(num_groups)]
         self._mrope = mrope
-        self._bans = SequenceBans(request.bans)
+        self._bans = SequenceBans(request.bans) if request.bans != NO_BANS else None
         self._counts = TokenCounts(request, output_token_ids) if self.params.has_penalties else None
         self._encoder_key_suffix = request.encoder_key_suffix
 
@@ -55,7 +56,11 @@ class RequestState:
     def get_sampling_row(self) -> SamplingRow:
         """For the token behind those it has."""
         num_output_tokens = self.num_output_tokens
-        banned = self._bans.get_banned(self.token_ids.values, num_output_tokens=num_output_tokens)
+        banned: tuple[int, ...] = ()
+        if self._bans is not None:
+            banned = self._bans.get_banned(
+                self.token_ids.values, num_output_tokens=num_output_tokens
+            )
         if num_output_tokens < self.params.min_tokens:
             eos = () if self.params.ignore_eos else self.request.eos_token_ids
             banned += (*eos, *self.params.stop_token_ids)
