@@ -21,11 +21,6 @@ class _RequestState:
     prompt: str | None
     completions: dict[str, Completion]
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    error: RequestError | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.error is not None or all(c.last is not None for c in self.completions.values())
 
 
 class OutputProcessor:
@@ -64,7 +59,7 @@ class OutputProcessor:
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         """The requests that ended, and the ids of the core's requests that met a stop string, or
-        whose sibling failed: the core must abort them.
+        whose sibling failed or was aborted: the core must abort them.
         """
         finished: list[RequestOutput] = []
         stopped: list[str] = []
@@ -80,18 +75,18 @@ class OutputProcessor:
             del self._owners[output.request_id]
             if output.finish_reason is None:
                 stopped.append(output.request_id)
-            if output.finish_reason is FinishReason.ERROR:
-                state.error = RequestError(output.error or "the request failed")
-                stopped.extend(
-                    child_id for child_id in state.completions if child_id in self._owners
-                )
-            if state.is_done:
+            rest = [child_id for child_id in state.completions if child_id in self._owners]
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                stopped.extend(rest)
+                rest = []
+            if not rest:
                 self.forget((state.request.request_id,))
-                finished.append(self._make_output(state))
+                finished.append(self._make_output(state, last=output))
         return finished, stopped
 
-    def _make_output(self, state: _RequestState) -> RequestOutput:
+    def _make_output(self, state: _RequestState, *, last: EngineCoreOutput) -> RequestOutput:
         """The counts are those of the first completion: its siblings found what it left."""
+        is_error = last.finish_reason is FinishReason.ERROR
         completions = tuple(state.completions.values())
         first = completions[0].last
         return RequestOutput(
@@ -103,7 +98,7 @@ class OutputProcessor:
             prompt_logprobs=self._make_prompt_logprobs(state),
             num_cached_tokens=0 if first is None else first.num_cached_tokens,
             num_encoder_hits=0 if first is None else first.num_encoder_hits,
-            error=state.error,
+            error=RequestError(last.error or "the request failed") if is_error else None,
         )
 
     def _make_prompt_logprobs(

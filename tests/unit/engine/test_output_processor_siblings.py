@@ -78,6 +78,14 @@ def test_one_that_fails_takes_its_siblings_with_it() -> None:
     assert processor.process([news(2, "d")]) == ([], [])
 
 
+def test_one_that_is_aborted_takes_its_siblings_with_it() -> None:
+    processor = make_processor(n=2)
+    (output,), stopped = processor.process([news(0, "", FinishReason.ABORT)])
+    assert stopped == ["r#1"]
+    assert output.error is None
+    assert {c.finish_reason for c in output.outputs} == {FinishReason.ABORT}
+
+
 def test_a_request_is_known_by_its_children_until_it_is_forgotten() -> None:
     processor = make_processor(n=2)
     assert processor.get_child_ids(["unknown", "r"]) == ["r#0", "r#1"]

@@ -92,9 +92,17 @@ def test_draws_follow_the_filtered_distribution(
         ({"top_p": 1e-6}, {2}),
         # 0.4 and 0.3 are 4/7 and 3/7 of the two likeliest: the first alone holds more than half.
         ({"top_k": 2, "top_p": 0.5}, {2}),
+        ({"min_p": 0.3}, {2, 0, 3}),
+        ({"min_p": 0.6}, {2, 0}),
+        ({"min_p": 1.0}, {2}),
+        ({"top_k": 2, "min_p": 0.3}, {2, 0}),
+        # Temperature first: 16, 9, 4 and 1 thirtieths.
+        ({"temperature": 0.5, "min_p": 0.3}, {2, 0}),
+        # The other way round, 0.4 and 0.3 would be more than 0.75 of the 0.9 that `min_p` leaves.
+        ({"top_p": 0.75, "min_p": 0.3}, {2, 0, 3}),
     ],
 )
-def test_the_support_is_what_top_k_and_top_p_leave(
+def test_the_support_is_what_the_filters_leave(
     changes: dict[str, float], support: set[int]
 ) -> None:
     logits = [math.log(p) for p in (0.3, 0.1, 0.4, 0.2)]
