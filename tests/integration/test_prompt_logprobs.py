@@ -12,8 +12,7 @@ import transformers
 
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.worker import prompt_scorer
-from tests.integration.neighbours import make_prompt
-from tests.parity.cases import make_image, make_text
+from tests.parity.cases import make_text
 from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, make_llm
 
 TinyModel = Callable[[str], str]
@@ -154,22 +153,3 @@ def test_prompt_and_completion_agree_about_the_same_tokens(llm: LLM) -> None:
     for token_id, scored, sampled in pairs:
         assert scored is not None
         assert scored[token_id].logprob == pytest.approx(sampled[token_id].logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}], ids=str)
-def test_placeholders_of_media_have_them_like_any_token(
-    tiny_model: TinyModel, options: dict[str, Any]
-) -> None:
-    directory = tiny_model("llava")
-    image = make_image(60, 60, seed=3)
-    prompt = make_prompt("llava", image)
-    processor = transformers.AutoProcessor.from_pretrained(directory)
-    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32
-    ).eval()
-    inputs = processor(text=[prompt["prompt"]], images=[image], return_tensors="pt")
-    with torch.inference_mode():
-        logprobs = model(**inputs).logits[0].log_softmax(-1)
-    (output,) = make_llm(directory, **options).generate(prompt, SCORED, use_tqdm=False)
-    assert output.prompt_token_ids.count(model.config.image_token_id) > 1
-    check(output, logprobs, 3)
