@@ -51,6 +51,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--top-p", type=float, help="share of probability to choose from")
     generate.add_argument("--top-k", type=int, help="number of tokens to choose from; 0: all")
+    generate.add_argument("--min-p", type=float, help="least share of the likeliest's probability")
+    generate.add_argument(
+        "--repetition-penalty", type=float, help="above 1: fewer tokens of prompt and answer again"
+    )
+    generate.add_argument(
+        "--presence-penalty", type=float, default=0.0, help="above 0: fewer tokens of the answer"
+    )
+    generate.add_argument(
+        "--frequency-penalty", type=float, default=0.0, help="the same, for each occurrence"
+    )
+    generate.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
     generate.add_argument("--seed", type=int, help="makes sampling repeatable")
     generate.add_argument(
         "--stop", action="append", default=[], help="end before this text; may be repeated"
@@ -77,6 +88,11 @@ def _generate(arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        n=arguments.n,
         seed=arguments.seed,
         stop=arguments.stop,
     )
@@ -97,4 +113,5 @@ def _generate(arguments: argparse.Namespace) -> None:
         {"prompt": text, "multi_modal_data": {"image": images}} for text in arguments.prompt
     ]
     for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
-        print(output.outputs[0].text)
+        for completion in output.outputs:
+            print(completion.text)

@@ -137,3 +137,5 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert runner._states == {}
     assert runner._mrope == {}
     assert llm._outputs._states == {}
+    assert llm._outputs._owners == {}
+    assert len(llm._siblings) == 0

@@ -17,6 +17,17 @@ NUM_TOKENS = 12
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.9, seed=1234, max_tokens=NUM_TOKENS, ignore_eos=True
 )
+# What each of the prompts asks for beside its seed.
+KNOBS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"min_p": 0.02, "top_k": 50},
+    {"logit_bias": {40: 2.0, 41: -100.0}, "temperature": 1.2},
+    {"bad_words": ("e", "the", "a b")},
+    {"allowed_token_ids": tuple(range(20, 120))},
+    {"repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": (30,), "logprobs": 2},
+)
 Tokens = list[tuple[int, ...]]
 
 
@@ -25,7 +36,7 @@ def get_prompts(reference: Reference) -> list[dict[str, Any]]:
 
 
 def get_params() -> list[SamplingParams]:
-    return [replace(SAMPLED, seed=seed) for seed in range(8)]
+    return [replace(SAMPLED, seed=seed, **knobs) for seed, knobs in enumerate(KNOBS)]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +67,15 @@ def test_sampling_is_not_greedy_and_follows_the_seed(
     first, other, again, other_again = get_token_ids(llm.generate(prompts, params, use_tqdm=False))
     assert first == again == alone(family)[0]
     assert other == other_again != first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_knob_changes_the_tokens(reference_of: ReferenceOf, alone: Any, family: str) -> None:
+    llm = make_llm(reference_of(family).directory)
+    plain = [replace(SAMPLED, seed=seed) for seed in range(8)]
+    outputs = llm.generate(get_prompts(reference_of(family)), plain, use_tqdm=False)
+    pairs = zip(get_token_ids(outputs), alone(family), strict=True)
+    assert sum(without != with_knobs for without, with_knobs in pairs) >= 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

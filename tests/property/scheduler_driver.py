@@ -66,6 +66,7 @@ class SchedulerDriver:
             is_encoder_decoder=limits.is_encoder_decoder,
         )
         self.open: dict[str, EngineCoreRequest] = {}
+        self.scored: dict[str, list[int]] = {}  # prompt positions with log-probabilities, as given
         self.is_in_step = False
 
     def add(self, request: EngineCoreRequest) -> bool:
@@ -76,6 +77,7 @@ class SchedulerDriver:
             return False
         assert request.request_id not in self.open
         self.open[request.request_id] = request
+        self.scored[request.request_id] = []
         return True
 
     def abort(self, request_id: str) -> None:
@@ -87,8 +89,22 @@ class SchedulerDriver:
     def take(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
             assert output.request_id in self.open, "news of a request that has ended"
+            self._check_scored(output)
             if output.finish_reason is not None:
                 del self.open[output.request_id]
+
+    def _check_scored(self, output: EngineCoreOutput) -> None:
+        """Each prompt token but the first gets its log-probabilities once, in order, before the
+        first new token.
+        """
+        request = self.open[output.request_id]
+        scored = self.scored[output.request_id]
+        scored.extend(entry.rank for entry in output.prompt_logprobs)
+        num_expected = len(scored)
+        if output.new_token_ids:
+            is_wanted = request.sampling_params.prompt_logprobs is not None
+            num_expected = len(request.prompt_token_ids) - 1 if is_wanted else 0
+        assert scored == list(range(1, num_expected + 1))
 
     def schedule(self) -> SchedulerOutput:
         self.is_in_step = True

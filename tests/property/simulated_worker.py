@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sensorium.core.block_pool import NULL_BLOCK
-from sensorium.types.request import EngineCoreRequest
+from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 from sensorium.types.scheduling import (
     KVCacheGroup,
     ModelRunnerOutput,
@@ -110,9 +110,10 @@ class SimulatedWorker:
             healthy += [scheduled] if is_healthy else []
         for scheduled in healthy:
             self._read(self.rows[scheduled.request_id], scheduled)
-        sampled = {}
+        sampled, scored = {}, {}
         for scheduled in healthy:
             row = self.rows[scheduled.request_id]
+            scored[scheduled.request_id] = self._score(row, scheduled)
             row.num_computed_tokens += scheduled.num_new_tokens
             row.is_new = False
             assert scheduled.is_sampled == (row.num_computed_tokens == len(row.token_ids))
@@ -124,6 +125,18 @@ class SimulatedWorker:
             logprobs={},
             failed_encodes=dict.fromkeys(sorted(failed), "it can't be encoded"),
             failed_requests=dict.fromkeys(failing_requests, "no sense comes of it"),
+            prompt_logprobs={name: entries for name, entries in scored.items() if entries},
+        )
+
+    def _score(self, row: Row, scheduled: ScheduledRequest) -> tuple[TokenLogprobs, ...]:
+        """The rank names the position of the prompt token that an entry is about."""
+        if row.request.sampling_params.prompt_logprobs is None:
+            return ()
+        start = scheduled.num_computed_tokens
+        end = min(start + scheduled.num_new_tokens, len(row.request.prompt_token_ids) - 1)
+        return tuple(
+            TokenLogprobs(logprob=-1.0, rank=position + 1, top_token_ids=(), top_logprobs=())
+            for position in range(start, end)
         )
 
     def _drop_and_start(self, output: SchedulerOutput) -> None:

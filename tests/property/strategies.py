@@ -122,7 +122,11 @@ def core_requests(
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.sampled_from((1, 2, 4, 8, 12, None)))
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=draw(st.booleans()))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=draw(st.booleans()),
+        prompt_logprobs=draw(st.sampled_from((None, None, None, 0))),
+    )
 
 
 @st.composite

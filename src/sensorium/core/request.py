@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from sensorium.core.block_hash import hash_block, hash_root
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.types.request import EngineCoreRequest, FinishReason
+from sensorium.types.request import EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.sampling import SamplingParams
 
 # The order of service: the priority, then the arrival; smaller comes first. No two have the same.
@@ -47,6 +47,10 @@ class Request:
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
         self.num_encoder_hits = 0
+        # Prompt positions whose logits were used; None: the caller doesn't want them.
+        self.num_scored_tokens: int | None = (
+            None if self.sampling_params.prompt_logprobs is None else 0
+        )
         self._num_items_counted = 0
         self._block_size = block_size
         self._block_hashes: list[bytes] = []
@@ -66,6 +70,27 @@ class Request:
     @property
     def output_token_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many tokens may come from the prefix cache: at least one is computed, and so is
+        every token whose logits are still needed.
+        """
+        if self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
+            return self.num_tokens - 1
+        return self.num_scored_tokens
+
+    def take_unscored(
+        self, entries: tuple[TokenLogprobs, ...], start: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those of the prompt's log-probabilities from `start` on that are new: a preempted
+        request computes some of them again.
+        """
+        if self.num_scored_tokens is None:
+            return ()
+        new = entries[max(0, self.num_scored_tokens - start) :]
+        self.num_scored_tokens += len(new)
+        return new
 
     def get_encoder_key(self, mm_index: int) -> str:
         """The identity of an item's encoder output: its hash, apart per salt and adapter."""

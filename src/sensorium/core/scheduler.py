@@ -184,10 +184,10 @@ class Scheduler:
         step.started.append(started)
 
     def _find_prefix(self, request: Request) -> PrefixHit:
-        """A cached prefix that leaves at least one token to compute."""
+        """A cached prefix that leaves to compute what the request needs computed."""
         # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
         # to start at 0.
-        max_tokens = 0 if self.limits.is_encoder_decoder else request.num_tokens - 1
+        max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
         return self.kv_cache.find_prefix(request, max_tokens)
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
@@ -275,11 +275,16 @@ class Scheduler:
             if request is None:
                 continue
             self._advance(request, scheduled)
+            prompt_logprobs = request.take_unscored(
+                result.prompt_logprobs.get(request.request_id, ()), scheduled.num_computed_tokens
+            )
             if scheduled.is_sampled:
-                token_id = result.sampled_token_ids[request.request_id]
-                outputs.append(
-                    self._take_token(request, token_id, result.logprobs.get(request.request_id))
+                outputs.append(self._take_token(request, result, prompt_logprobs))
+            elif prompt_logprobs:
+                news = EngineCoreOutput(
+                    request_id=request.request_id, prompt_logprobs=prompt_logprobs
                 )
+                outputs.append(news)
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
@@ -353,8 +358,13 @@ class Scheduler:
                 self.encoder_cache.free_encoder_input(request, mm_index)
 
     def _take_token(
-        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+        self,
+        request: Request,
+        result: ModelRunnerOutput,
+        prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> EngineCoreOutput:
+        token_id = result.sampled_token_ids[request.request_id]
+        logprobs = result.logprobs.get(request.request_id)
         request.append_token(token_id)
         new_logprobs = () if logprobs is None else (logprobs,)
         stop = get_stop(request, max_model_len=self.limits.max_model_len)
@@ -365,12 +375,14 @@ class Scheduler:
                 reason,
                 new_token_ids=(token_id,),
                 logprobs=new_logprobs,
+                prompt_logprobs=prompt_logprobs,
                 stop_token_id=stop_token_id,
             )
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=(token_id,),
             logprobs=new_logprobs,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_encoder_hits=request.num_encoder_hits,
         )
@@ -382,6 +394,7 @@ class Scheduler:
         *,
         new_token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> EngineCoreOutput:
@@ -394,6 +407,7 @@ class Scheduler:
             request_id=request.request_id,
             new_token_ids=new_token_ids,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=stop_token_id,
             error=error,

@@ -16,13 +16,8 @@ from sensorium.engine.payload_store import PayloadStore
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.loading import (
-    get_generation_defaults,
-    load_config,
-    load_model,
-    resolve_device,
-    resolve_dtype,
-)
+from sensorium.models.generation_config import get_generation_defaults
+from sensorium.models.loading import load_config, load_model, resolve_device, resolve_dtype
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.worker.kv_cache import KVCache

@@ -46,15 +46,15 @@ class Detokenizer:
 
 
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
-    """The stop string that begins first in `text` and its place, if one ends in the new
-    characters.
+    """The stop string that ends first in the new characters (the longest of these) and its place:
+    the same one however tokens part the text.
     """
     found = []
     for candidate in stop:
         start = text.find(candidate, max(0, len(text) - num_new_characters - len(candidate) + 1))
         if start >= 0:
-            found.append((start, candidate))
+            found.append((start + len(candidate), start, candidate))
     if not found:
         return None
-    start, candidate = min(found)
+    _, start, candidate = min(found)
     return candidate, start

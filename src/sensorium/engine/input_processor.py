@@ -71,11 +71,23 @@ class InputProcessor:
             sampling_params=params.resolve(self.defaults, seed=self._seeds.getrandbits(63)),
             mm_features=tuple(features),
             eos_token_ids=self.defaults.eos_token_ids,
+            bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
             cache_salt=fields.get("cache_salt"),
             priority=fields.get("priority") or 0,
         )
         payloads = {item.mm_hash: item.kwargs for item in items}
         return ProcessedRequest(request=request, payloads=payloads, prompt=text)
+
+    def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word at the beginning of a text and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                encoded = self.processor.tokenizer(text, add_special_tokens=False)
+                if not encoded["input_ids"]:
+                    raise RequestError(f"bad_words: the tokenizer has no tokens for {word!r}")
+                found[tuple(encoded["input_ids"])] = None
+        return tuple(found)
 
     def _process_items(self, fields: TextPrompt) -> list[ProcessedItem]:
         processor_kwargs = fields.get("mm_processor_kwargs") or {}

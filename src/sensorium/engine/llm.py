@@ -17,6 +17,7 @@ from sensorium.engine.builder import build_engine
 from sensorium.engine.config import EngineOptions
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.output_processor import OutputProcessor
+from sensorium.engine.siblings import Siblings
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.prompts import Prompt
@@ -100,6 +101,7 @@ class LLM:
             seed=seed,
         )
         self._outputs = OutputProcessor(engine.processor.tokenizer)
+        self._siblings = Siblings()
         self._ids = count()
 
     def get_tokenizer(self) -> Any:
@@ -141,18 +143,29 @@ class LLM:
         """Start one request; its id."""
         request_id = f"request-{next(self._ids)}"
         processed = self.input_processor.process(request_id, prompt, params)
-        self.core.add_request(processed.request, processed.payloads)
         self._outputs.add_request(processed.request, processed.prompt)
+        try:
+            first = self._siblings.add(processed.request, processed.payloads)
+            self.core.add_request(first, processed.payloads)
+        except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
+            self._abort((request_id,))
+            raise
         return request_id
 
     def _step(self) -> list[RequestOutput]:
         """Compute one step; the requests that ended with it."""
-        finished, stopped = self._outputs.process(self.core.step())
+        news = self.core.step()
+        finished, stopped = self._outputs.process(news)
         self.core.abort_requests(stopped)
+        for child, payloads in self._siblings.take_ready(news):
+            self.core.add_request(child, payloads)
         return finished
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        self.core.abort_requests(request_ids)
+        """By the callers' ids, or the core's."""
+        child_ids = self._outputs.get_child_ids(request_ids)
+        self._siblings.drop(child_ids)
+        self.core.abort_requests((*child_ids, *request_ids))
         self._outputs.forget(request_ids)
 
 
@@ -176,13 +189,13 @@ class _Run:
             self._feed(bar)
             for output in self._llm._step() if self._index_of else ():
                 self._outputs[self._index_of.pop(output.request_id)] = output
-                num_tokens += len(output.outputs[0].token_ids)
+                num_tokens += sum(len(entry.token_ids) for entry in output.outputs)
                 bar.update()
                 bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
         return [output for output in self._outputs if output is not None]
 
     def _feed(self, bar: tqdm[Any]) -> None:
-        while self._todo and len(self._index_of) < self._max_in_flight:
+        while self._todo and len(self._llm.core.scheduler.requests) < self._max_in_flight:
             index, prompt, params = self._todo.pop()
             try:
                 self._index_of[self._llm._add(prompt, params)] = index
@@ -201,7 +214,8 @@ class _Run:
 
     def abort_rest(self) -> None:
         """After an interruption: leave nothing running."""
-        self._llm._abort(tuple(self._llm.core.scheduler.requests) + tuple(self._index_of))
+        llm = self._llm
+        llm._abort((*llm._outputs.request_ids, *llm.core.scheduler.requests))
 
 
 def _make_error_output(index: int, prompt: Prompt, error: RequestError) -> RequestOutput:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.engine.detokenizer import Detokenizer, find_stop
+from sensorium.engine.completion import Completion, make_logprobs
+from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import RequestError
-from sensorium.types.outputs import CompletionOutput, Logprob, RequestOutput
+from sensorium.types.outputs import Logprob, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True)
 class _RequestState:
+    """`completions` are by their ids in the core, in the order of their indices."""
+
     request: EngineCoreRequest
     prompt: str | None
-    detokenizer: Detokenizer
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    stop_string: str | None = None
-    text_end: int | None = None  # where a stop string cuts the text
+    completions: dict[str, Completion]
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -28,100 +28,87 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[str, _RequestState] = {}  # by the caller's id
+        self._owners: dict[str, _RequestState] = {}  # by the ids in the core that have not ended
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
-        detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids)
-        self._states[request.request_id] = _RequestState(request, prompt, detokenizer)
+        completions = {
+            child_id: Completion(request, index, self._tokenizer)
+            for index, child_id in enumerate(get_child_ids(request))
+        }
+        state = _RequestState(request, prompt, completions)
+        self._states[request.request_id] = state
+        self._owners |= dict.fromkeys(completions, state)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The callers' ids of the requests that have not ended."""
+        return tuple(self._states)
+
+    def get_child_ids(self, request_ids: Iterable[str]) -> list[str]:
+        """The ids in the core that belong to the callers' ids, as far as these are known."""
+        states = (self._states.get(request_id) for request_id in request_ids)
+        return [child_id for state in states if state is not None for child_id in state.completions]
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Nobody waits for these any more."""
+        for child_id in self.get_child_ids(request_ids):
+            self._owners.pop(child_id, None)
         for request_id in request_ids:
             self._states.pop(request_id, None)
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """The requests that ended, and the ids of those that met a stop string: the core must
-        abort them.
+        """The requests that ended, and the ids of the core's requests that met a stop string, or
+        whose sibling failed or was aborted: the core must abort them.
         """
         finished: list[RequestOutput] = []
         stopped: list[str] = []
         for output in outputs:
-            state = self._states.get(output.request_id)
+            state = self._owners.get(output.request_id)
             if state is None:
-                continue  # it ended at a stop string before
-            self._add_tokens(state, output)
-            if state.stop_string is not None and output.finish_reason is None:
+                continue  # it ended at a stop string, or with a sibling, before
+            state.prompt_logprobs.extend(output.prompt_logprobs)
+            completion = state.completions[output.request_id]
+            completion.add(output)
+            if completion.last is None:
+                continue
+            del self._owners[output.request_id]
+            if output.finish_reason is None:
                 stopped.append(output.request_id)
-            if state.stop_string is not None or output.finish_reason is not None:
-                del self._states[output.request_id]
-                finished.append(self._make_output(state, output))
+            rest = [child_id for child_id in state.completions if child_id in self._owners]
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                stopped.extend(rest)
+                rest = []
+            if not rest:
+                self.forget((state.request.request_id,))
+                finished.append(self._make_output(state, last=output))
         return finished, stopped
 
-    def _add_tokens(self, state: _RequestState, output: EngineCoreOutput) -> None:
-        params = state.request.sampling_params
-        state.logprobs.extend(output.logprobs)
-        for token_id in output.new_token_ids:
-            state.token_ids.append(token_id)
-            length = len(state.detokenizer.text)
-            is_stop_token = output.finish_reason is FinishReason.STOP
-            if not is_stop_token or params.include_stop_str_in_output:
-                state.detokenizer.add(token_id)
-            if output.finish_reason is not None:
-                state.detokenizer.finish()
-            if params.stop and len(state.token_ids) > params.min_tokens:
-                self._apply_stop(state, num_new_characters=len(state.detokenizer.text) - length)
-        if output.finish_reason is not None and not output.new_token_ids:
-            state.detokenizer.finish()
-
-    def _apply_stop(self, state: _RequestState, *, num_new_characters: int) -> None:
-        params = state.request.sampling_params
-        found = find_stop(
-            state.detokenizer.text, params.stop, num_new_characters=num_new_characters
-        )
-        if found is not None:
-            state.stop_string, start = found
-            state.text_end = start + (len(found[0]) if params.include_stop_str_in_output else 0)
-
-    def _make_output(self, state: _RequestState, output: EngineCoreOutput) -> RequestOutput:
-        reason = output.finish_reason if state.stop_string is None else FinishReason.STOP
-        error = None
-        if reason is FinishReason.ERROR:
-            error = RequestError(output.error or "the request failed")
-        logprobs = None
-        if state.request.sampling_params.logprobs is not None:
-            logprobs = tuple(
-                self._make_logprobs(token_id, entry)
-                for token_id, entry in zip(state.token_ids, state.logprobs, strict=True)
-            )
-        completion = CompletionOutput(
-            index=0,
-            text=state.detokenizer.text[: state.text_end],
-            token_ids=tuple(state.token_ids),
-            finish_reason=reason,
-            stop_reason=state.stop_string or output.stop_token_id,
-            cumulative_logprob=None if logprobs is None else sum(e.logprob for e in state.logprobs),
-            logprobs=logprobs,
-        )
+    def _make_output(self, state: _RequestState, *, last: EngineCoreOutput) -> RequestOutput:
+        """The counts are those of the first completion: its siblings found what it left."""
+        is_error = last.finish_reason is FinishReason.ERROR
+        completions = tuple(state.completions.values())
+        first = completions[0].last
         return RequestOutput(
             request_id=state.request.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.request.prompt_token_ids,
-            outputs=(completion,),
+            outputs=tuple(completion.make_output() for completion in completions),
             finished=True,
-            num_cached_tokens=output.num_cached_tokens,
-            num_encoder_hits=output.num_encoder_hits,
-            error=error,
+            prompt_logprobs=self._make_prompt_logprobs(state),
+            num_cached_tokens=0 if first is None else first.num_cached_tokens,
+            num_encoder_hits=0 if first is None else first.num_encoder_hits,
+            error=RequestError(last.error or "the request failed") if is_error else None,
         )
 
-    def _make_logprobs(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-        logprobs = {
-            top_id: self._make_logprob(top_id, logprob, rank)
-            for rank, (top_id, logprob) in enumerate(
-                zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1
-            )
-        }
-        logprobs[token_id] = self._make_logprob(token_id, entry.logprob, entry.rank)
-        return logprobs
-
-    def _make_logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob=logprob, rank=rank, decoded_token=self._tokenizer.decode([token_id]))
+    def _make_prompt_logprobs(
+        self, state: _RequestState
+    ) -> tuple[dict[int, Logprob] | None, ...] | None:
+        """Shorter than the prompt if the request ended within it."""
+        if state.request.sampling_params.prompt_logprobs is None:
+            return None
+        pairs = zip(state.request.prompt_token_ids[1:], state.prompt_logprobs, strict=False)
+        return (
+            None,
+            *(make_logprobs(self._tokenizer, token_id, entry) for token_id, entry in pairs),
+        )

@@ -11,29 +11,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.families import ADAPTERS
-from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.sampling import GenerationDefaults, SamplingParams
+from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
-# Fields of a generation config that change the tokens and are not supported yet, with the value
-# that changes nothing.
-_IGNORED_FIELDS: dict[str, object] = {
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "stop_strings": None,
-}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -142,32 +126,3 @@ def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
     with torch.device("meta"):
         decoder = model_class(config).get_decoder()
     return bool(getattr(decoder, "_supports_attention_backend", False))
-
-
-def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
-    """The model's `generation_config.json`, as far as it concerns sampling: greedy unless it says
-    `do_sample`, as in Transformers' `generate`.
-    """
-    config = model.generation_config
-    for name, neutral in _IGNORED_FIELDS.items():
-        value = getattr(config, name, None)
-        if value and value != neutral:
-            logger.warning("generation config: %s=%s is not supported yet: ignored", name, value)
-    eos = config.eos_token_id
-    eos_token_ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
-    temperature = 1.0 if config.temperature is None else config.temperature
-    try:
-        checked = SamplingParams(
-            temperature=temperature if config.do_sample else 0.0,
-            top_p=config.top_p if config.do_sample else None,
-            top_k=config.top_k if config.do_sample else None,
-            stop_token_ids=eos_token_ids,
-        )
-    except RequestError as error:
-        raise ModelError(f"the model's generation_config.json is wrong: {error}") from error
-    return GenerationDefaults(
-        temperature=temperature if config.do_sample else 0.0,
-        top_p=1.0 if checked.top_p is None else checked.top_p,
-        top_k=checked.top_k or 0,
-        eos_token_ids=eos_token_ids,
-    )

@@ -35,10 +35,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and what came of it.
+    """A request and what came of it: `n` completions, in the order of their indices.
 
-    `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the items whose
-    encoder output was there already.
+    `prompt_logprobs`: `None` for the first token of the prompt, which nothing predicts, then as in
+    a completion. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
+    items whose encoder output was there already.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
     error: RequestError | None = None

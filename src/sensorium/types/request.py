@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sensorium.types.multimodal import MultiModalFeatureSpec
-from sensorium.types.sampling import SamplingParams
+from sensorium.types.sampling import NO_BANS, SamplingParams, TokenBans
 
 
 class FinishReason(str, Enum):
@@ -26,8 +26,8 @@ class EngineCoreRequest:
     """A request that is ready to run: tokens and metadata, no text and no tensors.
 
     `mm_features` are sorted by offset. `sampling_params` are resolved. `eos_token_ids` end it
-    unless it ignores them. `cache_salt` and `adapter` separate what may share KV blocks and encoder
-    outputs. A lower `priority` runs first.
+    unless it ignores them. `bans` are what it never generates. `cache_salt` and `adapter` separate
+    what may share KV blocks and encoder outputs. A lower `priority` runs first.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class EngineCoreRequest:
     sampling_params: SamplingParams
     mm_features: tuple[MultiModalFeatureSpec, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    bans: TokenBans = NO_BANS
     cache_salt: str | None = None
     adapter: str | None = None
     priority: int = 0
@@ -54,7 +55,8 @@ class EngineCoreRequest:
 class TokenLogprobs:
     """Log-probabilities at one position.
 
-    The sampled token's, its rank (1 = likeliest), and the likeliest tokens'.
+    Those of the token that stands there (sampled, or of the prompt), its rank (1 = likeliest), and
+    those of the likeliest tokens.
     """
 
     logprob: float
@@ -67,13 +69,14 @@ class TokenLogprobs:
 class EngineCoreOutput:
     """News of one request after a step. The one with a `finish_reason` is its last.
 
-    `stop_token_id` is the token that ended it, when a token did. `error` explains
-    `FinishReason.ERROR`.
+    `prompt_logprobs` are those of the next prompt tokens, from the second on. `stop_token_id` is
+    the token that ended it, when a token did. `error` explains `FinishReason.ERROR`.
     """
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None

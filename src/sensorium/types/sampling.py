@@ -5,39 +5,83 @@ Names as in OpenAI's API and vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
 from sensorium.types.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_BIAS = 100
 GREEDY_TEMPERATURE = 1e-5  # below this, dividing float32 logits overflows; it means greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBans:
+    """What is never generated: none of `sequences` is completed, also where the prompt begins it
+    (one of a single token is never chosen); none of `first_token_ids` is the first new token.
+    """
+
+    sequences: tuple[tuple[int, ...], ...] = ()
+    first_token_ids: tuple[int, ...] = ()
+
+    def add(self, sequences: tuple[tuple[int, ...], ...]) -> TokenBans:
+        return replace(self, sequences=self.sequences + sequences) if sequences else self
+
+
+NO_BANS = TokenBans()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What the model's `generation_config.json` says where a request is silent."""
+    """What the model's `generation_config.json` says where a request is silent.
+
+    `bans` and `eos_token_ids` hold for every request, whatever it says.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
+    bans: TokenBans = NO_BANS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """`None` for temperature, top_p and top_k means: what the model's generation config says, which
-    is greedy unless it has `do_sample`.
+    """`None` for temperature, top_p, top_k, min_p and repetition_penalty means: what the model's
+    generation config says, which is greedy unless it has `do_sample`.
 
-    `max_tokens=None` means: until the context is full. `top_k=0` means: no limit. `logprobs` are
-    those of the model, before temperature and filters.
+    What changes the model's logits, in this order (see `worker.sampler`):
+
+    - `logit_bias`: added to the logits of token ids, in [-100, 100];
+    - `repetition_penalty`: above 1, tokens of the prompt and the output become less likely;
+    - `frequency_penalty`, `presence_penalty`: subtracted for tokens of the output, per occurrence
+      and once;
+    - bans: what isn't in `allowed_token_ids`, what would complete one of `bad_words`, and what
+      would end the request before `min_tokens`;
+    - `temperature`, then the filters `top_k` (0: no limit), `top_p`, `min_p` (a share of the
+      likeliest token's probability).
+
+    `n` completions are made of one prompt, each with a seed of its own; the first has `seed`.
+    `max_tokens=None` means: until the context is full. `logprobs` and `prompt_logprobs` are those
+    of the model, before all of this.
     """
 
+    n: int = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: str | Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -46,10 +90,14 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         if self.top_k == -1:  # what some clients say for "no limit"
             object.__setattr__(self, "top_k", 0)
         for name, is_valid, rule in _RULES:
@@ -65,6 +113,14 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty not in (None, 1.0)
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
     def resolve(self, defaults: GenerationDefaults, *, seed: int) -> SamplingParams:
         """A copy with nothing left open but `max_tokens`.
 
@@ -75,6 +131,12 @@ class SamplingParams:
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else self.top_k,
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=(
+                defaults.repetition_penalty
+                if self.repetition_penalty is None
+                else self.repetition_penalty
+            ),
             seed=seed if self.seed is None else self.seed,
         )
 
@@ -86,6 +148,27 @@ def _as_tuple(value: object) -> object:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | set | frozenset) else value
+
+
+def _as_bias(value: object) -> object:
+    """A copy with integer keys, which JSON makes strings; `None` as the empty one; what is no
+    mapping of token ids is left to the rules.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() else key: bias
+        for key, bias in value.items()
+    }
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_count(token_id) and _is_between(bias, -MAX_BIAS, MAX_BIAS)
+        for token_id, bias in value.items()
+    )
 
 
 def _is_integer(value: object) -> bool:
@@ -104,31 +187,60 @@ def _is_tuple_of(value: object, is_member: Callable[[object], bool]) -> bool:
     return isinstance(value, tuple) and all(map(is_member, value))
 
 
+def _or_none(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_valid(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_logprobs(value: object) -> bool:
+    return _is_integer(value) and _is_between(value, 0, MAX_LOGPROBS)
+
+
 _SMALLEST_TOP_P = 1e-9
+_LOGPROBS_RULE = f"an integer in [0, {MAX_LOGPROBS}]"
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "temperature",
-        lambda value: value is None or _is_between(value, 0, 100),
-        "a number in [0, 100]",
-    ),
+    ("n", lambda value: _is_count(value, 1) and value <= MAX_N, f"an integer in [1, {MAX_N}]"),
+    ("temperature", _or_none(lambda value: _is_between(value, 0, 100)), "a number in [0, 100]"),
     (
         "top_p",
-        lambda value: value is None or _is_between(value, _SMALLEST_TOP_P, 1),
+        _or_none(lambda value: _is_between(value, _SMALLEST_TOP_P, 1)),
         "a number in (0, 1]",
     ),
-    ("top_k", lambda value: value is None or _is_count(value), "an integer >= 0 (0: no limit)"),
-    ("seed", lambda value: value is None or _is_integer(value), "an integer"),
-    ("max_tokens", lambda value: value is None or _is_count(value, 1), "an integer >= 1"),
+    ("top_k", _or_none(_is_count), "an integer >= 0 (0: no limit)"),
+    ("min_p", _or_none(lambda value: _is_between(value, 0, 1)), "a number in [0, 1]"),
+    # Beyond this range logits of float32 may stop being numbers.
+    (
+        "repetition_penalty",
+        _or_none(lambda value: _is_between(value, 0.01, 100)),
+        "a number in [0.01, 100]",
+    ),
+    ("presence_penalty", lambda value: _is_between(value, -2, 2), "a number in [-2, 2]"),
+    ("frequency_penalty", lambda value: _is_between(value, -2, 2), "a number in [-2, 2]"),
+    (
+        "logit_bias",
+        _is_bias,
+        f"a mapping of token ids to numbers in [-{MAX_BIAS}, {MAX_BIAS}]",
+    ),
+    (
+        "bad_words",
+        lambda value: _is_tuple_of(
+            value, lambda word: isinstance(word, str) and bool(word.strip())
+        ),
+        "text that is not blank, or a list of it",
+    ),
+    (
+        "allowed_token_ids",
+        _or_none(lambda value: _is_tuple_of(value, _is_count) and len(value) > 0),
+        "a list of at least one integer >= 0",
+    ),
+    ("seed", _or_none(_is_integer), "an integer"),
+    ("max_tokens", _or_none(lambda value: _is_count(value, 1)), "an integer >= 1"),
     ("min_tokens", _is_count, "an integer >= 0"),
-    (
-        "stop",
-        lambda value: _is_tuple_of(value, lambda text: isinstance(text, str) and text != ""),
-        "non-empty text or a list of it",
-    ),
+    ("stop", lambda value: _is_tuple_of(value, _is_text), "non-empty text or a list of it"),
     ("stop_token_ids", lambda value: _is_tuple_of(value, _is_count), "a list of integers >= 0"),
-    (
-        "logprobs",
-        lambda value: value is None or (_is_count(value) and value <= MAX_LOGPROBS),
-        f"an integer in [0, {MAX_LOGPROBS}]",
-    ),
+    ("logprobs", _or_none(_is_logprobs), _LOGPROBS_RULE),
+    ("prompt_logprobs", _or_none(_is_logprobs), _LOGPROBS_RULE),
 )

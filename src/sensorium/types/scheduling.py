@@ -71,13 +71,15 @@ class ModelRunnerOutput:
     """The sampled token of each request that sampled, and what failed, with the reason.
 
     A failed request was left out of the step, or nothing sensible came of it. `failed_encodes` are
-    by encoder key.
+    by encoder key. `prompt_logprobs` has an entry for each token of the step that is followed by
+    another one of the prompt, for the requests that want them.
     """
 
     sampled_token_ids: Mapping[str, int]
     logprobs: Mapping[str, TokenLogprobs]
     failed_encodes: Mapping[str, str]
     failed_requests: Mapping[str, str] = field(default_factory=dict)  # by request id
+    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ Owns all tensors of the engine. Item tensors are read from `payloads`, which the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,11 +27,12 @@ from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
 from sensorium.worker.gather import get_gather_slices
 from sensorium.worker.input_batch import InputBatch, StepInputs
 from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.prompt_scorer import PromptScorer
 from sensorium.worker.request_states import PromptPositions, RequestState
-from sensorium.worker.sampler import Sampler, SamplingRow
+from sensorium.worker.sampler import Sampler, SamplerOutput
 from sensorium.worker.staging import StagingBuffer
 
-_NOT_FINITE = "the model's output for it is not a finite number"
+_NOTHING = ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes={})
 
 
 class ModelRunner:
@@ -61,6 +63,7 @@ class ModelRunner:
             staging=StagingBuffer(device=adapter.device),
         )
         self._sampler = Sampler(device=adapter.device)
+        self._prompt_scorer = PromptScorer(adapter)
 
     # ---- requests come and go
 
@@ -91,6 +94,17 @@ class ModelRunner:
             raise RequestError(
                 f"token id {most} is outside the model's vocabulary of {self._adapter.vocab_size}"
             )
+        params = request.sampling_params
+        self._check_named_ids("logit_bias", params.logit_bias)
+        self._check_named_ids("allowed_token_ids", params.allowed_token_ids or ())
+
+    def _check_named_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        vocab_size = self._adapter.vocab_size
+        if outside := sorted(token_id for token_id in token_ids if token_id >= vocab_size):
+            raise RequestError(
+                f"{name} has token ids outside the model's vocabulary of {vocab_size}: "
+                f"{', '.join(map(str, outside[:8]))}{', …' if len(outside) > 8 else ''}"
+            )
 
     def forget_request(self, request_id: str) -> None:
         """The request has ended."""
@@ -108,14 +122,9 @@ class ModelRunner:
             for entry in output.scheduled
             if entry.request_id not in left_out
         ]
-        inputs = self._input_batch.prepare(rows) if rows else None
-        token_ids, logprobs = self._run(inputs) if inputs is not None else ({}, {})
-        senseless = {name: _NOT_FINITE for name, token_id in token_ids.items() if token_id is None}
-        return ModelRunnerOutput(
-            sampled_token_ids={name: i for name, i in token_ids.items() if i is not None},
-            logprobs=logprobs,
-            failed_encodes=failed,
-            failed_requests=left_out | senseless,
+        result = self._run(self._input_batch.prepare(rows)) if rows else _NOTHING
+        return replace(
+            result, failed_encodes=failed, failed_requests=left_out | {**result.failed_requests}
         )
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
@@ -160,22 +169,19 @@ class ModelRunner:
                     left_out[entry.request_id] = reason
         return left_out
 
-    def _run(self, inputs: StepInputs) -> tuple[dict[str, int | None], dict[str, TokenLogprobs]]:
+    def _run(self, inputs: StepInputs) -> ModelRunnerOutput:
         """The decoder, and the next token of each request that has reached its last one."""
         hidden = self._forward(inputs)
+        prompt_logprobs = self._prompt_scorer.score(hidden, inputs.rows)
         if not inputs.sampled:
-            return {}, {}
+            return replace(_NOTHING, prompt_logprobs=prompt_logprobs)
         logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
-        rows = [_get_sampling_row(state) for state in inputs.sampled]
-        token_ids, logprobs = self._sampler.sample(logits, rows)
-        names = [state.request.request_id for state in inputs.sampled]
-        for state, token_id in zip(inputs.sampled, token_ids, strict=True):
+        rows = [state.get_sampling_row() for state in inputs.sampled]
+        sampled = self._sampler.sample(logits, rows)
+        for state, token_id in zip(inputs.sampled, sampled.token_ids, strict=True):
             if token_id is not None:
-                state.token_ids.extend((token_id,))
-        wanted = {
-            name: entry for name, entry in zip(names, logprobs, strict=True) if entry is not None
-        }
-        return dict(zip(names, token_ids, strict=True)), wanted
+                state.append_token(token_id)
+        return _make_output(inputs.sampled, sampled, prompt_logprobs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         for group_index, block_ids in enumerate(inputs.partial_blocks):
@@ -204,12 +210,18 @@ class ModelRunner:
         )
 
 
-def _get_sampling_row(state: RequestState) -> SamplingRow:
-    params = state.params
-    banned: tuple[int, ...] = ()
-    if state.num_output_tokens < params.min_tokens:
-        eos = () if params.ignore_eos else state.request.eos_token_ids
-        banned = (*eos, *params.stop_token_ids)
-    return SamplingRow(
-        params=params, num_output_tokens=state.num_output_tokens, banned_token_ids=banned
+def _make_output(
+    states: Sequence[RequestState],
+    sampled: SamplerOutput,
+    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]],
+) -> ModelRunnerOutput:
+    names = [state.request.request_id for state in states]
+    tokens = zip(names, sampled.token_ids, strict=True)
+    logprobs = zip(names, sampled.logprobs, strict=True)
+    return ModelRunnerOutput(
+        sampled_token_ids={name: token_id for name, token_id in tokens if token_id is not None},
+        logprobs={name: entry for name, entry in logprobs if entry is not None},
+        failed_encodes={},
+        failed_requests={names[row]: reason for row, reason in sampled.failures.items()},
+        prompt_logprobs=prompt_logprobs,
     )

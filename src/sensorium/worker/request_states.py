@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sensorium.types.request import EngineCoreRequest
+from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
 from sensorium.utils.growing_array import GrowingArray, IntArray
+from sensorium.worker.sampling_row import SamplingRow
+from sensorium.worker.token_history import SequenceBans, TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,36 @@ class RequestState:
         self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))
         self.block_ids = [GrowingArray() for _ in range(num_groups)]
         self._mrope = mrope
+        self._bans = SequenceBans(request.bans) if request.bans != NO_BANS else None
+        self._counts = TokenCounts(request, output_token_ids) if self.params.has_penalties else None
         self._encoder_key_suffix = request.encoder_key_suffix
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.extend((token_id,))
+        if self._counts is not None:
+            self._counts.add(token_id)
+
+    def get_sampling_row(self) -> SamplingRow:
+        """For the token behind those it has."""
+        num_output_tokens = self.num_output_tokens
+        banned: tuple[int, ...] = ()
+        if self._bans is not None:
+            banned = self._bans.get_banned(
+                self.token_ids.values, num_output_tokens=num_output_tokens
+            )
+        if num_output_tokens < self.params.min_tokens:
+            eos = () if self.params.ignore_eos else self.request.eos_token_ids
+            banned += (*eos, *self.params.stop_token_ids)
+        return SamplingRow(
+            params=self.params,
+            num_output_tokens=num_output_tokens,
+            banned_token_ids=banned,
+            counts=self._counts,
+        )
 
     def add_blocks(self, new_block_ids: BlockIds) -> None:
         for table, block_ids in zip(self.block_ids, new_block_ids, strict=True):

@@ -1,164 +1,98 @@
 """Chooses the next tokens of a batch, all rows at once.
 
-A row draws one number per token, a function of its request's seed and the token's index alone: what
-else is in the batch, and whether the request was preempted, makes no difference.
+The order, for each row:
+
+  1. `logit_bias` is added.
+  2. `repetition_penalty` divides or multiplies the logits of tokens of prompt and output; then
+     `frequency_penalty` and `presence_penalty` are subtracted for tokens of the output.
+  3. Bans: tokens outside `allowed_token_ids`, those that complete a banned sequence, those that
+     end the request before `min_tokens`. A row without a token left fails.
+  4. A greedy row takes the likeliest; the others divide by `temperature`.
+  5. `top_k`, then `top_p` of what that left, then `min_p`, as in Transformers. `min_p` is a share
+     of the likeliest token's probability, which no filter takes away: it cuts the same tokens
+     before or after `top_k`, but before `top_p` it would change of what `top_p` is a share.
+  6. The draw: a function of seed and token index alone. What else is in the batch, and whether the
+     request was preempted, makes no difference.
+
+Steps 1 to 3 are vLLM's and Transformers' order as well. Log-probabilities are those before step 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sensorium.types.request import TokenLogprobs
-from sensorium.types.sampling import SamplingParams
+from sensorium.worker.drawing import draw, prepare_draw
+from sensorium.worker.logits_edits import Arrays, apply_edits, prepare_edits
+from sensorium.worker.logprobs import compute_logprobs, to_entries
+from sensorium.worker.sampling_row import SamplingRow
 from sensorium.worker.staging import StagingBuffer
+
+# What stands in place of a token where there is none, and what the caller hears.
+_FAILURES = {
+    -1: "the model's output for it is not a finite number",
+    -2: "no token is left to choose from: its allowed_token_ids, bad_words, min_tokens and the "
+    "model's generation config ban all of them",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRow:
-    """`banned_token_ids` can't be chosen: they would end the request before `min_tokens`."""
+class SamplerOutput:
+    """One entry per row. A row without a token has its reason in `failures`."""
 
-    params: SamplingParams
-    num_output_tokens: int
-    banned_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    failures: Mapping[int, str]  # by row
 
 
 class Sampler:
     def __init__(self, *, device: torch.device) -> None:
         self._staging = StagingBuffer(device=device, num_words=1 << 10)
 
-    def sample(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow]
-    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
-        """float32 logits [B, vocabulary] → a token, and log-probabilities if the row wants them,
-        for each row. `None` for a row whose logits are not numbers to choose by.
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """float32 logits [B, vocabulary] → a token for each row, and log-probabilities if the row
+        wants them.
         """
-        raw_logits = logits
-        logits = _ban(logits, rows)
-        highest, token_ids = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
-        random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-        if random:
-            drawn = self._draw(logits, rows, random)
-            token_ids = token_ids.index_copy(0, drawn[0], drawn[1])
-        chosen = torch.where(highest.isfinite(), token_ids, -1).tolist()
-        logprobs = _get_logprobs(raw_logits, token_ids, rows)
-        return [None if token_id < 0 else token_id for token_id in chosen], logprobs
-
-    def _draw(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], random: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        params = [rows[index].params for index in random]
-        vocab_size = logits.shape[-1]
-        tensors = self._staging.upload(
-            {
-                "rows": np.array(random, dtype=np.int64),
-                "top_k": np.array(
-                    [min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64
-                ),
-                "temperature": np.array([p.temperature for p in params], dtype=np.float64),
-                # Infinite for "all": rounding must not cut off the tail of an unfiltered row.
-                "top_p": np.array(
-                    [np.inf if p.top_p == 1.0 else p.top_p for p in params], dtype=np.float64
-                ),
-                "uniform": get_uniforms(
-                    [p.seed or 0 for p in params],
-                    [rows[index].num_output_tokens for index in random],
-                ),
-            }
+        edits = prepare_edits(rows, logits.shape[-1])
+        arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
+        tensors = self._staging.upload(arrays) if arrays else {}
+        edited = apply_edits(logits, tensors) if edits else logits
+        highest, token_ids = edited.max(dim=-1)  # a NaN anywhere in a row is its maximum
+        if "random_rows" in tensors:
+            token_ids = token_ids.index_copy(0, tensors["random_rows"], draw(edited, tensors))
+        marked = torch.where(highest.isfinite(), token_ids, -1)
+        if edits:
+            is_all_banned = highest.isneginf() & logits.amax(-1).isfinite()
+            marked = marked.masked_fill(is_all_banned, -2)
+        chosen = marked.tolist()
+        return SamplerOutput(
+            token_ids=tuple(token_id if token_id >= 0 else None for token_id in chosen),
+            logprobs=_get_logprobs(logits, token_ids, tensors, rows),
+            failures={row: _FAILURES[mark] for row, mark in enumerate(chosen) if mark < 0},
         )
-        scaled = logits.index_select(0, tensors["rows"]) / tensors["temperature"].float()[:, None]
-        probs = scaled.softmax(-1)
-        if any(p.top_k or p.top_p != 1.0 for p in params):
-            probs = _filter(probs, tensors["top_k"], tensors["top_p"])
-        return tensors["rows"], _invert(probs, tensors["uniform"])
 
 
-def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), each a hash of a seed and an index (the finaliser of SplitMix64,
-    applied twice).
-    """
-    words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        words = _mix(words) + np.array(indices, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        words = _mix(words)
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zeros for all but the `top_k` likeliest, and then for all but the fewest of these that hold
-    `top_p` of their mass. Tokens keep their places: an unfiltered row draws the same token whether
-    or not a neighbour is filtered.
-    """
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    is_kept = torch.arange(probs.shape[-1], device=probs.device) < top_k[:, None]
-    mass = (ranked.double() * is_kept).cumsum(-1)
-    is_kept &= mass - ranked < top_p[:, None] * mass[:, -1:]
-    return probs * torch.zeros_like(is_kept).scatter_(1, order, is_kept)
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index in each row at which the running share of the weights first exceeds `uniform`."""
-    cumulative = weights.double().cumsum(-1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Rounding may put the target at the very end: the last index with any weight is meant.
-    last = weights.shape[-1] - 1 - weights.gt(0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(index, last)
-
-
-def _ban(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    pairs = [
-        (index, token_id)
-        for index, row in enumerate(rows)
-        for token_id in row.banned_token_ids
-        if token_id < logits.shape[-1]  # others can't be chosen anyway
-    ]
-    if not pairs:
-        return logits
-    row_index, token_ids = torch.tensor(pairs, device=logits.device).unbind(1)
-    return logits.index_put((row_index, token_ids), logits.new_tensor(float("-inf")))
+def _prepare_logprobs(rows: Sequence[SamplingRow]) -> Arrays:
+    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    return {"logprobs_rows": np.array(wanted, dtype=np.int64)} if wanted else {}
 
 
 def _get_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow]
-) -> list[TokenLogprobs | None]:
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    result: list[TokenLogprobs | None] = [None] * len(rows)
-    if not wanted:
-        return result
-    index = torch.tensor(wanted, device=logits.device)
-    logprobs = logits.index_select(0, index).log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids.index_select(0, index)[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    most = max(rows[i].params.logprobs or 0 for i in wanted)
-    top_values, top_ids = (
-        logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0].long())
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    rows: Sequence[SamplingRow],
+) -> tuple[TokenLogprobs | None, ...]:
+    if "logprobs_rows" not in tensors:
+        return (None,) * len(rows)
+    counts = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    index = tensors["logprobs_rows"]
+    computed = compute_logprobs(
+        logits.index_select(0, index), token_ids.index_select(0, index), has_top=any(counts)
     )
-    columns = zip(
-        wanted,
-        chosen[:, 0].tolist(),
-        ranks.tolist(),
-        top_ids.tolist(),
-        top_values.tolist(),
-        strict=True,
-    )
-    for row, logprob, rank, ids, values in columns:
-        count = rows[row].params.logprobs or 0
-        result[row] = TokenLogprobs(
-            logprob=logprob,
-            rank=rank,
-            top_token_ids=tuple(ids[:count]),
-            top_logprobs=tuple(values[:count]),
-        )
-    return result
+    entries = iter(to_entries([computed], counts))
+    return tuple(None if row.params.logprobs is None else next(entries) for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
 from sensorium.multimodal.processor import ProcessedItem
 from sensorium.types.errors import RequestError
-from sensorium.types.sampling import GenerationDefaults, SamplingParams
+from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 
 DEFAULTS = GenerationDefaults(temperature=0.5, top_p=0.9, top_k=3, eos_token_ids=(7, 8))
 
@@ -216,3 +217,26 @@ def test_a_list_of_frames_is_one_video(
 ) -> None:
     process(inputs, {"prompt": "V" * num_videos, "multi_modal_data": {"video": media}})
     assert len(fake.calls) == num_videos
+
+
+def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(inputs: InputProcessor) -> None:
+    bans = process(inputs, "abc", bad_words=["no", " x"]).request.bans
+    words = {"".join(map(chr, sequence)) for sequence in bans.sequences}
+    assert words == {"no", " no", "x", " x"}
+
+
+def test_bans_of_the_model_hold_for_every_request(fake: FakeProcessor) -> None:
+    inputs = make_inputs(fake)
+    inputs.defaults = replace(DEFAULTS, bans=TokenBans(sequences=((5,),), first_token_ids=(6,)))
+    assert process(inputs, "a").request.bans == inputs.defaults.bans
+    bans = process(inputs, "a", bad_words="z").request.bans
+    assert bans.sequences == ((5,), (ord("z"),), (ord(" "), ord("z")))
+    assert bans.first_token_ids == (6,)
+
+
+def test_a_bad_word_without_tokens_is_refused_by_name(
+    fake: FakeProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LetterTokenizer, "__call__", lambda *_, **__: Encoding(input_ids=[]))
+    with pytest.raises(RequestError, match="bad_words: the tokenizer has no tokens for 'zz'"):
+        process(make_inputs(fake), [1], bad_words=["zz"])

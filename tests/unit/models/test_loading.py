@@ -5,24 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from sensorium.models import loading
 from sensorium.models.loading import (
-    get_generation_defaults,
     load_config,
     load_model,
     resolve_device,
     resolve_dtype,
 )
 from sensorium.types.errors import ModelError
-from sensorium.types.sampling import GenerationDefaults
 
 CPU = torch.device("cpu")
 
@@ -101,66 +98,6 @@ def test_dtypes_are_the_checkpoints_where_the_device_is_fast_with_them(
 def test_an_unknown_dtype_is_refused_with_those_there_are() -> None:
     with pytest.raises(ModelError, match="unknown dtype 'int4': use auto, float32"):
         resolve_dtype("int4", PretrainedConfig(), CPU)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (
-            {"do_sample": False, "temperature": None, "eos_token_id": 2},
-            GenerationDefaults(temperature=0.0, eos_token_ids=(2,)),
-        ),
-        (
-            {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20},
-            GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20),
-        ),
-        (
-            {"do_sample": True, "eos_token_id": [4, 5], "top_k": 0},
-            GenerationDefaults(temperature=1.0, eos_token_ids=(4, 5)),
-        ),
-        ({}, GenerationDefaults(temperature=0.0)),
-        (
-            {"do_sample": None, "eos_token_id": 0},
-            GenerationDefaults(temperature=0.0, eos_token_ids=(0,)),
-        ),
-    ],
-)
-def test_the_generation_config_is_the_default(
-    config: dict[str, Any], expected: GenerationDefaults
-) -> None:
-    model = SimpleNamespace(generation_config=GenerationConfig(**config))
-    assert get_generation_defaults(model) == expected  # type: ignore[arg-type]
-
-
-def test_what_is_not_supported_of_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    config = GenerationConfig(do_sample=True, repetition_penalty=1.3)
-    get_generation_defaults(SimpleNamespace(generation_config=config))  # type: ignore[arg-type]
-    assert "repetition_penalty=1.3 is not supported" in caplog.text
-    caplog.clear()
-    neutral = GenerationConfig(do_sample=True, repetition_penalty=1.0)
-    get_generation_defaults(SimpleNamespace(generation_config=neutral))  # type: ignore[arg-type]
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("top_p", 2.0, "top_p must be"),
-        ("temperature", -1.0, "temperature must be"),
-        ("top_k", 5.5, "top_k must be"),
-        ("eos_token_id", "2", "stop_token_ids must be"),
-        ("eos_token_id", [-1], "stop_token_ids must be"),
-    ],
-)
-def test_a_generation_config_that_no_request_could_follow_is_refused_at_load(
-    name: str, value: object, message: str
-) -> None:
-    config = SimpleNamespace(
-        do_sample=True, temperature=None, top_p=None, top_k=None, eos_token_id=None
-    )
-    setattr(config, name, value)
-    with pytest.raises(ModelError, match=f"generation_config.json is wrong: {message}"):
-        get_generation_defaults(SimpleNamespace(generation_config=config))  # type: ignore[arg-type]
 
 
 def test_a_generation_config_that_is_not_json_is_refused(

@@ -14,8 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sensorium.types.sampling import SamplingParams
-from sensorium.worker import sampler as sampler_module
-from sensorium.worker.sampler import Sampler, SamplingRow, get_uniforms
+from sensorium.worker import drawing
+from sensorium.worker.drawing import get_uniforms
+from sensorium.worker.sampler import Sampler
+from sensorium.worker.sampling_row import SamplingRow
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
 GREEDY = replace(PLAIN, temperature=0.0)
@@ -33,7 +35,7 @@ params = st.builds(
 
 
 def sample(logits: list[list[float]], rows: list[SamplingRow]) -> list[int | None]:
-    return Sampler(device=CPU).sample(torch.tensor(logits), rows)[0]
+    return list(Sampler(device=CPU).sample(torch.tensor(logits), rows).token_ids)
 
 
 def row(params: SamplingParams, index: int = 0, **changes: object) -> SamplingRow:
@@ -58,7 +60,7 @@ def get_distribution(logits: list[float], params: SamplingParams) -> dict[int, f
 
 def count_draws(logits: list[float], params: SamplingParams) -> Counter[int]:
     grid = (np.arange(GRID) + 0.5) / GRID
-    with mock.patch.object(sampler_module, "get_uniforms", return_value=grid):
+    with mock.patch.object(drawing, "get_uniforms", return_value=grid):
         return Counter(sample([logits] * GRID, [row(params)] * GRID))
 
 
@@ -90,9 +92,17 @@ def test_draws_follow_the_filtered_distribution(
         ({"top_p": 1e-6}, {2}),
         # 0.4 and 0.3 are 4/7 and 3/7 of the two likeliest: the first alone holds more than half.
         ({"top_k": 2, "top_p": 0.5}, {2}),
+        ({"min_p": 0.3}, {2, 0, 3}),
+        ({"min_p": 0.6}, {2, 0}),
+        ({"min_p": 1.0}, {2}),
+        ({"top_k": 2, "min_p": 0.3}, {2, 0}),
+        # Temperature first: 16, 9, 4 and 1 thirtieths.
+        ({"temperature": 0.5, "min_p": 0.3}, {2, 0}),
+        # The other way round, 0.4 and 0.3 would be more than 0.75 of the 0.9 that `min_p` leaves.
+        ({"top_p": 0.75, "min_p": 0.3}, {2, 0, 3}),
     ],
 )
-def test_the_support_is_what_top_k_and_top_p_leave(
+def test_the_support_is_what_the_filters_leave(
     changes: dict[str, float], support: set[int]
 ) -> None:
     logits = [math.log(p) for p in (0.3, 0.1, 0.4, 0.2)]
@@ -154,9 +164,7 @@ def test_a_banned_token_is_never_chosen(params: SamplingParams) -> None:
 
 
 def test_a_number_close_to_one_still_meets_a_token_with_weight() -> None:
-    with mock.patch.object(
-        sampler_module, "get_uniforms", return_value=np.array([1 - 2.0**-53, 0.0])
-    ):
+    with mock.patch.object(drawing, "get_uniforms", return_value=np.array([1 - 2.0**-53, 0.0])):
         assert sample([[-1e9, 0.0, 0.0, -1e9]] * 2, [row(PLAIN)] * 2) == [2, 1]
 
 

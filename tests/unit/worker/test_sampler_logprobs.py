@@ -10,7 +10,8 @@ import torch
 
 from sensorium.types.request import TokenLogprobs
 from sensorium.types.sampling import SamplingParams
-from sensorium.worker.sampler import Sampler, SamplingRow
+from sensorium.worker.sampler import Sampler
+from sensorium.worker.sampling_row import SamplingRow
 
 PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
 LOGITS = [math.log(p) + 5.0 for p in PROBABILITIES]
@@ -19,7 +20,8 @@ GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 def sample(*rows: SamplingRow) -> tuple[list[int], list[TokenLogprobs | None]]:
     logits = torch.tensor([LOGITS] * len(rows))
-    return Sampler(device=torch.device("cpu")).sample(logits, rows)
+    output = Sampler(device=torch.device("cpu")).sample(logits, rows)
+    return list(output.token_ids), list(output.logprobs)
 
 
 def row(banned: tuple[int, ...] = (), **changes: object) -> SamplingRow:

@@ -1,0 +1,82 @@
+"""One completion while it grows: its tokens, its text, and where a stop string ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sensorium.engine.detokenizer import Detokenizer, find_stop
+from sensorium.types.outputs import CompletionOutput, Logprob
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+
+
+class Completion:
+    """`last`: the core's last news of it, or the news in which a stop string was found."""
+
+    def __init__(self, request: EngineCoreRequest, index: int, tokenizer: Any) -> None:
+        self.index = index
+        self.last: EngineCoreOutput | None = None
+        self.stop_string: str | None = None
+        self._params = request.sampling_params
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids)
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._text_end: int | None = None  # where a stop string cuts the text
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Nothing may be added behind its end."""
+        self._logprobs.extend(output.logprobs)
+        for token_id in output.new_token_ids:
+            self._token_ids.append(token_id)
+            length = len(self._detokenizer.text)
+            is_stop_token = output.finish_reason is FinishReason.STOP
+            if not is_stop_token or self._params.include_stop_str_in_output:
+                self._detokenizer.add(token_id)
+            if output.finish_reason is not None:
+                self._detokenizer.finish()
+            if self._params.stop and len(self._token_ids) > self._params.min_tokens:
+                self._apply_stop(num_new_characters=len(self._detokenizer.text) - length)
+        if output.finish_reason is not None and not output.new_token_ids:
+            self._detokenizer.finish()
+        if output.finish_reason is not None or self.stop_string is not None:
+            self.last = output
+
+    def _apply_stop(self, *, num_new_characters: int) -> None:
+        text = self._detokenizer.text
+        found = find_stop(text, self._params.stop, num_new_characters=num_new_characters)
+        if found is not None:
+            self.stop_string, start = found
+            is_included = self._params.include_stop_str_in_output
+            self._text_end = start + (len(self.stop_string) if is_included else 0)
+
+    def make_output(self) -> CompletionOutput:
+        """What there is of it. One that has not ended was given up with its siblings."""
+        last = self.last or EngineCoreOutput(request_id="", finish_reason=FinishReason.ABORT)
+        logprobs = None
+        if self._params.logprobs is not None:
+            logprobs = tuple(
+                make_logprobs(self._tokenizer, token_id, entry)
+                for token_id, entry in zip(self._token_ids, self._logprobs, strict=True)
+            )
+        return CompletionOutput(
+            index=self.index,
+            text=self._detokenizer.text[: self._text_end],
+            token_ids=tuple(self._token_ids),
+            finish_reason=last.finish_reason if self.stop_string is None else FinishReason.STOP,
+            stop_reason=last.stop_token_id if self.stop_string is None else self.stop_string,
+            cumulative_logprob=None if logprobs is None else sum(e.logprob for e in self._logprobs),
+            logprobs=logprobs,
+        )
+
+
+def make_logprobs(tokenizer: Any, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+    """The likeliest tokens at a position, and always the one that stands there."""
+    ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    logprobs = {
+        top_id: Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.decode([top_id]))
+        for rank, (top_id, logprob) in enumerate(ranked, start=1)
+    }
+    logprobs[token_id] = Logprob(
+        logprob=entry.logprob, rank=entry.rank, decoded_token=tokenizer.decode([token_id])
+    )
+    return logprobs

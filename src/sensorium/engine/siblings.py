@@ -1,0 +1,80 @@
+"""A request for `n` completions as `n` requests of the core.
+
+The first child starts alone; the others start with its first token. By then its prompt is in the
+prefix cache and its media in the encoder cache, so that they cost a prompt's last tokens only.
+Owns the children that have not started, and their tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+Payloads = Mapping[str, MultiModalKwargsItem]
+
+
+def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
+    """The ids that a request has in the core, by index; its own if it wants one completion."""
+    n = request.sampling_params.n
+    if n == 1:
+        return (request.request_id,)
+    return tuple(f"{request.request_id}#{index}" for index in range(n))
+
+
+def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
+    """The first has the request's seed, and gives the prompt's log-probabilities."""
+    params = request.sampling_params
+    if params.n == 1:
+        return (request,)
+    first = replace(params, n=1)
+    return tuple(
+        replace(
+            request,
+            request_id=child_id,
+            sampling_params=first
+            if index == 0
+            else replace(first, seed=_derive_seed(params.seed, index), prompt_logprobs=None),
+        )
+        for index, child_id in enumerate(get_child_ids(request))
+    )
+
+
+def _derive_seed(seed: int | None, index: int) -> int:
+    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest())
+
+
+class Siblings:
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[tuple[EngineCoreRequest, ...], Payloads]] = {}
+
+    def add(self, request: EngineCoreRequest, payloads: Payloads) -> EngineCoreRequest:
+        """The child to start at once; the others are kept."""
+        first, *rest = make_children(request)
+        if rest:
+            self._waiting[first.request_id] = tuple(rest), payloads
+        return first
+
+    def take_ready(
+        self, news: Iterable[EngineCoreOutput]
+    ) -> list[tuple[EngineCoreRequest, Payloads]]:
+        """The children to start after the core's news."""
+        ready: list[tuple[EngineCoreRequest, Payloads]] = []
+        for output in news if self._waiting else ():
+            if output.new_token_ids:
+                rest, payloads = self._waiting.pop(output.request_id, ((), {}))
+                ready.extend((child, payloads) for child in rest)
+            elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self.drop((output.request_id,))
+        return ready
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """The siblings of these children are not wanted any more."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._waiting)

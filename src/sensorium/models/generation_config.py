@@ -1,0 +1,111 @@
+"""What a model's `generation_config.json` says about sampling, so that defaults equal
+`generate`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
+
+logger = logging.getLogger(__name__)
+# Fields that change the tokens and are not supported yet, with the value that changes nothing.
+_IGNORED_FIELDS: dict[str, object] = {
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "guidance_scale": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "stop_strings": None,
+}
+
+
+def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
+    """Greedy unless the config says `do_sample`, as in Transformers' `generate`: temperature and
+    filters count only then, penalties and bans always.
+    """
+    config = model.generation_config
+    _warn_of_ignored(config)
+    eos_token_ids = _as_ids(config.eos_token_id)
+    temperature = 1.0 if config.temperature is None else config.temperature
+    try:
+        checked = SamplingParams(
+            temperature=temperature if config.do_sample else 0.0,
+            top_p=config.top_p if config.do_sample else None,
+            top_k=config.top_k if config.do_sample else None,
+            min_p=_get(config, "min_p") if config.do_sample else None,
+            repetition_penalty=_get(config, "repetition_penalty"),
+            stop_token_ids=eos_token_ids,
+        )
+        bans = _get_bans(config, eos_token_ids)
+    except RequestError as error:
+        raise ModelError(f"the model's generation_config.json is wrong: {error}") from error
+    return GenerationDefaults(
+        temperature=temperature if config.do_sample else 0.0,
+        top_p=1.0 if checked.top_p is None else checked.top_p,
+        top_k=checked.top_k or 0,
+        min_p=checked.min_p or 0.0,
+        repetition_penalty=checked.repetition_penalty or 1.0,
+        eos_token_ids=eos_token_ids,
+        bans=bans,
+    )
+
+
+def _warn_of_ignored(config: Any) -> None:
+    for name, neutral in _IGNORED_FIELDS.items():
+        value = _get(config, name)
+        if value and value != neutral:
+            logger.warning("generation config: %s=%s is not supported yet: ignored", name, value)
+
+
+def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
+    """Transformers drops end-of-sequence tokens from `bad_words_ids`, and from nothing else."""
+    bad_words = [
+        _check_ids("bad_words_ids", sequence) for sequence in _get(config, "bad_words_ids") or ()
+    ]
+    if not all(bad_words):
+        raise RequestError("bad_words_ids must be lists of at least one integer >= 0")
+    suppressed = _check_ids("suppress_tokens", _get(config, "suppress_tokens") or ())
+    return TokenBans(
+        sequences=(
+            *((token_id,) for token_id in suppressed),
+            *(s for s in bad_words if len(s) > 1 or s[0] not in eos_token_ids),
+        ),
+        first_token_ids=_check_ids(
+            "begin_suppress_tokens", _get(config, "begin_suppress_tokens") or ()
+        ),
+    )
+
+
+def _get(config: Any, name: str) -> Any:
+    """Versions of Transformers differ in the fields that a config has."""
+    return getattr(config, name, None)
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    """A list of ids, one id or none, as configs have them."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _check_ids(name: str, value: Any) -> tuple[int, ...]:
+    is_valid = isinstance(value, list | tuple) and all(
+        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value
+    )
+    if not is_valid:
+        raise RequestError(f"{name} must be a list of integers >= 0, not {value!r}")
+    return tuple(value)

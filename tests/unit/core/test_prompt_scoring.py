@@ -1,0 +1,60 @@
+"""A request that wants its prompt's log-probabilities computes every prompt token, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.property.strategies import make_request
+
+from .building import make_driver, run, tokens
+
+SCORED = replace(tokens(4), prompt_logprobs=1)
+
+
+def test_it_takes_nothing_from_the_prefix_cache_that_it_must_compute() -> None:
+    driver = make_driver()
+    driver.add(make_request("first", (1,) * 6, sampling_params=tokens(1)))
+    run(driver)
+    driver.add(make_request("plain", (1,) * 6, sampling_params=tokens(1)))
+    driver.add(make_request("scored", (1,) * 6, sampling_params=SCORED))
+    windows = run(driver)[0]
+    assert windows == {"plain": (5, 6), "scored": (0, 6)}
+
+
+def test_what_it_computes_is_there_for_others() -> None:
+    driver = make_driver()
+    driver.add(make_request("scored", (1,) * 6, sampling_params=SCORED))
+    run(driver)
+    driver.add(make_request("plain", (1,) * 6, sampling_params=tokens(1)))
+    assert run(driver)[0]["plain"] == (5, 6)
+
+
+def test_chunks_are_told_as_they_come() -> None:
+    driver = make_driver(max_num_batched_tokens=4)
+    driver.add(make_request("r", (1,) * 10, sampling_params=SCORED))
+    counts = []
+    for _ in range(3):
+        run(driver)
+        counts.append(len(driver.scored["r"]))
+    assert counts == [4, 8, 9]
+
+
+def test_after_a_preemption_it_goes_on_where_it_was() -> None:
+    driver = make_driver(num_blocks=17, max_num_batched_tokens=6)
+    driver.add(make_request("first", (1,) * 2, sampling_params=tokens(14)))
+    driver.add(make_request("scored", (2,) * 12, sampling_params=SCORED))
+    run(driver, 4)
+    assert driver.scored["scored"] == list(range(1, 12))
+    request = driver.scheduler.requests["scored"]
+    while request.num_preemptions == 0:
+        run(driver)
+    driver.drain()
+    assert request.num_output_tokens == 4
+    assert driver.scored["scored"] == list(range(1, 12))
+
+
+def test_one_token_has_nothing_to_score() -> None:
+    driver = make_driver()
+    driver.add(make_request("r", (1,), sampling_params=SCORED))
+    driver.drain()
+    assert driver.scored["r"] == []

@@ -1,0 +1,96 @@
+"""One request for n completions becomes n requests of the core, the first ahead of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sensorium.engine.siblings import Siblings, get_child_ids, make_children
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from sensorium.types.sampling import SamplingParams
+
+
+def make_request(request_id: str = "r", **params: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=(1, 2),
+        sampling_params=SamplingParams(**{"seed": 7, **params}),
+        cache_salt="salt",
+    )
+
+
+def test_a_request_for_one_completion_is_its_own_only_child() -> None:
+    request = make_request()
+    assert make_children(request) == (request,)
+    assert get_child_ids(request) == ("r",)
+
+
+def test_children_differ_in_their_names_and_seeds_alone() -> None:
+    request = make_request(n=4, temperature=0.5)
+    children = make_children(request)
+    assert tuple(child.request_id for child in children) == get_child_ids(request)
+    seeds = [child.sampling_params.seed for child in children]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == len(set(get_child_ids(request))) == 4
+    for child in children:
+        params = replace(child.sampling_params, n=4, seed=7)
+        assert replace(child, request_id="r", sampling_params=params) == request
+
+
+def test_seeds_of_children_repeat_and_do_not_meet_those_of_other_seeds() -> None:
+    def get_seeds(seed: int) -> list[int | None]:
+        return [c.sampling_params.seed for c in make_children(make_request(n=8, seed=seed))]
+
+    assert get_seeds(5) == get_seeds(5)
+    assert len({seed for start in range(50) for seed in get_seeds(start)}) == 400
+    # Fewer completions are the first of more.
+    fewer = make_children(make_request(n=2, seed=5))
+    assert [child.sampling_params.seed for child in fewer] == get_seeds(5)[:2]
+
+
+def test_only_the_first_child_scores_the_prompt() -> None:
+    children = make_children(make_request(n=3, prompt_logprobs=2))
+    assert [child.sampling_params.prompt_logprobs for child in children] == [2, None, None]
+
+
+def news(request_id: str, *tokens: int, reason: FinishReason | None = None) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason)
+
+
+def take_ids(siblings: Siblings, *outputs: EngineCoreOutput) -> list[str]:
+    return [child.request_id for child, _ in siblings.take_ready(outputs)]
+
+
+def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
+    siblings = Siblings()
+    first = siblings.add(make_request(n=3), {"media": {}})
+    assert first.request_id == "r#0"
+    assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
+    ready = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
+    assert [child.request_id for child, _ in ready] == ["r#1", "r#2"]
+    assert all(payloads == {"media": {}} for _, payloads in ready)
+    assert take_ids(siblings, news("r#0", 6)) == []
+    assert len(siblings) == 0
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
+    siblings = Siblings()
+    siblings.add(make_request(n=3), {})
+    assert take_ids(siblings, news("r#0", reason=reason)) == []
+    assert len(siblings) == 0
+
+
+def test_dropped_siblings_never_start() -> None:
+    siblings = Siblings()
+    siblings.add(make_request(n=2), {})
+    siblings.drop(("r#0", "unknown"))
+    assert take_ids(siblings, news("r#0", 5)) == []
+
+
+def test_a_single_request_keeps_nothing() -> None:
+    siblings = Siblings()
+    assert siblings.add(make_request(), {}).request_id == "r"
+    assert len(siblings) == 0
