@@ -5,13 +5,12 @@ No pytest here: `run.py` runs the checks on machines that have none.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +21,7 @@ from tests.parity.driver import make_llm
 from tests.parity.reference import Reference
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
 TINY_MODELS = ROOT / "build" / "tiny-models"
 # Families whose models are made with heads of 64 as well: kernels don't have the 16 of the others.
 WIDE_FAMILIES = ("llama", "llava", "qwen2_5_vl", "gemma3")
@@ -50,23 +50,14 @@ def use_exact_float32() -> None:
 
 
 @cache
-def _get_script() -> ModuleType:
-    script = ROOT / "scripts" / "make_tiny_models.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_models", script)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def get_directory(name: str) -> str:
     """The tiny model of a family, or the one with wide heads (`wide-` before the family)."""
     try:
         if name.startswith(_WIDE):
             return str(_make_wide(name.removeprefix(_WIDE)))
-        return str(_get_script().make_family(name, TINY_MODELS))
+        from make_tiny_models import make_family
+
+        return str(make_family(name, TINY_MODELS))
     except (AttributeError, ImportError) as error:
         raise UnavailableError(f"transformers {transformers.__version__}: {error}") from error
 
@@ -93,10 +84,12 @@ def _make_wide(family: str) -> Path:
     rope = getattr(text_config, "rope_parameters", None) or {}
     if "mrope_section" in rope:
         rope["mrope_section"] = [4 * size for size in rope["mrope_section"]]
+    from tiny_models.building import rescale
+
     torch.manual_seed(0)
     model = getattr(transformers, config.architectures[0])(config)
     std = 0.02 if family.startswith("gemma") else 1.0  # as in the script
-    _get_script().rescale(model, embedding_std=std).save_pretrained(directory)
+    rescale(model, embedding_std=std).save_pretrained(directory)
     (directory / "done").touch()
     return directory
 
@@ -111,9 +104,9 @@ class DeviceReference(Reference):
         loaded = type(self.model).from_pretrained(directory, dtype=dtype)
         self.model = loaded.to(get_device()).eval()
 
-    def _process(self, *arguments: Any) -> Mapping[str, torch.Tensor]:
-        inputs = super()._process(*arguments)
-        return {name: tensor.to(get_device()) for name, tensor in inputs.items()}
+    def _prepare(self, *arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:
+        text, inputs = super()._prepare(*arguments)
+        return text, {name: tensor.to(get_device()) for name, tensor in inputs.items()}
 
 
 @cache

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import soundfile
 import torch
 import transformers
 
@@ -112,6 +111,8 @@ class Reference:
 
 
 def make_voxtral_messages(case: Case) -> list[dict[str, Any]]:
+    import soundfile
+
     content = []
     for part in case.parts:
         if isinstance(part, str):
