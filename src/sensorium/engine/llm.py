@@ -43,6 +43,12 @@ class LLM:
     - `scheduling_policy`: "fcfs", or "priority" (a prompt's lower `priority` first);
     - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
       the checkpoint is in bfloat16;
+    - `revision`: the branch, tag or commit of a hub id; config, processor and weights are all of
+      it. Hub ids go through the hub's own cache; `HF_HUB_OFFLINE=1` uses nothing else;
+    - `trust_remote_code`: run code that a checkpoint brings (off: such a model is refused);
+    - `gpu_memory_utilization`: the share of a CUDA device's memory that may be in use afterwards;
+      a model that does not fit is refused before it is loaded, with the figures;
+    - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
     """
 
@@ -63,6 +69,10 @@ class LLM:
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        gpu_memory_utilization: float = 0.9,
+        use_tqdm_on_load: bool = True,
         seed: int = 0,
     ) -> None:
         options = EngineOptions(
@@ -77,6 +87,7 @@ class LLM:
             disable_chunked_mm_input=disable_chunked_mm_input,
             scheduling_policy=scheduling_policy,
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
+            gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
         )
         if not isinstance(model, str | os.PathLike):
@@ -86,6 +97,9 @@ class LLM:
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             options=options,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_tqdm_on_load=use_tqdm_on_load,
         )
         self.config = engine.config
         self.core = engine.core
