@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from sensorium import LLM, ModelError, SamplingParams
+from sensorium import LLM, ModelError, SamplingParams, cli
 
 TinyModel = Callable[[str], str]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -155,3 +155,20 @@ def test_code_for_a_class_that_transformers_lacks_has_to_be_trusted(directory: P
 def test_code_that_is_not_needed_is_left_alone(directory: Path, tiny_model: TinyModel) -> None:
     change_config(directory, auto_map={"AutoModelForCausalLM": "absent.LlamaForCausalLM"})
     assert generate(directory) == generate(tiny_model("llama"))
+
+
+def test_the_command_takes_the_same_options(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*flags: str) -> None:
+        monkeypatch.setattr("sys.argv", ["sensorium", "generate", str(directory), "hi", *flags])
+        cli.main()
+
+    with pytest.raises(SystemExit, match="revision='v1' goes with a hub id"):
+        run("--revision", "v1")
+    with pytest.raises(SystemExit, match="gpu_memory_utilization must be above 0"):
+        run("--gpu-memory-utilization", "7")
+    write_code(directory)
+    with pytest.raises(SystemExit, match="--trust-remote-code"):
+        run()
+    assert capsys.readouterr().out == ""

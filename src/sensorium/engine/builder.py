@@ -91,7 +91,14 @@ def build_engine(
         trust_remote_code=trust_remote_code,
         use_tqdm=use_tqdm_on_load,
     )
-    core, config = build_engine_core(adapter, options, limits=limits, memory=memory)
+    core, config = build_engine_core(
+        adapter,
+        options,
+        limits=limits,
+        memory=memory,
+        # Weights that lie in memory as pages of their files still count as free.
+        most_bytes=free_bytes - memory.weights_bytes,
+    )
     logger.info("model %s on %s, %s: %s", model, torch_device, torch_dtype, config)
     logger.info("memory on %s: %s", torch_device, config.memory)
     return Engine(
@@ -103,7 +110,12 @@ def build_engine(
 
 
 def build_engine_core(
-    adapter: ModelAdapter, options: EngineOptions, *, limits: Limits, memory: MemoryPlan
+    adapter: ModelAdapter,
+    options: EngineOptions,
+    *,
+    limits: Limits,
+    memory: MemoryPlan,
+    most_bytes: int,
 ) -> tuple[EngineCore, EngineConfig]:
     layer_groups = group_layers(adapter.probe_layers())
     config = resolve_config(
@@ -114,7 +126,7 @@ def build_engine_core(
         device=adapter.device,
         needs_whole_spans=adapter.needs_whole_spans,
         memory=memory,
-        free_bytes=get_free_bytes(adapter.device, options.gpu_memory_utilization),
+        free_bytes=min(most_bytes, get_free_bytes(adapter.device, options.gpu_memory_utilization)),
     )
     payloads = PayloadStore()
     runner = ModelRunner(

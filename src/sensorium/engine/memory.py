@@ -125,12 +125,17 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 
 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
-    """As if every layer kept everything: windows and shared layers need less."""
-    num_heads = int(text_config.num_attention_heads)
-    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
-    width = _get_number(text_config, _WIDTH_NAMES, 0)
-    head_dim = getattr(text_config, "head_dim", None) or width // num_heads
-    return int(2 * text_config.num_hidden_layers * num_kv_heads * head_dim * element_size)
+    """As if every layer kept everything: windows and shared layers need less. A config without
+    heads counts as 0; the layout of the loaded model will tell.
+    """
+    return sum(_get_num_kv_elements(layer) for layer in _get_layers(text_config)) * element_size
+
+
+def _get_num_kv_elements(layer: PretrainedConfig) -> int:
+    num_heads = _get_number(layer, ("num_attention_heads",), 0)
+    num_kv_heads = _get_number(layer, ("num_key_value_heads",), num_heads)
+    width = _get_number(layer, _WIDTH_NAMES, 0)
+    return 2 * num_kv_heads * _get_number(layer, ("head_dim",), width // max(1, num_heads))
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -138,7 +143,7 @@ def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     text_config = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         part = getattr(config, name, None)
-        if part is None or part is text_config:
+        if not isinstance(part, PretrainedConfig) or part is text_config:
             continue
         if part.sub_configs:
             yield from _get_encoders(part)
@@ -152,21 +157,35 @@ def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConf
         return int(merge_size) ** 2
     if ratio := getattr(config, "downsample_ratio", None):
         return round(1 / float(ratio) ** 2)
-    if num_embeds := getattr(config, "mm_tokens_per_image", None):
-        num_patches = (int(encoder.image_size) // int(encoder.patch_size)) ** 2
-        return max(1, num_patches // int(num_embeds))
+    num_embeds = _get_number(config, ("mm_tokens_per_image",), 0)
+    patch_size = _get_number(encoder, ("patch_size",), 0)
+    if num_embeds and patch_size:
+        num_patches = (_get_number(encoder, ("image_size",), 0) // patch_size) ** 2
+        return max(1, num_patches // num_embeds)
     return 1
 
 
 def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
     """Per token or patch. `keeps_layers`: every layer's output is kept, to choose one by number."""
-    width = _get_number(config, _WIDTH_NAMES, 0)
-    inner = _get_number(config, _INNER_NAMES, 4 * width)
-    num_kept = _get_number(config, _DEPTH_NAMES, 0) if keeps_layers else 0
-    return (_NUM_HIDDEN_TENSORS + num_kept) * width + _NUM_INNER_TENSORS * inner
+    layers = _get_layers(config)
+    widest = max(map(_get_num_elements_at_once, layers), default=0)
+    return widest + (sum(_get_number(layer, _WIDTH_NAMES, 0) for layer in layers) * keeps_layers)
+
+
+def _get_num_elements_at_once(layer: PretrainedConfig) -> int:
+    width = _get_number(layer, _WIDTH_NAMES, 0)
+    inner = _get_number(layer, _INNER_NAMES, 4 * width)
+    return _NUM_HIDDEN_TENSORS * width + _NUM_INNER_TENSORS * inner
+
+
+def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
+    """One config for each layer. Where layers differ, the whole config refuses to answer."""
+    if config.is_heterogeneous:
+        return tuple(config.per_layer_config)
+    return (config,) * _get_number(config, _DEPTH_NAMES, 1)
 
 
 def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
-    """Families name the same width differently."""
+    """Families name the same number differently; some have a list of them."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), default)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     CLIPVisionConfig,
     Gemma3Config,
     LlamaConfig,
@@ -52,6 +53,18 @@ SIZES = {
     "patch_size": 14,
 }
 GIB = 2**30
+# One of each way of writing a config.
+_COMMON = (
+    "gemma3n",
+    "gemma4",
+    "gpt2",
+    "internvl",
+    "llama4",
+    "mamba",
+    "mllama",
+    "qwen3_moe",
+    "qwen3_vl",
+)
 PLAN = MemoryPlan(
     weights_bytes=8 * GIB,
     kv_cache_bytes=GIB,
@@ -90,6 +103,15 @@ def test_a_cache_that_was_asked_for_is_what_is_planned() -> None:
 def test_heads_may_be_wider_than_their_share_of_the_model() -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, head_dim=32)
     assert get_num_kv_bytes_per_token(config, 4) == 2 * 4 * 32 * 4
+
+
+def test_configs_of_all_kinds_have_a_plan() -> None:
+    """Configs are written by many hands: none may end in an exception of its own."""
+    planned = {name: plan(CONFIG_MAPPING[name]()) for name in _COMMON}
+    assert all(entry.step_bytes > 0 for entry in planned.values())
+    assert planned["gemma4"].kv_cache_bytes > 0  # its layers differ in the width of their heads
+    assert planned["mamba"].kv_cache_bytes == 0
+    assert all(planned[name].encoder_peak_bytes > 0 for name in ("qwen3_vl", "internvl", "gemma3n"))
 
 
 def test_encoders_count_with_the_patches_of_an_embedding() -> None:
