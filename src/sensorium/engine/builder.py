@@ -5,7 +5,11 @@ the parts.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
@@ -71,16 +75,7 @@ def build_engine(
         options, text_config=hf_config.get_text_config(decoder=True), device=torch_device
     )
     weights = find_weights(model, checkpoint, use_tqdm=use_tqdm_on_load)
-    memory = plan_memory(
-        hf_config,
-        limits=limits,
-        weights_bytes=get_num_weight_bytes(weights, element_size=torch_dtype.itemsize),
-        kv_cache_bytes=options.kv_cache_memory_bytes,
-        # A context that nobody asked for is cut to what fits: one step must.
-        num_kv_tokens=options.max_model_len
-        or min(limits.max_model_len, limits.max_num_batched_tokens),
-        element_size=torch_dtype.itemsize,
-    )
+    memory = _plan_memory(weights, hf_config, options, limits, torch_dtype.itemsize)
     free_bytes = get_free_bytes(torch_device, options.gpu_memory_utilization)
     check_memory(memory, free_bytes=free_bytes, device=torch_device)
     adapter = load_model(
@@ -106,6 +101,25 @@ def build_engine(
         config=config,
         processor=MultiModalProcessor(directory, hf_config, trust_remote_code=trust_remote_code),
         defaults=get_generation_defaults(adapter.model),
+    )
+
+
+def _plan_memory(
+    weights: Sequence[Path],
+    hf_config: PretrainedConfig,
+    options: EngineOptions,
+    limits: Limits,
+    element_size: int,
+) -> MemoryPlan:
+    return plan_memory(
+        hf_config,
+        limits=limits,
+        weights_bytes=get_num_weight_bytes(weights, element_size=element_size),
+        kv_cache_bytes=options.kv_cache_memory_bytes,
+        # A context that nobody asked for is cut to what fits: one step must.
+        num_kv_tokens=options.max_model_len
+        or min(limits.max_model_len, limits.max_num_batched_tokens),
+        element_size=element_size,
     )
 
 
