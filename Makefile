@@ -49,6 +49,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/core_step.py --record
 	$(BIN)/python benchmarks/offline.py --record
+	$(BIN)/python benchmarks/startup.py --record
 
 serve:
 	@echo "the server is not in this version; 'make help' lists what is"; exit 1

@@ -25,8 +25,9 @@ from random_qwen import IMAGE_PAD, Prompt, make_model, make_prompts, make_reques
 from records import write_record
 from sensorium import ModelError
 from sensorium.engine.builder import build_engine_core
-from sensorium.engine.config import EngineOptions
+from sensorium.engine.config import EngineOptions, resolve_limits
 from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.memory import get_free_bytes, plan_memory
 from sensorium.models.adapter import ModelAdapter
 
 BATCHES = (1, 8, 64)
@@ -87,14 +88,24 @@ def measure_backend(
     adapter: ModelAdapter, backend: str, batches: tuple[int, ...], num_rounds: int
 ) -> dict[str, Any]:
     start = perf_counter()
+    options = EngineOptions(
+        max_model_len=1024,
+        max_num_seqs=max(batches),
+        kv_cache_memory_bytes=(4 << 30) if adapter.device.type == "cuda" else (64 << 20),
+        attention_backend=backend,
+    )
+    limits = resolve_limits(options, text_config=adapter.text_config, device=adapter.device)
+    memory = plan_memory(
+        adapter.config,
+        limits=limits,
+        weights_bytes=0,  # they are there already
+        kv_cache_bytes=options.kv_cache_memory_bytes,
+        num_kv_tokens=limits.max_model_len,
+        element_size=adapter.dtype.itemsize,
+    )
+    free_bytes = get_free_bytes(adapter.device, options.gpu_memory_utilization)
     core, config = build_engine_core(
-        adapter,
-        EngineOptions(
-            max_model_len=1024,
-            max_num_seqs=max(batches),
-            kv_cache_memory_bytes=(4 << 30) if adapter.device.type == "cuda" else (64 << 20),
-            attention_backend=backend,
-        ),
+        adapter, options, limits=limits, memory=memory, most_bytes=free_bytes
     )
     figures: dict[str, Any] = {
         "attention_backend": config.attention_backend,

@@ -66,14 +66,31 @@ def _make_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--stop", action="append", default=[], help="end before this text; may be repeated"
     )
-    generate.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
-    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    generate.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    generate.add_argument(
-        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
-    )
+    _add_loading_flags(generate)
     generate.set_defaults(run=_generate)
     return parser
+
+
+def _add_loading_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
+    command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    command.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    command.add_argument(
+        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
+    )
+    command.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that the checkpoint brings (default: refuse such a model)",
+    )
+    command.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of a CUDA device's memory that may be in use (default 0.9)",
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -108,6 +125,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         device=arguments.device,
         attention_backend=arguments.attention_backend,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
     )
     prompts: list[TextPrompt] = [
         {"prompt": text, "multi_modal_data": {"image": images}} for text in arguments.prompt

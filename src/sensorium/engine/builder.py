@@ -5,19 +5,33 @@ the parts.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from transformers import PretrainedConfig
+
+from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config
+from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config, resolve_limits
 from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.payload_store import PayloadStore
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
+from sensorium.models.checkpoint import find_checkpoint, find_weights
 from sensorium.models.generation_config import get_generation_defaults
-from sensorium.models.loading import load_config, load_model, resolve_device, resolve_dtype
+from sensorium.models.loading import (
+    get_model_class,
+    load_config,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+)
+from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.worker.kv_cache import KVCache
@@ -36,23 +50,86 @@ class Engine:
     defaults: GenerationDefaults
 
 
-def build_engine(model: str, *, dtype: str, device: str, options: EngineOptions) -> Engine:
-    hf_config = load_config(model)
+def build_engine(
+    model: str,
+    *,
+    dtype: str,
+    device: str,
+    options: EngineOptions,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    use_tqdm_on_load: bool = True,
+) -> Engine:
+    checkpoint = find_checkpoint(
+        model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        use_tqdm=use_tqdm_on_load,
+    )
+    directory = str(checkpoint)
+    hf_config = load_config(directory, trust_remote_code=trust_remote_code)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, hf_config, torch_device)
-    adapter = load_model(model, hf_config, dtype=torch_dtype, device=torch_device)
-    core, config = build_engine_core(adapter, options)
+    get_model_class(directory, hf_config, trust_remote_code=trust_remote_code)
+    limits = resolve_limits(
+        options, text_config=hf_config.get_text_config(decoder=True), device=torch_device
+    )
+    weights = find_weights(model, checkpoint, use_tqdm=use_tqdm_on_load)
+    memory = _plan_memory(weights, hf_config, options, limits, torch_dtype.itemsize)
+    free_bytes = get_free_bytes(torch_device, options.gpu_memory_utilization)
+    check_memory(memory, free_bytes=free_bytes, device=torch_device)
+    adapter = load_model(
+        directory,
+        hf_config,
+        dtype=torch_dtype,
+        device=torch_device,
+        trust_remote_code=trust_remote_code,
+        use_tqdm=use_tqdm_on_load,
+    )
+    core, config = build_engine_core(
+        adapter,
+        options,
+        limits=limits,
+        memory=memory,
+        # Weights that lie in memory as pages of their files still count as free.
+        most_bytes=free_bytes - memory.weights_bytes,
+    )
     logger.info("model %s on %s, %s: %s", model, torch_device, torch_dtype, config)
+    logger.info("memory on %s: %s", torch_device, config.memory)
     return Engine(
         core=core,
         config=config,
-        processor=MultiModalProcessor(model, hf_config),
+        processor=MultiModalProcessor(directory, hf_config, trust_remote_code=trust_remote_code),
         defaults=get_generation_defaults(adapter.model),
     )
 
 
+def _plan_memory(
+    weights: Sequence[Path],
+    hf_config: PretrainedConfig,
+    options: EngineOptions,
+    limits: Limits,
+    element_size: int,
+) -> MemoryPlan:
+    return plan_memory(
+        hf_config,
+        limits=limits,
+        weights_bytes=get_num_weight_bytes(weights, element_size=element_size),
+        kv_cache_bytes=options.kv_cache_memory_bytes,
+        # A context that nobody asked for is cut to what fits: one step must.
+        num_kv_tokens=options.max_model_len
+        or min(limits.max_model_len, limits.max_num_batched_tokens),
+        element_size=element_size,
+    )
+
+
 def build_engine_core(
-    adapter: ModelAdapter, options: EngineOptions
+    adapter: ModelAdapter,
+    options: EngineOptions,
+    *,
+    limits: Limits,
+    memory: MemoryPlan,
+    most_bytes: int,
 ) -> tuple[EngineCore, EngineConfig]:
     layers = adapter.probe_layers()
     layer_groups = group_layers(layers)
@@ -66,12 +143,14 @@ def build_engine_core(
     )
     config = resolve_config(
         options,
-        text_config=adapter.text_config,
+        limits=limits,
         layer_groups=layer_groups,
-        dtype=adapter.dtype,
+        element_size=adapter.dtype.itemsize,
         device=adapter.device,
         bidirectional_modalities=adapter.bidirectional_modalities,
         attention_backend=attention.name,
+        memory=memory,
+        free_bytes=min(most_bytes, get_free_bytes(adapter.device, options.gpu_memory_utilization)),
     )
     payloads = PayloadStore()
     runner = ModelRunner(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
+from sensorium.engine.memory import MemoryPlan, format_bytes
 from sensorium.layers.attention.selection import ATTENTION_BACKENDS
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
 from sensorium.models.adapter import MODALITIES
@@ -22,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # of what is free once the weights are loaded
+# Of what is free once the weights are loaded. A CPU's memory belongs to others as well; on CUDA
+# `gpu_memory_utilization` has left them theirs.
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class EngineOptions:
     scheduling_policy: str = "fcfs"
     attention_backend: str = "auto"
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    gpu_memory_utilization: float = 0.9
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,10 +68,18 @@ class EngineOptions:
                 f"unknown attention_backend {self.attention_backend!r}: "
                 f"use {', '.join(ATTENTION_BACKENDS)}"
             )
-        if not isinstance(self.limit_mm_per_prompt, Mapping):
-            raise ModelError("limit_mm_per_prompt must be a mapping, e.g. {'image': 4}")
+        if not _is_share(self.gpu_memory_utilization):
+            raise ModelError(
+                "gpu_memory_utilization must be above 0 and at most 1, "
+                f"not {self.gpu_memory_utilization!r}"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ModelError(f"seed must be an integer, not {self.seed!r}")
+        self._check_media_limits()
+
+    def _check_media_limits(self) -> None:
+        if not isinstance(self.limit_mm_per_prompt, Mapping):
+            raise ModelError("limit_mm_per_prompt must be a mapping, e.g. {'image': 4}")
         for modality, limit in self.limit_mm_per_prompt.items():
             if modality not in MODALITIES:
                 raise ModelError(
@@ -85,6 +95,10 @@ def _is_count(value: object, *, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Complete, and the same for as long as the engine lives."""
@@ -95,20 +109,16 @@ class EngineConfig:
     enable_prefix_caching: bool
     scheduling_policy: str
     attention_backend: str  # the chosen one, never "auto"
+    memory: MemoryPlan
 
 
-def resolve_config(
-    options: EngineOptions,
-    *,
-    text_config: PretrainedConfig,
-    layer_groups: tuple[LayerGroup, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    bidirectional_modalities: frozenset[str],
-    attention_backend: str,
-) -> EngineConfig:
+def resolve_limits(
+    options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
+) -> Limits:
+    """What can be said before the model is loaded: `max_model_len` may have to shrink afterwards,
+    if nobody asked for it.
+    """
     is_cuda = device.type == "cuda"
-    max_num_seqs = options.max_num_seqs or (256 if is_cuda else 32)
     max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
     context = getattr(text_config, "max_position_embeddings", None)
     max_model_len = options.max_model_len or context
@@ -118,72 +128,74 @@ def resolve_config(
         raise ModelError(
             f"max_model_len={max_model_len} is more than the model's context of {context}"
         )
-    element_size = torch.empty((), dtype=dtype).element_size()
-    memory_bytes = options.kv_cache_memory_bytes or _choose_memory_bytes(
-        layer_groups, max_num_seqs * max_model_len, options.block_size, element_size, device
+    return Limits(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs or (256 if is_cuda else 32),
+        encoder_cache_size=options.encoder_cache_size or DEFAULT_ENCODER_CACHE_SIZE,
+        max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
+        disable_chunked_mm_input=options.disable_chunked_mm_input,
     )
-    _check_memory(memory_bytes, device)
+
+
+def resolve_config(
+    options: EngineOptions,
+    *,
+    limits: Limits,
+    layer_groups: tuple[LayerGroup, ...],
+    element_size: int,
+    device: torch.device,
+    bidirectional_modalities: frozenset[str],
+    attention_backend: str,
+    memory: MemoryPlan,
+    free_bytes: int,
+) -> EngineConfig:
+    """`memory`: as it was planned before the model was loaded; `free_bytes`: what is left now."""
+    block_bytes = [
+        group.num_bytes_per_block(block_size=options.block_size, element_size=element_size)
+        for group in layer_groups
+    ]
+    room = max(0, free_bytes - memory.reserve_bytes)
+    memory_bytes = options.kv_cache_memory_bytes
+    if memory_bytes is None:
+        # Enough for all requests at full length, but not more than a share of what is free.
+        most_tokens = limits.max_num_seqs * limits.max_model_len
+        wanted = (-(-most_tokens // options.block_size) + 1) * sum(block_bytes)
+        memory_bytes = min(wanted, int(room * MEMORY_SHARE[device.type]))
+    elif memory_bytes > room:
+        raise ModelError(
+            f"kv_cache_memory_bytes={memory_bytes} ({format_bytes(memory_bytes)}) is more than the "
+            f"{format_bytes(room)} free on {device} beside the {format_bytes(memory.reserve_bytes)}"
+            " that encoders and steps need"
+        )
     window = max((group.window or 0 for group in layer_groups), default=0)
     groups = plan_kv_cache(
         layer_groups,
         memory_bytes=memory_bytes,
         block_size=options.block_size,
         element_size=element_size,
-        max_tokens_per_window_group=max_num_seqs * (window + 2 * options.block_size)
-        + max(max_num_batched_tokens, max_model_len),
+        max_tokens_per_window_group=limits.max_num_seqs * (window + 2 * options.block_size)
+        + max(limits.max_num_batched_tokens, limits.max_model_len),
+    )
+    kv_cache_bytes = sum(
+        group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True)
+    )
+    max_model_len = _fit_context(
+        options.max_model_len, limits.max_model_len, groups, options.block_size
     )
     return EngineConfig(
-        limits=Limits(
-            max_model_len=_fit_context(
-                options.max_model_len, max_model_len, groups, options.block_size
-            ),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            encoder_cache_size=options.encoder_cache_size or DEFAULT_ENCODER_CACHE_SIZE,
-            max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
+        limits=replace(
+            limits,
+            max_model_len=max_model_len,
             bidirectional_modalities=bidirectional_modalities,
-            disable_chunked_mm_input=options.disable_chunked_mm_input,
         ),
         groups=groups,
         block_size=options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,
         scheduling_policy=options.scheduling_policy,
         attention_backend=attention_backend,
+        memory=replace(memory, kv_cache_bytes=kv_cache_bytes),
     )
-
-
-def _choose_memory_bytes(
-    layer_groups: tuple[LayerGroup, ...],
-    most_tokens: int,
-    block_size: int,
-    element_size: int,
-    device: torch.device,
-) -> int:
-    """Enough for all requests at full length, but not more than a share of what is free."""
-    per_block = sum(
-        group.num_bytes_per_block(block_size=block_size, element_size=element_size)
-        for group in layer_groups
-    )
-    wanted = (-(-most_tokens // block_size) + 1) * per_block
-    return min(wanted, int(_get_free_bytes(device) * MEMORY_SHARE[device.type]))
-
-
-def _check_memory(memory_bytes: int, device: torch.device) -> None:
-    free = _get_free_bytes(device)
-    if memory_bytes > free:
-        raise ModelError(
-            f"kv_cache_memory_bytes={memory_bytes} is more than the {free} bytes free on {device}"
-        )
-
-
-def _get_free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # counts what the page cache would give back
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _fit_context(

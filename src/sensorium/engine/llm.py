@@ -6,10 +6,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from itertools import count
-from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -17,6 +15,7 @@ from sensorium.engine.builder import build_engine
 from sensorium.engine.config import EngineOptions
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.output_processor import OutputProcessor
+from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.siblings import Siblings
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.outputs import CompletionOutput, RequestOutput
@@ -46,6 +45,12 @@ class LLM:
       model here;
     - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
       the checkpoint is in bfloat16;
+    - `revision`: the branch, tag or commit of a hub id; config, processor and weights are all of
+      it. Hub ids go through the hub's own cache; `HF_HUB_OFFLINE=1` uses nothing else;
+    - `trust_remote_code`: run code that a checkpoint brings (off: such a model is refused);
+    - `gpu_memory_utilization`: the share of a CUDA device's memory that may be in use afterwards;
+      a model that does not fit is refused before it is loaded, with the figures;
+    - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
     """
 
@@ -67,6 +72,10 @@ class LLM:
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        gpu_memory_utilization: float = 0.9,
+        use_tqdm_on_load: bool = True,
         seed: int = 0,
     ) -> None:
         options = EngineOptions(
@@ -82,15 +91,17 @@ class LLM:
             scheduling_policy=scheduling_policy,
             attention_backend=attention_backend,
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
+            gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
         )
-        if not isinstance(model, str | os.PathLike):
-            raise ModelError(f"model is a directory or a hub id, not {type(model).__name__}")
         engine = build_engine(
-            os.fspath(model),
+            _as_text(model),
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             options=options,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_tqdm_on_load=use_tqdm_on_load,
         )
         self.config = engine.config
         self.core = engine.core
@@ -121,8 +132,8 @@ class LLM:
         is raised, with all outputs in `error.outputs`; or, with `return_errors`, it is the `error`
         of its own output.
         """
-        entries = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(entries))
+        entries = as_prompts(prompts)
+        params = as_params(sampling_params, len(entries))
         run = _Run(self, entries, params)
         try:
             with tqdm(total=len(entries), disable=not use_tqdm, unit="req", desc="generate") as bar:
@@ -218,6 +229,12 @@ class _Run:
         llm._abort((*llm._outputs.request_ids, *llm.core.scheduler.requests))
 
 
+def _as_text(model: object) -> str:
+    if not isinstance(model, str | os.PathLike):
+        raise ModelError(f"model is a directory or a hub id, not {type(model).__name__}")
+    return str(os.fspath(model))
+
+
 def _make_error_output(index: int, prompt: Prompt, error: RequestError) -> RequestOutput:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     completion = CompletionOutput(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR)
@@ -229,35 +246,3 @@ def _make_error_output(index: int, prompt: Prompt, error: RequestError) -> Reque
         finished=True,
         error=error,
     )
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is text, a mapping or a list of token ids; anything else is many."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, np.ndarray | torch.Tensor):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
-        )
-    if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
-    for entry in params:
-        if not isinstance(entry, SamplingParams):
-            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts")
-    return list(params)

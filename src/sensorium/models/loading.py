@@ -1,47 +1,52 @@
-"""From a path or hub id to a model that is ready to run, or to one sentence that says why not."""
+"""From a checkpoint's directory to a model that is ready to run, or to one sentence that says why
+not.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils.logging import set_tqdm_hook
 
 from sensorium.models.adapter import ModelAdapter
+from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.families import ADAPTERS
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
+_NEEDS_TRUST = (
+    "{!r} brings code of its own: it is run only with trust_remote_code=True (--trust-remote-code)"
+)
+# Where a checkpoint says which of its classes generates.
+_AUTO_MODELS = (
+    "AutoModelForMultimodalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForVision2Seq",
+    "AutoModelForCausalLM",
+)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_config(model: str) -> PretrainedConfig:
-    # A hub id is "name" or "owner/name".
-    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    if is_path and not Path(model).is_dir():
-        raise ModelError(f"there is no directory {model!r}")
-    _check_generation_config(Path(model) / "generation_config.json")
+def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    read_json(Path(directory) / "generation_config.json")  # Transformers goes on without it
+    content = read_json(Path(directory) / "config.json")
+    is_known = content.get("model_type") in CONFIG_MAPPING
+    if "AutoConfig" in content.get("auto_map", ()) and not is_known and not trust_remote_code:
+        raise ModelError(_NEEDS_TRUST.format(directory))
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
         # Transformers raises many kinds for what is one fault: there is no such model.
-        raise ModelError(f"no model can be loaded from {model!r}: {error}") from error
-
-
-def _check_generation_config(path: Path) -> None:
-    """Transformers goes on without a file that it can't read."""
-    if not path.is_file():
-        return
-    try:
-        json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+        raise ModelError(f"no model can be loaded from {directory!r}: {error}") from error
 
 
 def resolve_device(device: str) -> torch.device:
@@ -76,18 +81,44 @@ def _has_fast_bfloat16() -> bool:
 
 
 def load_model(
-    model: str, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device
+    directory: str,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    use_tqdm: bool = False,
 ) -> ModelAdapter:
-    model_class = _get_model_class(config)
+    model_class = get_model_class(directory, config, trust_remote_code=trust_remote_code)
     try:
-        loaded, report = model_class.from_pretrained(model, dtype=dtype, output_loading_info=True)
+        with _loading_bar(use_tqdm):
+            loaded, report = model_class.from_pretrained(
+                directory, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
     except Exception as error:
         # As above: missing or broken weights are told in many ways.
-        raise ModelError(f"the weights of {model!r} can't be loaded: {error}") from error
-    _check_weights(model, report)
+        raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error
+    _check_weights(directory, report)
     loaded.to(device).eval()
     adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
     return adapter_class(loaded)
+
+
+@contextmanager
+def _loading_bar(use_tqdm: bool) -> Iterator[None]:
+    """Transformers' own bar over the tensors, but only on a terminal and if it takes long."""
+
+    def make_bar(bar: Any, arguments: Any, options: Any) -> Any:
+        return bar(
+            *arguments,
+            **{**options, "disable": None if use_tqdm else True, "delay": BAR_DELAY_S},
+        )
+
+    previous = set_tqdm_hook(make_bar)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
 
 
 def _check_weights(model: str, report: Mapping[str, Any]) -> None:
@@ -102,10 +133,20 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
         logger.warning("%d tensors of the checkpoint are not used: %s", len(unexpected), unexpected)
 
 
-def _get_model_class(config: PretrainedConfig) -> Any:
-    """The Transformers class that the checkpoint names, if its decoder lets us in."""
+def get_model_class(
+    directory: str, config: PretrainedConfig, *, trust_remote_code: bool = False
+) -> Any:
+    """The class that the checkpoint names, if its decoder lets us in: Transformers' own, or the
+    checkpoint's if that may run.
+    """
     name = (config.architectures or [""])[0]
+    remote_classes = getattr(config, "auto_map", None) or {}
+    references = [remote_classes[auto] for auto in _AUTO_MODELS if auto in remote_classes]
     model_class = getattr(transformers, name, None)
+    if references and trust_remote_code:
+        model_class = _get_remote_class(directory, references[0])
+    if model_class is None and references:
+        raise ModelError(_NEEDS_TRUST.format(directory))
     if model_class is None:
         raise ModelError(
             f"{name or config.model_type!r} is not an architecture that Transformers knows"
@@ -126,3 +167,10 @@ def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
     with torch.device("meta"):
         decoder = model_class(config).get_decoder()
     return bool(getattr(decoder, "_supports_attention_backend", False))
+
+
+def _get_remote_class(directory: str, reference: str) -> Any:
+    try:
+        return get_class_from_dynamic_module(reference, directory)
+    except Exception as error:  # code of others, and its imports
+        raise ModelError(f"the code of {directory!r} can't be loaded: {error}") from error

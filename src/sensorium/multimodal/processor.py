@@ -42,13 +42,17 @@ class MultiModalProcessor:
     latter.
     """
 
-    def __init__(self, model: str, config: PretrainedConfig) -> None:
+    def __init__(
+        self, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False
+    ) -> None:
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
         is_multimodal = any(token_id is not None for token_id in self._token_ids.values())
         try:
-            loaded: Any = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(model)
+            loaded: Any = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(
+                model, trust_remote_code=trust_remote_code
+            )
         except Exception as error:  # Transformers raises many kinds for what is one fault
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
         self._processor: Any = loaded if is_multimodal else None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.layers.kv_layout import LayerGroup
 from sensorium.types.scheduling import KVCacheGroup
+
+_ALIGNMENT = 64  # bytes, as torch's own allocator gives
 
 
 class KVCache:
@@ -31,8 +35,8 @@ class KVCache:
                 if layer.source == layer.layer_index:
                     shape = (group.num_blocks, block_size, layer.num_kv_heads)
                     self._layers[layer.layer_index] = LayerCache(
-                        keys=torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device),
-                        values=torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device),
+                        keys=_make_zeros(*shape, layer.key_dim, dtype=dtype, device=device),
+                        values=_make_zeros(*shape, layer.value_dim, dtype=dtype, device=device),
                         group_index=group_index,
                         is_shared=False,
                     )
@@ -56,3 +60,15 @@ class KVCache:
 
     def __getitem__(self, layer_index: int) -> LayerCache:
         return self._layers[layer_index]
+
+
+def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.zeros` writes every page, about a second per GiB. numpy takes pages that the system
+    zeroes when they are first touched.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    start = -buffer.data_ptr() % _ALIGNMENT
+    return buffer[start : start + num_bytes].view(dtype).view(shape)

@@ -9,13 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engine import config as config_module
-from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config
+from sensorium.engine.config import (
+    EngineConfig,
+    EngineOptions,
+    resolve_config,
+    resolve_limits,
+)
+from sensorium.engine.memory import MemoryPlan
 from sensorium.layers.kv_layout import LayerGroup, LayerSpec, group_layers
 from sensorium.types.errors import ModelError
 
 BYTES_PER_BLOCK = 2 * (8 + 8) * 16 * 4  # one layer, float32, blocks of 16
 OPTIONS = EngineOptions(kv_cache_memory_bytes=1000 * BYTES_PER_BLOCK)
+
+MEMORY = MemoryPlan(
+    weights_bytes=70_000,
+    kv_cache_bytes=5,
+    encoder_cache_bytes=4000,
+    encoder_peak_bytes=300,
+    step_bytes=20,
+)
 
 
 def make_groups(*windows: int | None) -> tuple[LayerGroup, ...]:
@@ -35,14 +48,17 @@ def resolve(
     text_config = (
         SimpleNamespace() if context is None else SimpleNamespace(max_position_embeddings=context)
     )
+    device = torch.device(changes.get("device", "cpu"))
     return resolve_config(
         options,
-        text_config=text_config,  # type: ignore[arg-type]
+        limits=resolve_limits(options, text_config=text_config, device=device),  # type: ignore[arg-type]
         layer_groups=make_groups(*(windows or (None,))),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        element_size=4,
+        device=device,
         bidirectional_modalities=changes.get("bidirectional_modalities", frozenset()),
         attention_backend="torch",
+        memory=MEMORY,
+        free_bytes=changes.get("free_bytes", 2**30),
     )
 
 
@@ -158,15 +174,34 @@ def test_only_groups_that_keep_everything_bound_the_context() -> None:
     assert full.num_blocks == 2000 // 2 - windowed.num_blocks
 
 
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, "0.9", True, float("nan")])
+def test_a_share_of_memory_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(ModelError, match="gpu_memory_utilization must be above 0 and at most 1"):
+        EngineOptions(gpu_memory_utilization=share)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_free_blocks", "expected"),
+    [
+        ("cpu", 10_000, 2 * 64 // 16 + 1),  # all requests at full length
+        ("cpu", 4 * 6, 6),  # a quarter of what is free
+        ("cuda", 6, 6),  # all that is free
+    ],
+)
 def test_memory_is_chosen_for_all_requests_at_full_length_but_not_beyond_a_share_of_it(
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, num_free_blocks: int, expected: int
 ) -> None:
     options = EngineOptions(max_num_seqs=2, max_model_len=64)
+    free_bytes = MEMORY.reserve_bytes + num_free_blocks * BYTES_PER_BLOCK
+    config = resolve(options, device=device, free_bytes=free_bytes)
+    assert config.groups[0].num_blocks == expected
+    assert config.memory == replace(MEMORY, kv_cache_bytes=expected * BYTES_PER_BLOCK)
 
-    def resolve_with_free_blocks(num_blocks: int) -> int:
-        num_bytes = num_blocks * BYTES_PER_BLOCK
-        monkeypatch.setattr(config_module, "_get_free_bytes", lambda _: num_bytes)
-        return resolve(options).groups[0].num_blocks
 
-    assert resolve_with_free_blocks(10_000) == 2 * 64 // 16 + 1
-    assert resolve_with_free_blocks(4 * 6) == 6
+def test_a_cache_that_was_asked_for_leaves_the_rest_its_room() -> None:
+    free_bytes = MEMORY.reserve_bytes + 1000 * BYTES_PER_BLOCK
+    assert resolve(OPTIONS, free_bytes=free_bytes).groups[0].num_blocks == 1000
+    with pytest.raises(
+        ModelError, match=r"kv_cache_memory_bytes=\d+ .* is more than .* free on cpu"
+    ):
+        resolve(OPTIONS, free_bytes=free_bytes - 1)

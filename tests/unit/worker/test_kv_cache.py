@@ -53,3 +53,18 @@ def test_it_starts_zeroed_because_masked_nans_would_still_be_read() -> None:
     cache = make_cache(layer(0))
     assert cache[0].keys.abs().max() == 0
     assert cache[0].values.abs().max() == 0
+
+
+def test_tensors_are_zero_and_aligned_as_torchs_own() -> None:
+    cache = make_cache(layer(0), layer(1))
+    for tensor in (cache[0].keys, cache[0].values, cache[1].keys, cache[1].values):
+        assert not tensor.any()
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_tensors_do_not_overlap() -> None:
+    cache = make_cache(layer(0), layer(1))
+    cache[0].keys.fill_(1)
+    assert not cache[0].values.any()
+    assert not cache[1].keys.any()

@@ -1,0 +1,191 @@
+"""How much memory an engine needs, said before anything is loaded.
+
+Weights are counted from the files' headers. Keys and values are computed: from the config before
+the model is there, from its layers afterwards. What a step needs beside them is an estimate from
+the widths in the config: one layer's tensors at a time, since nothing is kept for a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from sensorium.core.admission import Limits
+from sensorium.types.errors import ModelError
+from sensorium.utils.system_memory import get_free_system_bytes
+
+# Tensors that live at once inside a layer: of the hidden width (residual, norm, query, key, value,
+# output) and of the inner width of the feed-forward part (gate, up, their product).
+_NUM_HIDDEN_TENSORS = 6
+_NUM_INNER_TENSORS = 3
+# float32 logits, and what sampling makes of them: sorted values, their order (int64), sums, masks.
+_BYTES_PER_LOGIT = 6 * 4
+_WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
+_INNER_NAMES = ("intermediate_size", "encoder_ffn_dim", "ffn_dim")
+_DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the device. `encoder_peak_bytes` and `step_bytes` are estimates."""
+
+    weights_bytes: int
+    kv_cache_bytes: int
+    encoder_cache_bytes: int
+    encoder_peak_bytes: int
+    step_bytes: int
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What has to stay free beside weights and KV cache."""
+        return self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_cache_bytes + self.reserve_bytes
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights", self.weights_bytes),
+            ("KV cache", self.kv_cache_bytes),
+            ("encoder outputs", self.encoder_cache_bytes),
+            ("encoders at work", self.encoder_peak_bytes),
+            ("a step's tensors", self.step_bytes),
+        )
+        return " + ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
+
+
+def format_bytes(num_bytes: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 2**power:
+            return f"{num_bytes / 2**power:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """What the engine may still take: on CUDA a part of the device's memory stays untouched."""
+    if device.type != "cuda":
+        return get_free_system_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - (1 - gpu_memory_utilization) * total))
+
+
+def plan_memory(
+    config: PretrainedConfig,
+    *,
+    limits: Limits,
+    weights_bytes: int,
+    kv_cache_bytes: int | None,
+    num_kv_tokens: int,
+    element_size: int,
+) -> MemoryPlan:
+    """The least that is needed. `kv_cache_bytes`: what was asked for; `None`: as much as
+    `num_kv_tokens` take.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if kv_cache_bytes is None:
+        kv_cache_bytes = num_kv_tokens * get_num_kv_bytes_per_token(text_config, element_size)
+    encoder_peaks = [
+        limits.max_num_encoder_embeds
+        * _get_num_patches_per_embed(config, encoder)
+        * _get_num_layer_elements(encoder, keeps_layers=hasattr(config, "vision_feature_layer"))
+        * element_size
+        for encoder in _get_encoders(config)
+    ]
+    width = _get_number(text_config, _WIDTH_NAMES, 0)
+    encoder_cache_bytes = limits.encoder_cache_size * width * element_size
+    return MemoryPlan(
+        weights_bytes=weights_bytes,
+        kv_cache_bytes=kv_cache_bytes,
+        encoder_cache_bytes=encoder_cache_bytes if encoder_peaks else 0,
+        encoder_peak_bytes=max(encoder_peaks, default=0),
+        step_bytes=limits.max_num_batched_tokens
+        * _get_num_layer_elements(text_config, keeps_layers=False)
+        * element_size
+        + limits.max_num_seqs * int(text_config.vocab_size) * _BYTES_PER_LOGIT,
+    )
+
+
+def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> None:
+    """Refuse what would be killed later."""
+    if plan.total_bytes <= free_bytes:
+        return
+    advice = "a smaller max_model_len, max_num_batched_tokens or kv_cache_memory_bytes"
+    if plan.weights_bytes > free_bytes:
+        advice = "a smaller model, a shorter dtype or a larger device"
+    if device.type == "cuda":
+        advice += ", or a higher gpu_memory_utilization"
+    raise ModelError(
+        f"the model does not fit on {device}: {plan} = {format_bytes(plan.total_bytes)}, "
+        f"but {format_bytes(free_bytes)} are free. What helps: {advice}"
+    )
+
+
+def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
+    """As if every layer kept everything: windows and shared layers need less. A config without
+    heads counts as 0; the layout of the loaded model will tell.
+    """
+    return sum(_get_num_kv_elements(layer) for layer in _get_layers(text_config)) * element_size
+
+
+def _get_num_kv_elements(layer: PretrainedConfig) -> int:
+    num_heads = _get_number(layer, ("num_attention_heads",), 0)
+    num_kv_heads = _get_number(layer, ("num_key_value_heads",), num_heads)
+    width = _get_number(layer, _WIDTH_NAMES, 0)
+    return 2 * num_kv_heads * _get_number(layer, ("head_dim",), width // max(1, num_heads))
+
+
+def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """The configs of a model's parts, at any depth, that are not its decoder."""
+    text_config = config.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if not isinstance(part, PretrainedConfig) or part is text_config:
+            continue
+        if part.sub_configs:
+            yield from _get_encoders(part)
+        else:
+            yield part
+
+
+def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConfig) -> int:
+    """How many places in the encoder become one embedding; 1 if the config has no word for it."""
+    if merge_size := getattr(encoder, "spatial_merge_size", None):
+        return int(merge_size) ** 2
+    if ratio := getattr(config, "downsample_ratio", None):
+        return round(1 / float(ratio) ** 2)
+    num_embeds = _get_number(config, ("mm_tokens_per_image",), 0)
+    patch_size = _get_number(encoder, ("patch_size",), 0)
+    if num_embeds and patch_size:
+        num_patches = (_get_number(encoder, ("image_size",), 0) // patch_size) ** 2
+        return max(1, num_patches // num_embeds)
+    return 1
+
+
+def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
+    """Per token or patch. `keeps_layers`: every layer's output is kept, to choose one by number."""
+    layers = _get_layers(config)
+    widest = max(map(_get_num_elements_at_once, layers), default=0)
+    return widest + (sum(_get_number(layer, _WIDTH_NAMES, 0) for layer in layers) * keeps_layers)
+
+
+def _get_num_elements_at_once(layer: PretrainedConfig) -> int:
+    width = _get_number(layer, _WIDTH_NAMES, 0)
+    inner = _get_number(layer, _INNER_NAMES, 4 * width)
+    return _NUM_HIDDEN_TENSORS * width + _NUM_INNER_TENSORS * inner
+
+
+def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
+    """One config for each layer. Where layers differ, the whole config refuses to answer."""
+    if config.is_heterogeneous:
+        return tuple(config.per_layer_config)
+    return (config,) * _get_number(config, _DEPTH_NAMES, 1)
+
+
+def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
+    """Families name the same number differently; some have a list of them."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), default)

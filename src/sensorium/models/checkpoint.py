@@ -1,0 +1,168 @@
+"""Where a checkpoint lies: a directory, or a snapshot in the hub's own cache.
+
+Whatever is loaded of a model is loaded from one directory, hence from one revision. A hub id is
+looked up once; its weights are fetched last, by the names that the snapshot itself gives. What the
+hub tells in many ways is told here in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from sensorium.types.errors import ModelError
+
+BAR_DELAY_S = 1.0
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+_TIMEOUT_S = 10.0
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_CODE_FILES = ("*.py",)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def find_checkpoint(
+    model: str, *, revision: str | None, trust_remote_code: bool, use_tqdm: bool
+) -> Path:
+    """The directory with all but the weights of a model; code only if it may run."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ModelError(f"revision={revision!r} goes with a hub id: {model!r} is a directory")
+        return path
+    # A hub id is "name" or "owner/name".
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ModelError(f"there is no directory {model!r}")
+    patterns = _SMALL_FILES + (_CODE_FILES if trust_remote_code else ())
+    return _fetch(model, revision=revision, patterns=patterns, use_tqdm=use_tqdm)
+
+
+def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint that `find_checkpoint` found, fetched if need be."""
+    names = _get_weight_names(directory)
+    if not Path(model).expanduser().is_dir() and not all(
+        (directory / name).is_file() for name in names
+    ):
+        # The directory of a snapshot bears the name of its commit.
+        _fetch(model, revision=directory.name, patterns=names, use_tqdm=use_tqdm)
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing == [WEIGHTS]:
+        raise ModelError(f"there are no weights in {str(directory)!r}{_get_hint(directory)}")
+    if missing:
+        raise ModelError(
+            f"the weights of {model!r} are not complete: "
+            f"{len(missing)} of {len(names)} files are missing, first {missing[0]}"
+        )
+    return tuple(directory / name for name in names)
+
+
+def _get_weight_names(directory: Path) -> tuple[str, ...]:
+    index = directory / WEIGHTS_INDEX
+    if (directory / WEIGHTS).is_file() or not index.is_file():
+        return (WEIGHTS,)
+    try:
+        return tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights: {error!r}") from error
+
+
+def _get_hint(directory: Path) -> str:
+    """Pickles can run code when they are read."""
+    pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
+    if not pickles:
+        return f": {WEIGHTS} or {WEIGHTS_INDEX} is needed"
+    return (
+        f" but {pickles[0]}: only safetensors are loaded, because pickles can run code. "
+        "Transformers' `save_pretrained` converts them"
+    )
+
+
+def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqdm: bool) -> Path:
+    """A snapshot with the files; of a hub that doesn't answer what the cache has of it."""
+    no_answer = _ask_hub(model, revision)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=no_answer is not None,
+                tqdm_class=_Bar if use_tqdm else _NoBar,
+            )
+        )
+    except Exception as error:
+        # Network, server and disk fail in many ways; the model can't be loaded in any of them.
+        cause = no_answer if isinstance(no_answer, HfHubHTTPError) else error
+        raise ModelError(_explain(model, revision, cause)) from error
+
+
+def _ask_hub(model: str, revision: str | None) -> Exception | None:
+    """Why the hub doesn't answer. It is asked once: a download repeats that for half a minute."""
+    try:
+        huggingface_hub.model_info(model, revision=revision, timeout=_TIMEOUT_S)
+    except Exception as error:  # its client's many kinds; the cache may have the model all the same
+        return error
+    return None
+
+
+def _explain(model: str, revision: str | None, error: Exception) -> str:
+    at_revision = "" if revision is None else f" at revision {revision!r}"
+    match error:
+        case HFValidationError():
+            return f"{model!r} is neither a directory nor a hub id"
+        case RevisionNotFoundError():
+            return f"the hub's {model!r} has no revision {revision!r}"
+        case GatedRepoError():
+            return f"{model!r} is gated: ask for access on its page, then `hf auth login`"
+        case RepositoryNotFoundError():
+            return f"there is no directory {model!r}, and no such model on the hub that you may see"
+        case IncompleteSnapshotError():
+            state = f"{model!r}{at_revision} is only partly in the hub's cache"
+        case LocalEntryNotFoundError():
+            state = f"{model!r}{at_revision} is neither a directory nor in the hub's cache"
+        case _:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return f"{model!r} can't be fetched: {lines[0]}"
+    if huggingface_hub.is_offline_mode():
+        return f"{state}, and offline mode (HF_HUB_OFFLINE) forbids to fetch it"
+    return f"{state}, and the hub can't be reached"
+
+
+class _Bar(tqdm):
+    """On a terminal, when it takes long."""
+
+    is_hidden: bool | None = None  # tqdm's word for: unless it is a terminal
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "disable": self.is_hidden, "delay": BAR_DELAY_S})
+
+
+class _NoBar(_Bar):
+    is_hidden = True
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A file of the checkpoint; empty if it isn't there."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content

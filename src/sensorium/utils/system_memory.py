@@ -1,0 +1,76 @@
+"""How many bytes this process can still get from the system without being killed for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Version(NamedTuple):
+    """Where a version of control groups says what."""
+
+    folder: str  # below the mount; also the name of the controller
+    limit: str
+    use: str
+    given_back: tuple[str, ...]  # the part of the use that the system takes back when it is needed
+
+
+_VERSIONS = (
+    _Version("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    _Version(
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+def get_free_system_bytes(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """What the machine has available, or what the tightest control group leaves if that is less."""
+    return min([_get_available_bytes(proc), *_get_cgroup_rooms(proc, cgroups)])
+
+
+def _get_available_bytes(proc: Path) -> int:
+    meminfo = proc / "meminfo"
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    # Counts what the page cache would give back.
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _get_cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    membership = proc / "self" / "cgroup"
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for version in _VERSIONS:
+            if version.folder in controllers.split(","):
+                yield from _get_rooms_upwards(cgroups / version.folder, path.strip("/"), version)
+
+
+def _get_rooms_upwards(root: Path, path: str, version: _Version) -> Iterator[int]:
+    """The room in a group and in those above it. In a container the group itself may be out of
+    sight: the root is then its own.
+    """
+    group = root / path
+    for folder in (group, *group.parents):
+        if (folder / version.limit).is_file():
+            limit = (folder / version.limit).read_text().strip()
+            if limit != "max":
+                yield max(0, int(limit) - _get_use(folder, version))
+        if folder == root:
+            return
+
+
+def _get_use(folder: Path, version: _Version) -> int:
+    lines = (folder / "memory.stat").read_text().splitlines()
+    statistics = dict(line.split() for line in lines)
+    given_back = sum(int(statistics.get(name, 0)) for name in version.given_back)
+    return int((folder / version.use).read_text()) - given_back

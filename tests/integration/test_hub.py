@@ -1,0 +1,128 @@
+"""Hub ids through the hub's own cache, without a network, in fresh processes: its variables are
+read at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from select import select
+
+import pytest
+
+TinyModel = Callable[[str], str]
+MODEL = "owner/name"
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+CONTEXTS = {"main": 8192, "v1": 4096}
+_NOWHERE = "http://127.0.0.1:9"  # the port of `discard`: refused
+_SCRIPT = """
+import json, sys, time
+from sensorium import LLM, ModelError, SamplingParams
+start = time.perf_counter()
+results = []
+for options in json.loads(sys.argv[1]):
+    try:
+        llm = LLM(**options)
+        output = llm.generate("hello", SamplingParams(max_tokens=2), use_tqdm=False)[0]
+        results.append([llm.config.limits.max_model_len, len(output.outputs[0].token_ids)])
+    except ModelError as error:
+        results.append(str(error))
+print(json.dumps({"results": results, "elapsed_s": time.perf_counter() - start}))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with two revisions that differ in their config, made by hand."""
+    home = tmp_path_factory.mktemp("hub")
+    repository = home / "hub" / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in COMMITS.items():
+        snapshot = shutil.copytree(tiny_model("llama"), repository / "snapshots" / commit)
+        config = json.loads((snapshot / "config.json").read_text())
+        config["max_position_embeddings"] = CONTEXTS[revision]
+        (snapshot / "config.json").write_text(json.dumps(config))
+        (repository / "refs" / revision).write_text(commit)
+    weightless = shutil.copytree(
+        repository / "snapshots" / COMMITS["main"], repository / "snapshots" / ("c" * 40)
+    )
+    (weightless / "model.safetensors").unlink()
+    return home
+
+
+def run(home: Path, calls: list[dict[str, object]], **variables: str) -> tuple[list[object], float]:
+    options = [{"model": MODEL, "max_num_seqs": 1, **call} for call in calls]
+    result = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(home), **variables},
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "it/s" not in result.stderr  # no bar where nobody looks
+    answer = json.loads(result.stdout)
+    return answer["results"], answer["elapsed_s"]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": _NOWHERE}],
+    ids=["offline", "unreachable"],
+)
+def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
+    home: Path, variables: dict[str, str]
+) -> None:
+    calls: list[dict[str, object]] = [
+        {},
+        {"revision": "v1"},
+        {"revision": COMMITS["v1"]},
+        {"revision": "v2"},
+        {"model": "owner/absent"},
+        {"revision": "c" * 40},
+    ]
+    results, elapsed_s = run(home, calls, **variables)
+    assert results[:3] == [[8192, 2], [4096, 2], [4096, 2]]
+    why = "offline mode" if "HF_HUB_OFFLINE" in variables else "the hub can't be reached"
+    for result, what in zip(results[3:5], ("at revision 'v2'", "'owner/absent'"), strict=True):
+        assert isinstance(result, str)
+        assert what in result
+        assert why in result
+        assert "\n" not in result
+    assert "weights" in str(results[5])
+    assert elapsed_s < 15  # no retries
+
+
+def test_a_long_load_shows_a_bar_on_a_terminal_unless_that_is_not_wanted(
+    tiny_model: TinyModel,
+) -> None:
+    script = (
+        "import sys\n"
+        "from sensorium.models import loading\n"
+        "loading.BAR_DELAY_S = 0\n"
+        "from sensorium import LLM\n"
+        "LLM(sys.argv[1], max_model_len=64, use_tqdm_on_load=sys.argv[2] == 'yes')\n"
+    )
+
+    def get_stderr(use_tqdm: str) -> str:
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        command = [sys.executable, "-c", script, tiny_model("llama"), use_tqdm]
+        process = subprocess.run(command, stderr=theirs, timeout=120, check=False)
+        os.set_blocking(ours, False)
+        text = os.read(ours, 100_000).decode() if select([ours], [], [], 0)[0] else ""
+        for descriptor in (ours, theirs):
+            os.close(descriptor)
+        assert process.returncode == 0, text
+        return text
+
+    assert "Loading weights" in get_stderr("yes")
+    assert get_stderr("no") == ""
