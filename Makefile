@@ -30,7 +30,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 test-gpu: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/gpu/run.py

@@ -9,9 +9,10 @@ random model only echoes, and a wrong mask, position or embedding would not chan
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import transformers as tf
@@ -49,11 +50,11 @@ def make_family(name: str, parent: Path) -> Path:
     directory = parent / name
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
-        unfinished = parent / f".{name}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        FAMILIES[name](unfinished)
-        unfinished.rename(directory)
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=parent, prefix=f".{name}.") as folder:
+            FAMILIES[name](Path(folder) / name)
+            with suppress(OSError):  # someone else was faster
+                (Path(folder) / name).rename(directory)
     return directory
 
 

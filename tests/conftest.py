@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +15,21 @@ sys.path.insert(0, str(ROOT / "scripts"))
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes, which share the cores
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of one family run in one process: its reference is computed once."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        family = parameters.params.get("family") if parameters is not None else None
+        if family is not None:
+            item.add_marker(pytest.mark.xdist_group(str(family)))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +90,13 @@ def make_text(num_words: int, *, seed: int) -> str:
 
 
 def make_audio(seconds: float, *, seed: int) -> Audio:
-    samples = np.random.default_rng(seed).standard_normal(int(16_000 * seconds))
-    return (0.1 * samples).astype(np.float32)
+    """A melody: noise sounds the same everywhere, and so would its reverse."""
+    generator = np.random.default_rng(seed)
+    num_tones = math.ceil(seconds * 10)
+    pitch = np.repeat(generator.uniform(100, 4000, num_tones), 1600)
+    volume = np.repeat(generator.uniform(0.01, 0.9, num_tones), 1600)
+    samples = volume * np.sin(2 * np.pi * np.cumsum(pitch) / 16_000)
+    return samples[: int(16_000 * seconds)].astype(np.float32)
 
 
 def make_media(modality: str, *, seed: int) -> Part:

@@ -196,12 +196,15 @@ class ModelAdapter:
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
         arguments = {
-            name: to_device(tensor, self.device)
-            for name, tensor in collate(items).items()
-            if name in names
+            name: self.to_model(tensor) for name, tensor in collate(items).items() if name in names
         }
         output = function(**arguments, return_dict=True)
         return self.split(output, items, num_embeds)
+
+    def to_model(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the model's device; numbers in its dtype, which not every encoder sees to."""
+        moved = to_device(tensor, self.device)
+        return moved.to(self.dtype) if moved.is_floating_point() else moved
 
     def _get_encoder(self, modality: str) -> Any:
         """Some families have no encoder for videos: their frames are pictures."""
@@ -235,6 +238,8 @@ def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> 
     parts, so that one item too many can't shift the others.
     """
     embeds = output.pooler_output
+    if embeds is None:
+        embeds = output.last_hidden_state
     mask = getattr(output, "attention_mask", None)
     if isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and mask is not None:
         embeds = [row[is_valid.bool()] for row, is_valid in zip(embeds, mask, strict=True)]

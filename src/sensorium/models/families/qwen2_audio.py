@@ -10,7 +10,6 @@ from transformers.masking_utils import create_bidirectional_mask
 from sensorium.models.adapter import ModelAdapter, collate
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.utils.to_device import to_device
 
 
 class Qwen2AudioAdapter(ModelAdapter):
@@ -18,9 +17,9 @@ class Qwen2AudioAdapter(ModelAdapter):
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
         del modality  # there is but one
-        tensors = {name: to_device(tensor, self.device) for name, tensor in collate(items).items()}
+        tensors = {name: self.to_model(tensor) for name, tensor in collate(items).items()}
         tower = self._base.audio_tower
-        features = tensors["input_features"].to(self.dtype)
+        features = tensors["input_features"]
         num_frames = tensors["feature_attention_mask"].sum(-1)
         lengths, output_lengths = tower._get_feat_extract_output_lengths(num_frames)
         if output_lengths.tolist() != list(num_embeds):

@@ -18,7 +18,10 @@ class Qwen3VLAdapter(ModelAdapter):
         self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
         embeds = torch.cat(super().split(output, items, num_embeds))
-        layers = [torch.cat(list(layer)) for layer in output.deepstack_features]
+        layers = [
+            layer if isinstance(layer, torch.Tensor) else torch.cat(layer)  # older: not by item
+            for layer in output.deepstack_features
+        ]
         return list(torch.cat([embeds, *layers], dim=-1).split(list(num_embeds)))
 
     def embed(
