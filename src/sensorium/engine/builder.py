@@ -19,10 +19,12 @@ from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config,
 from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.payload_store import PayloadStore
+from sensorium.engine.trial import run_trial
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import find_checkpoint, find_weights
+from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults
 from sensorium.models.loading import (
     get_model_class,
@@ -94,12 +96,15 @@ def build_engine(
         # Weights that lie in memory as pages of their files still count as free.
         most_bytes=free_bytes - memory.weights_bytes,
     )
+    processor = MultiModalProcessor(directory, hf_config, trust_remote_code=trust_remote_code)
+    if hf_config.model_type not in ADAPTERS:
+        core = _try_model(core, config, adapter, processor)
     logger.info("model %s on %s, %s: %s", model, torch_device, torch_dtype, config)
     logger.info("memory on %s: %s", torch_device, config.memory)
     return Engine(
         core=core,
         config=config,
-        processor=MultiModalProcessor(directory, hf_config, trust_remote_code=trust_remote_code),
+        processor=processor,
         defaults=get_generation_defaults(adapter.model),
     )
 
@@ -167,7 +172,11 @@ def build_engine_core(
         attention=attention,
         payloads=payloads,
     )
-    scheduler = Scheduler(
+    return EngineCore(_make_scheduler(config), runner, payloads), config
+
+
+def _make_scheduler(config: EngineConfig) -> Scheduler:
+    return Scheduler(
         config.limits,
         kv_cache=KVCacheManager(
             config.groups,
@@ -177,4 +186,13 @@ def build_engine_core(
         encoder_cache=EncoderCacheManager(config.limits.encoder_cache_size),
         policy=config.scheduling_policy,
     )
-    return EngineCore(scheduler, runner, payloads), config
+
+
+def _try_model(
+    core: EngineCore, config: EngineConfig, adapter: ModelAdapter, processor: MultiModalProcessor
+) -> EngineCore:
+    """A core like this one, without a trace of the trial in its books."""
+    run_trial(core, adapter, processor)
+    core.scheduler.encoder_cache.clear_cache()
+    core.step()  # the worker drops what is no longer there
+    return EngineCore(_make_scheduler(config), core.runner, core.payloads)

@@ -9,7 +9,7 @@ decoder.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,16 +38,18 @@ class ModelAdapter:
         self.model = model
         self.config: PretrainedConfig = model.config
         self.text_config: PretrainedConfig = model.config.get_text_config(decoder=True)
-        is_nested = self.text_config is not self.config
-        model.set_attn_implementation(
-            {"text_config": PAGED_ATTENTION} if is_nested else PAGED_ATTENTION
-        )
+        self._own_attention: str = self.text_config._attn_implementation
+        self._set_attention(PAGED_ATTENTION)
         self._base: Any = model.base_model
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
         self._embedding: Any = model.get_input_embeddings()
         self.has_mrope = hasattr(self._base, "get_rope_index")
         self._vocab_size = int(self.text_config.vocab_size)
+
+    def _set_attention(self, name: str) -> None:
+        is_nested = self.text_config is not self.config
+        self.model.set_attn_implementation({"text_config": name} if is_nested else name)
 
     @property
     def device(self) -> torch.device:
@@ -154,6 +156,25 @@ class ModelAdapter:
         ours, theirs = self.logits(hidden), whole.logits[0].float()
         scale = float(theirs.abs().max())
         return probe, bool(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale))
+
+    @torch.inference_mode()
+    def run_whole(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The log-probabilities behind a prompt by the model alone, with its own attention."""
+        self._set_attention(self._own_attention)
+        if hasattr(self._base, "rope_deltas"):
+            self._base.rope_deltas = None  # left over from the last call
+        try:
+            arguments = {name: self.to_model(tensor) for name, tensor in inputs.items()}
+            output = self.model.generate(
+                **arguments,
+                max_new_tokens=1,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        finally:
+            self._set_attention(PAGED_ATTENTION)
+        return output.logits[0][0].float().log_softmax(-1).cpu()
 
     # ---- positions
 

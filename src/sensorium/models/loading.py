@@ -20,6 +20,7 @@ from transformers.utils.logging import set_tqdm_hook
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.families import ADAPTERS
+from sensorium.models.refusals import find_refusal
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -151,22 +152,9 @@ def get_model_class(
         raise ModelError(
             f"{name or config.model_type!r} is not an architecture that Transformers knows"
         )
-    if config.is_encoder_decoder:
-        raise ModelError(f"{name} is an encoder-decoder model: not supported yet")
-    if not hasattr(model_class, "generate") or not _supports_attention(model_class, config):
-        raise ModelError(
-            f"{name} can't be run: it does not generate through Transformers' attention interface"
-        )
+    if (reason := find_refusal(model_class, config)) is not None:
+        raise ModelError(f"{name} {reason}")
     return model_class
-
-
-def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
-    """Some classes don't say it of themselves, but their decoders do."""
-    if getattr(model_class, "_supports_attention_backend", False):
-        return True
-    with torch.device("meta"):
-        decoder = model_class(config).get_decoder()
-    return bool(getattr(decoder, "_supports_attention_backend", False))
 
 
 def _get_remote_class(directory: str, reference: str) -> Any:

@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
 from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.checks import check_media
 from sensorium.multimodal.families import PROCESSOR_CALLS
 from sensorium.multimodal.hasher import hash_media
-from sensorium.multimodal.processor_call import ProcessorCall, call_processor
+from sensorium.multimodal.processor_call import ProcessorCall, call_processor, call_whole
+from sensorium.multimodal.tokenizing import tokenize
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
@@ -86,6 +88,31 @@ class MultiModalProcessor:
         """Samples a second that a sound must have; `None` for a model that hears nothing."""
         parts = [getattr(self._processor, part, None) for part in _PARTS["audio"]]
         return next((int(part.sampling_rate) for part in parts if part is not None), None)
+
+    def make_trial_text(self, modality: str | None, text: str) -> str:
+        """A prompt with one item: by the chat template, which knows what stands around an item."""
+        if modality is None:
+            return text
+        marker = self.get_marker(modality)
+        content = [{"type": modality}, {"type": "text", "text": text}]
+        try:
+            prompt: str = self._processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+            )
+        except Exception:  # there is none, or it wants something else
+            return marker + text
+        return prompt if prompt.count(marker) == 1 else marker + text
+
+    def call_whole(
+        self, text: str, modality: str | None, media: object
+    ) -> Mapping[str, torch.Tensor]:
+        """All that the model's own call takes, for a prompt with at most one item."""
+        if modality is None:
+            return {"input_ids": torch.tensor([tokenize(self.tokenizer, text)[0]])}
+        checked, metadata = check_media(
+            modality, media, sampling_rate=self.sampling_rate, is_scaled_already=False
+        )
+        return call_whole(self._processor, text, modality, checked, metadata, {})
 
     def process_item(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]

@@ -36,14 +36,27 @@ def call_processor(
 ) -> ProcessorResult:
     """The tensors for the item's encoder, and what its marker becomes in a prompt."""
     marker: str = getattr(processor, f"{modality}_token")
-    output = processor(
-        text=[marker],
+    options = {**processor_kwargs, "return_text_replacement_offsets": True}
+    output = call_whole(processor, marker, modality, media, metadata, options)
+    return get_tensors(output), _get_replacement(processor, modality, marker, output)
+
+
+def call_whole(
+    processor: Any,
+    text: str,
+    modality: str,
+    media: object,
+    metadata: Mapping[str, object] | None,
+    processor_kwargs: Mapping[str, object],
+) -> Mapping[str, Any]:
+    """All that the processor makes of a prompt with one item."""
+    output: Mapping[str, Any] = processor(
+        text=[text],
         return_tensors="pt",
-        return_text_replacement_offsets=True,
         **{_ARGUMENTS[modality]: [[media]] if modality == "video" else [media]},
         **_get_options(processor, modality, metadata, processor_kwargs),
     )
-    return get_tensors(output), _get_replacement(processor, modality, marker, output)
+    return output
 
 
 def _get_options(

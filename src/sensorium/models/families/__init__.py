@@ -1,4 +1,12 @@
-"""What can't be asked of a model: one small file per family, by its `model_type`."""
+"""The families that are known and tested, and what can't be asked of their models: one small file
+each, by `model_type`.
+
+Models of other types run through the same generic adapter, if they pass a trial.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.families.gemma3 import Gemma3Adapter
@@ -7,10 +15,111 @@ from sensorium.models.families.qwen2_5_omni import Qwen25OmniAdapter
 from sensorium.models.families.qwen2_audio import Qwen2AudioAdapter
 from sensorium.models.families.qwen3_vl import Qwen3VLAdapter
 
-ADAPTERS: dict[str, type[ModelAdapter]] = {
-    "gemma3": Gemma3Adapter,
-    "gemma4": Gemma4Adapter,
-    "qwen2_5_omni_thinker": Qwen25OmniAdapter,
-    "qwen2_audio": Qwen2AudioAdapter,
-    "qwen3_vl": Qwen3VLAdapter,
-}
+_IMAGE = ("image",)
+_VISUAL = ("image", "video")
+_AUDIO = ("audio",)
+_ALL = ("image", "video", "audio")
+_TIMES = "frames without metadata count as 24 a second"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """`modalities`: what it takes besides text. `limits`: what a user may run into."""
+
+    model_type: str
+    name: str
+    modalities: tuple[str, ...] = ()
+    adapter: type[ModelAdapter] = ModelAdapter
+    special: str = ""
+    limits: str = ""
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(model_type="llama", name="Llama", special="stands for all decoders of text"),
+    Family(model_type="llava", name="LLaVA", modalities=_IMAGE),
+    Family(model_type="llava_next", name="LLaVA-NeXT", modalities=_IMAGE, special="tiles"),
+    Family(
+        model_type="llava_onevision",
+        name="LLaVA-OneVision",
+        modalities=_VISUAL,
+        special="tiles",
+        limits="each image is tiled, also among several",
+    ),
+    Family(model_type="idefics3", name="Idefics3", modalities=_IMAGE, special="tiles"),
+    Family(
+        model_type="smolvlm",
+        name="SmolVLM",
+        modalities=_VISUAL,
+        special="tiles; frames are images, with their times in text",
+        limits=_TIMES,
+    ),
+    Family(model_type="internvl", name="InternVL", modalities=_VISUAL, special="frames are images"),
+    Family(model_type="qwen2_vl", name="Qwen2-VL", modalities=_VISUAL, special="M-RoPE"),
+    Family(
+        model_type="qwen2_5_vl",
+        name="Qwen2.5-VL",
+        modalities=_VISUAL,
+        special="M-RoPE",
+        limits=_TIMES,
+    ),
+    Family(
+        model_type="qwen3_vl",
+        name="Qwen3-VL",
+        modalities=_VISUAL,
+        adapter=Qwen3VLAdapter,
+        special="M-RoPE, DeepStack, the times of frames in text",
+        limits=_TIMES,
+    ),
+    Family(
+        model_type="glm4v",
+        name="GLM-4.1V",
+        modalities=_VISUAL,
+        special="M-RoPE, the times of frames in text",
+        limits=_TIMES,
+    ),
+    Family(
+        model_type="gemma3",
+        name="Gemma 3",
+        modalities=_IMAGE,
+        adapter=Gemma3Adapter,
+        special="images attended in both directions, sliding windows",
+        limits="no pan and scan; text between images",
+    ),
+    Family(
+        model_type="gemma4",
+        name="Gemma 4",
+        modalities=_ALL,
+        adapter=Gemma4Adapter,
+        special="per-layer inputs, shared keys and values, vision in both directions if so trained",
+        limits=_TIMES,
+    ),
+    Family(
+        model_type="qwen2_audio",
+        name="Qwen2-Audio",
+        modalities=_AUDIO,
+        adapter=Qwen2AudioAdapter,
+        limits="30 seconds a sound: the rest is cut off",
+    ),
+    Family(
+        model_type="audioflamingo3",
+        name="Audio Flamingo 3",
+        modalities=_AUDIO,
+        limits="10 minutes a sound: the rest is cut off",
+    ),
+    Family(
+        model_type="qwen2_5_omni_thinker",
+        name="Qwen2.5-Omni (thinker)",
+        modalities=_ALL,
+        adapter=Qwen25OmniAdapter,
+        special="M-RoPE",
+        limits="text out, no speech; 30 seconds a sound; a video's own sound is not heard",
+    ),
+    Family(
+        model_type="voxtral",
+        name="Voxtral",
+        modalities=_AUDIO,
+        special="Mistral's tokenizer",
+        limits="sounds take 375 tokens for each begun 30 seconds",
+    ),
+)
+ADAPTERS: dict[str, type[ModelAdapter]] = {family.model_type: family.adapter for family in FAMILIES}
