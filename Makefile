@@ -31,6 +31,7 @@ $(READY): pyproject.toml
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
+	$(BIN)/python scripts/make_models_doc.py --check
 
 test-gpu: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/gpu/run.py

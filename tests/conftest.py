@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.parity.table import ParityTable, mark_item
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 # How long an example takes says more about the machine than about the code.
@@ -20,6 +22,8 @@ settings.load_profile("untimed")
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes, which share the cores
         torch.set_num_threads(1)
+    else:
+        config.pluginmanager.register(ParityTable(ROOT / "build" / "parity.json"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         family = parameters.params.get("family") if parameters is not None else None
         if family is not None:
             item.add_marker(pytest.mark.xdist_group(str(family)))
+            mark_item(item, str(family))
 
 
 @pytest.fixture(scope="session")

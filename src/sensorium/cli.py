@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import sensorium
 from sensorium.types.errors import SensoriumError
@@ -27,6 +28,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
+    _add_models(commands)
     generate = commands.add_parser(
         "generate",
         help="generate from prompts, in this process",
@@ -69,6 +71,36 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_loading_flags(generate)
     generate.set_defaults(run=_generate)
     return parser
+
+
+def _add_models(commands: Any) -> None:
+    models = commands.add_parser(
+        "models",
+        help="list the model families, or describe one model",
+        description="List the families that are known, with what they take and their limits. "
+        "With a model: what it takes and needs, or why it can't be run; its weights are not read.",
+    )
+    models.add_argument("model", nargs="?", help="a directory or a hub id")
+    models.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
+    models.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the model"
+    )
+    models.set_defaults(run=_show_models)
+
+
+def _show_models(arguments: argparse.Namespace) -> None:
+    from sensorium.engine.catalog import HEADER, OTHERS, describe_model, format_table, get_rows
+
+    if arguments.model is None:
+        print(format_table(get_rows(), HEADER), OTHERS, sep="\n\n")
+        return
+    print(
+        describe_model(
+            arguments.model,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    )
 
 
 def _add_loading_flags(command: argparse.ArgumentParser) -> None:

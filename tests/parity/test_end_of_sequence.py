@@ -13,6 +13,8 @@ from tests.parity.cases import FAMILIES
 from tests.parity.driver import make_llm
 from tests.parity.reference import NUM_TOKENS, Reference, ReferenceOf
 
+pytestmark = pytest.mark.check("end")
+
 
 def choose_eos(reference: Reference) -> list[int]:
     """Two tokens that end two of the cases, neither at their first token nor at their last."""

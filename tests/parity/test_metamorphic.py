@@ -13,6 +13,8 @@ from tests.parity.cases import FAMILIES, MODALITIES, MULTIMODAL_FAMILIES, Case, 
 from tests.parity.driver import Trace, get_kv_bytes, get_token_ids, make_llm
 from tests.parity.reference import Reference, ReferenceOf
 
+pytestmark = pytest.mark.check("sampling")
+
 NUM_TOKENS = 12
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.9, seed=1234, max_tokens=NUM_TOKENS, ignore_eos=True
@@ -116,8 +118,8 @@ def test_preemptions_change_nothing(reference_of: ReferenceOf, alone: Any, famil
     llm = make_llm(
         reference.directory,
         max_model_len=longest,
-        block_size=4,
-        kv_cache_memory_bytes=get_kv_bytes(make_llm(reference.directory), longest + 16),
+        block_size=1,
+        kv_cache_memory_bytes=get_kv_bytes(make_llm(reference.directory), longest),
     )
     trace = Trace(llm)
     outputs = llm.generate(get_prompts(reference), get_params(), use_tqdm=False)

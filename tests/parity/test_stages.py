@@ -24,6 +24,7 @@ def process(llm: LLM, reference: Reference) -> Iterator[tuple[ProcessedRequest, 
         yield llm.input_processor.process(entry.case.name, entry.prompt, GREEDY), entry
 
 
+@pytest.mark.check("processor")
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_items_that_are_processed_one_by_one_equal_the_whole_call(
     reference_of: ReferenceOf, family: str
@@ -58,6 +59,7 @@ def pad_like(part: torch.Tensor, whole: torch.Tensor, dimension: int) -> torch.T
     return torch.nn.functional.pad(part, amounts)
 
 
+@pytest.mark.check("prompt")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_and_placeholders_equal_the_whole_call(
     reference_of: ReferenceOf, family: str
@@ -81,6 +83,7 @@ def test_prompts_and_placeholders_equal_the_whole_call(
         assert counts == {name: len(items) for name, items in media.items() if items}, case.name
 
 
+@pytest.mark.check("decoder inputs")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_decoder_is_given_equals_the_whole_call(
     reference_of: ReferenceOf, family: str
@@ -140,6 +143,7 @@ def get_our_decoder_inputs(
     return seen[0]
 
 
+@pytest.mark.check("positions")
 @pytest.mark.parametrize("family", MROPE_FAMILIES)
 def test_positions_behind_the_prompt_equal_those_of_the_model(
     reference_of: ReferenceOf, family: str
@@ -161,6 +165,7 @@ def test_positions_behind_the_prompt_equal_those_of_the_model(
     assert num_shifted >= 6
 
 
+@pytest.mark.check("logits")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_generated_token_are_close(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +186,7 @@ def test_logits_of_every_generated_token_are_close(
         torch.testing.assert_close(torch.cat(seen), entry.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.check("logits")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_are_those_of_the_reference_logits(
     reference_of: ReferenceOf, family: str

@@ -19,6 +19,7 @@ from tests.parity.driver import (
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 
+@pytest.mark.check("alone")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_request_alone_gives_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
@@ -30,6 +31,7 @@ def test_a_request_alone_gives_the_reference_tokens(reference_of: ReferenceOf, f
     assert_nothing_is_left(llm)
 
 
+@pytest.mark.check("budgets")
 @pytest.mark.parametrize("budget", [7, 24, 4096])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_staggered_requests_give_the_reference_tokens(
@@ -41,7 +43,7 @@ def test_staggered_requests_give_the_reference_tokens(
     trace = Trace(llm)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
-    assert trace.most_requests_in_a_step >= min(budget, 4)
+    assert trace.most_requests_in_a_step >= 2
     for modality in MODALITIES[family]:
         if modality in get_adapter(llm).bidirectional_modalities:
             assert trace.num_split_items[modality] == 0
@@ -50,6 +52,7 @@ def test_staggered_requests_give_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
+@pytest.mark.check("block sizes")
 @pytest.mark.parametrize(
     ("family", "block_size"),
     [("llama", 1), ("llava", 5), ("qwen2_5_vl", 5), ("gemma3", 1), ("gemma4", 5), ("qwen3_vl", 1)],
@@ -66,6 +69,7 @@ def test_every_block_size_gives_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
+@pytest.mark.check("prefix cache")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
@@ -80,6 +84,7 @@ def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, fa
         assert output.num_cached_tokens > 0 or not is_long
 
 
+@pytest.mark.check("encoder cache")
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_cached_encoder_outputs_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
@@ -97,6 +102,7 @@ def test_cached_encoder_outputs_give_the_reference_tokens(
     assert [output.num_cached_tokens for output in outputs] == [0] * len(outputs)
 
 
+@pytest.mark.check("encoder cache")
 @pytest.mark.parametrize("family", [f for f in MULTIMODAL_FAMILIES if f != "audioflamingo3"])
 def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
     reference_of: ReferenceOf, family: str
@@ -112,6 +118,7 @@ def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
     assert outputs[0].num_encoder_hits == 1
 
 
+@pytest.mark.check("eviction")
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_a_full_encoder_cache_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str
@@ -128,6 +135,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
+@pytest.mark.check("whole items")
 @pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_items_that_are_kept_whole_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
@@ -140,6 +148,7 @@ def test_items_that_are_kept_whole_give_the_reference_tokens(
     assert trace.num_split_items.total() == 0
 
 
+@pytest.mark.check("preemption")
 @pytest.mark.parametrize(("budget", "enable_prefix_caching"), [(24, True), (4096, False)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_requests_give_the_reference_tokens(
@@ -150,19 +159,21 @@ def test_preempted_requests_give_the_reference_tokens(
     llm = make_llm(
         reference.directory,
         max_model_len=longest,
-        block_size=4,
+        block_size=1,  # requests fill the cache to the brim, and each new token may be too much
         max_num_batched_tokens=budget,
         enable_prefix_caching=enable_prefix_caching,
         kv_cache_memory_bytes=get_kv_bytes(make_llm(reference.directory), longest),
     )
     trace = Trace(llm)
-    prompts = [entry.prompt for entry in reference.expected]
+    expected = [*reference.expected, *reversed(reference.expected)]
+    prompts = [entry.prompt for entry in expected]
     outputs = run_staggered(llm, prompts, GREEDY, steps_between=1)
-    assert get_differences(outputs, reference.expected) == []
+    assert get_differences(outputs, expected) == []
     assert trace.preempted_ids
     assert_nothing_is_left(llm)
 
 
+@pytest.mark.check("options")
 @pytest.mark.parametrize(
     ("family", "processor_kwargs"),
     [

@@ -33,6 +33,8 @@ class ModelAdapter:
 
     # Items of these modalities attend in both directions among their own embeddings.
     bidirectional_modalities: frozenset[str] = frozenset()
+    # They do so in layers with a window only.
+    has_causal_full_layers = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

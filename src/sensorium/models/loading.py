@@ -34,6 +34,10 @@ _AUTO_MODELS = (
     "AutoModelForVision2Seq",
     "AutoModelForCausalLM",
 )
+# Checkpoints of several models, and the one among them that reads and writes text.
+_PARTS = {
+    "qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration"),
+}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -44,10 +48,15 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
     if "AutoConfig" in content.get("auto_map", ()) and not is_known and not trust_remote_code:
         raise ModelError(_NEEDS_TRUST.format(directory))
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
         # Transformers raises many kinds for what is one fault: there is no such model.
         raise ModelError(f"no model can be loaded from {directory!r}: {error}") from error
+    if config.model_type in _PARTS:
+        name, architecture = _PARTS[config.model_type]
+        config = getattr(config, name)
+        config.architectures = [architecture]
+    return config
 
 
 def resolve_device(device: str) -> torch.device:
@@ -94,7 +103,11 @@ def load_model(
     try:
         with _loading_bar(use_tqdm):
             loaded, report = model_class.from_pretrained(
-                directory, dtype=dtype, use_safetensors=True, output_loading_info=True
+                directory,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
             )
     except Exception as error:
         # As above: missing or broken weights are told in many ways.
@@ -131,7 +144,8 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
         )
     unexpected = sorted(report["unexpected_keys"])
     if unexpected:
-        logger.warning("%d tensors of the checkpoint are not used: %s", len(unexpected), unexpected)
+        names = ", ".join(unexpected[:3])
+        logger.warning("%d tensors of the checkpoint are not used, as %s", len(unexpected), names)
 
 
 def get_model_class(

@@ -44,12 +44,14 @@ class InputBatch:
         groups: Sequence[KVCacheGroup],
         block_size: int,
         bidirectional_modalities: frozenset[str],
+        has_causal_full_layers: bool = False,
         encoder_cache: EncoderCache,
         staging: StagingBuffer,
     ) -> None:
         self._groups = tuple(groups)
         self._block_size = block_size
         self._bidirectional_modalities = bidirectional_modalities
+        self._has_causal_full_layers = has_causal_full_layers
         self._encoder_cache = encoder_cache
         self._staging = staging
 
@@ -98,6 +100,7 @@ class InputBatch:
                         window=group.window,
                         slot_mapping=tensors[f"slots{index}"],
                         block_tables=tensors[f"tables{index}"],
+                        is_causal=self._has_causal_full_layers and group.window is None,
                     )
                     for index, group in enumerate(self._groups)
                 ),

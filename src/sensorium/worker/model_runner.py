@@ -59,6 +59,7 @@ class ModelRunner:
             groups=groups,
             block_size=block_size,
             bidirectional_modalities=adapter.bidirectional_modalities,
+            has_causal_full_layers=adapter.has_causal_full_layers,
             encoder_cache=self.encoder_cache,
             staging=StagingBuffer(device=adapter.device),
         )

@@ -73,7 +73,9 @@ class PagedStep:
         backend: PagedAttention | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        has_causal_full_layers: bool = False,
     ) -> None:
+        self.has_causal_full_layers = has_causal_full_layers
         self.dtype = dtype
         self.device = device
         self.shape = shape
@@ -159,6 +161,7 @@ class PagedStep:
             block_tables=torch.tensor(
                 [t + [NULL_BLOCK] * (width - len(t)) for t in tables], device=self.device
             ),
+            is_causal=self.has_causal_full_layers and self.windows[index] is None,
         )
 
     def get_new_tokens(self, which: int) -> torch.Tensor:
@@ -184,6 +187,8 @@ class PagedStep:
             queries = torch.arange(chunk.start, chunk.end)[:, None]
             keys = torch.arange(chunk.end)
             until = torch.tensor([chunk.get_attend_until(int(p)) for p in queries])[:, None]
+            if self.has_causal_full_layers and window is None:
+                until = queries + 1
             mask = keys < until
             if window is not None:
                 mask &= keys > queries - window

@@ -15,11 +15,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
-    """Where one group of layers keeps the step's keys and values."""
+    """Where one group of layers keeps the step's keys and values. `is_causal`: spans that other
+    groups see in both directions are like text to this one.
+    """
 
     window: int | None
     slot_mapping: torch.Tensor  # int64 [N]: block_id * block_size + offset, for each new token
     block_tables: torch.Tensor  # int64 [B, blocks], padded with the null block
+    is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

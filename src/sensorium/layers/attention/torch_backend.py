@@ -181,7 +181,8 @@ class TorchPagedAttention:
         first_block = self._first_block(group, first_query)
         first_key = first_block * self._block_size
         is_whole = first_query == 0
-        is_causal = layout.attend_until is None and (window is None or seq_len <= window)
+        is_plain = layout.attend_until is None or group.is_causal
+        is_causal = is_plain and (window is None or seq_len <= window)
         mask = None
         if not (is_whole and is_causal):
             mask = self._make_mask(layout, group, start, end, first_query, first_key, seq_len)
@@ -208,7 +209,9 @@ class TorchPagedAttention:
         device = group.block_tables.device
         queries = torch.arange(first_query, seq_len, device=device)[:, None]
         keys = torch.arange(first_key, seq_len, device=device)
-        until = queries + 1 if layout.attend_until is None else layout.attend_until[start:end, None]
+        until = queries + 1
+        if layout.attend_until is not None and not group.is_causal:
+            until = layout.attend_until[start:end, None]
         mask = keys < until
         if group.window is not None:
             mask &= keys > queries - group.window

@@ -83,7 +83,7 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_IMAGE,
         adapter=Gemma3Adapter,
         special="images attended in both directions, sliding windows",
-        limits="no pan and scan; text between images",
+        limits="pan and scan is not tested; images need text between them",
     ),
     Family(
         model_type="gemma4",
@@ -98,13 +98,13 @@ FAMILIES: tuple[Family, ...] = (
         name="Qwen2-Audio",
         modalities=_AUDIO,
         adapter=Qwen2AudioAdapter,
-        limits="30 seconds a sound: the rest is cut off",
+        limits="sounds are cut off at the window of its processor (30 seconds)",
     ),
     Family(
         model_type="audioflamingo3",
         name="Audio Flamingo 3",
         modalities=_AUDIO,
-        limits="10 minutes a sound: the rest is cut off",
+        limits="sounds are cut off at 10 minutes",
     ),
     Family(
         model_type="qwen2_5_omni_thinker",
@@ -112,7 +112,7 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_ALL,
         adapter=Qwen25OmniAdapter,
         special="M-RoPE",
-        limits="text out, no speech; 30 seconds a sound; a video's own sound is not heard",
+        limits="text out, no speech; a video's own sound is not heard",
     ),
     Family(
         model_type="voxtral",

@@ -1,5 +1,5 @@
-"""Gemma 4: per-layer inputs, looked up by token; vision attended in both directions where the
-checkpoint says so.
+"""Gemma 4: per-layer inputs, looked up by token; vision attended in both directions by the layers
+with a window, where the checkpoint says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from sensorium.models.adapter import MODALITIES, ModelAdapter
 
 
 class Gemma4Adapter(ModelAdapter):
+    has_causal_full_layers = True
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         if self.text_config.use_bidirectional_attention == "vision":

@@ -1,0 +1,81 @@
+"""Writes docs/models.md from the catalog of families and from what the last full test run compared.
+
+    python scripts/make_models_doc.py [--check]
+
+`--check` writes nothing and fails if the page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sensorium.engine.catalog import HEADER, OTHERS, get_rows
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "models.md"
+TABLE = ROOT / "build" / "parity.json"
+_HEAD = """\
+# Models
+
+Made by `scripts/make_models_doc.py` from the code and from a run of the tests; `make test` checks it. `sensorium models`
+prints the first table, `sensorium models MODEL` says what one model takes and needs, or why it can't be run.
+
+## Families
+"""
+_REFUSED = """
+## What is refused
+
+At load, in one sentence, before any weight is read where that is possible:
+
+- encoder-decoder models;
+- linear attention, convolutions or other layers with a state of their own, chunked attention;
+- cross-attention inside the decoder;
+- decoders without Transformers' attention interface, or whose attention has a soft cap or sinks;
+- checkpoints with code of their own, unless it is trusted; weights that are not safetensors;
+- models of types that are not in the table, if a trial (text, and one item of each modality) differs from the model on
+  its own.
+
+## Parity
+
+What the tests compare with Transformers, on tiny random models in float32: the number of tests that passed. Every family has its
+processor outputs, prompts, decoder inputs and logits compared stage by stage, then greedy tokens: alone, staggered with budgets of
+7, 24 and 4096 tokens, with cached prefixes and encoder outputs, with a full encoder cache, preempted, sampled under neighbours, and
+in a random stress. *Controls* are deliberate mistakes that must change tokens.
+"""
+
+
+def format_markdown(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def make_page(passed: dict[str, dict[str, int]]) -> str:
+    checks = sorted({check for row in passed.values() for check in row})
+    rows = [
+        [family, *(str(row.get(check, "")) for check in checks)]
+        for family, row in sorted(passed.items())
+    ]
+    families = format_markdown(get_rows(), HEADER)
+    parity = format_markdown(rows, ["tiny model", *checks])
+    return f"{_HEAD}\n{families}\n{OTHERS}\n{_REFUSED}\n{parity}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write docs/models.md.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    arguments = parser.parse_args()
+    if not TABLE.exists():
+        sys.exit("there is no table of passed tests: run `make test` first")
+    page = make_page(json.loads(TABLE.read_text()))
+    if not arguments.check:
+        PAGE.write_text(page)
+    elif not PAGE.exists() or PAGE.read_text() != page:
+        sys.exit("docs/models.md is out of date: run `python scripts/make_models_doc.py`")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The list of families says what is true of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from transformers import AutoConfig
+
+from sensorium.engine.catalog import HEADER, describe_model, format_table, get_rows
+from sensorium.models.families import ADAPTERS, FAMILIES
+from sensorium.multimodal.processor import MultiModalProcessor
+from tests.parity.cases import MODALITIES
+
+MODEL_TYPES = [family.model_type for family in FAMILIES]
+TINY_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni"}
+
+
+def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
+    listed = {TINY_MODELS.get(name, name) for name in MODEL_TYPES}
+    assert listed | {"gemma4_causal"} == set(MODALITIES)
+    assert len(ADAPTERS) == len(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_modalities_are_those_of_the_processor(
+    tiny_model: Callable[[str], str], model_type: str
+) -> None:
+    directory = tiny_model(TINY_MODELS.get(model_type, model_type))
+    config = AutoConfig.from_pretrained(directory)
+    listed = next(family for family in FAMILIES if family.model_type == model_type)
+    assert config.model_type == model_type
+    assert MultiModalProcessor(directory, config).modalities == listed.modalities
+
+
+def test_the_table_has_a_line_for_each_family() -> None:
+    lines = format_table(get_rows(), HEADER).splitlines()
+    assert len(lines) == len(FAMILIES) + 1
+    assert len({line.index(row[1]) for line, row in zip(lines[1:], get_rows(), strict=True)}) == 1
+
+
+def test_a_model_is_described_without_its_weights(tiny_model: Callable[[str], str]) -> None:
+    text = describe_model(tiny_model("qwen2_5_vl"))
+    assert "Qwen2_5_VLForConditionalGeneration" in text
+    assert "<|image_pad|>, <|video_pad|>" in text
+    assert "8192 tokens" in text
