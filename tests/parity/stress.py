@@ -101,6 +101,7 @@ class Tally:
     num_prefix_hits: int = 0
     num_encoder_hits: int = 0
     num_encoder_evictions: int = 0
+    compared_names: list[str] = field(default_factory=list, repr=False)
     differences: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -179,7 +180,7 @@ class Stress:
         self._largest_item = get_largest_item(self._probe, prompts) if prompts else 1
 
     def run(self) -> Tally:
-        """Every request is compared on one of the engines; some are sent to more, and aborted."""
+        """Every request is compared on one of the engines; some are sent again, and aborted."""
         tally = Tally()
         for index, order in enumerate(
             np.array_split(self._rng.permutation(NUM_REQUESTS), NUM_ENGINES)
@@ -187,8 +188,8 @@ class Stress:
             own = [self.expected[i] for i in order]
             options = self._draw_options(own, is_tight=index % 2 == 0)
             if index == 0:  # at least one engine has many at once in a small cache
-                options |= {"max_num_batched_tokens": int(self._rng.integers(40, 300))}
-                options |= {"max_num_seqs": 8}
+                budget = int(self._rng.integers(40, 301))
+                options |= {"max_num_batched_tokens": budget, "max_num_seqs": 8}
             if index == 1:  # and at least one finds prefixes again
                 options |= {"enable_prefix_caching": True, "block_size": 1}
             pause = float(self._rng.choice((0.0, 1.0, 4.0))) if index > 0 else 0.0
@@ -214,7 +215,7 @@ class Stress:
         least_budget = max(1, sum(lengths) // _MOST_STEPS)
         options: dict[str, Any] = {
             "block_size": block_size,
-            "max_num_batched_tokens": int(np.exp(rng.uniform(np.log(least_budget), np.log(300)))),
+            "max_num_batched_tokens": int(np.exp(rng.uniform(np.log(least_budget), np.log(301)))),
             "max_num_seqs": int(rng.integers(3 if is_tight else 1, 9)),
             "encoder_cache_size": self._largest_item + int(rng.integers(2 * self._largest_item)),
             "max_num_encoder_embeds": int(rng.integers(1, 2 * self._largest_item + 1)),
@@ -359,6 +360,7 @@ def _compare(output: RequestOutput, job: Job, tally: Tally) -> None:
         token_ids = list(completion.token_ids)
         assert len(token_ids) == len(expected), name
         tally.num_compared += 1
+        tally.compared_names.append(job.expected.case.name)
         tally.num_tokens += len(token_ids)
         if token_ids != expected:
             tally.differences.append(f"{name}: {_explain(token_ids, job.expected)}")

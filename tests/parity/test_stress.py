@@ -29,10 +29,12 @@ SEED = 0
 def test_random_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, seed: int
 ) -> None:
-    tally = Stress(reference_of(family), seed).run()
+    stress = Stress(reference_of(family), seed)
+    tally = stress.run()
     assert tally.differences == []
+    assert set(tally.compared_names) == {entry.case.name for entry in stress.expected}
     assert tally.num_engines == NUM_ENGINES
-    assert tally.num_compared >= NUM_REQUESTS
+    assert len(stress.expected) == NUM_REQUESTS
     assert tally.num_preemptions > 0
     assert tally.num_prefix_hits > 0
     assert tally.num_aborted_running > 0
