@@ -62,6 +62,8 @@ MAX_NEW_TOKENS = 16
 # How likely a prompt has 0, 1, 2, 3 items: fewer where an item is long.
 _ITEM_COUNTS = {"gemma4": (0.3, 0.5, 0.2), "voxtral": (0.5, 0.4, 0.1)}
 _MAX_FRAMES = {"gemma4": 2, "qwen2_5_omni": 4}
+# The tiny model has few positions a side: a narrow picture is scaled beyond them.
+_LEAST_SIDE = {"gemma4": 50}
 # Their processors count pictures and videos as one.
 _ONE_MODALITY = ("smolvlm",)
 _BLOCK_SIZES = (1, 4, 16)
@@ -151,11 +153,12 @@ class _Cases:
         """Its size belongs to its seed."""
         seed = self._draw_seed()
         size = np.random.default_rng((seed, num_frames if modality == "video" else 0))
+        least = _LEAST_SIDE.get(self._family, 20)
         if modality == "image":
-            height, width = size.integers(20, 150, 2).tolist()
+            height, width = size.integers(least, 150, 2).tolist()
             return make_image(height, width, seed=seed)
         if modality == "video":
-            height, width = size.integers(28, 100, 2).tolist()
+            height, width = size.integers(max(28, least), 100, 2).tolist()
             return make_video(num_frames, height, width, seed=seed)
         return make_audio(float(size.uniform(0.1, 2.5)), seed=seed)
 
