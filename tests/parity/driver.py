@@ -43,8 +43,16 @@ class Trace:
     @property
     def preempted_ids(self) -> set[str]:
         """Requests that were taken from the worker and given to it again."""
-        starts = Counter(s.request.request_id for step in self.steps for s in step.started)
-        return {request_id for request_id, count in starts.items() if count > 1}
+        return {request_id for request_id, count in self._num_starts.items() if count > 1}
+
+    @property
+    def num_preemptions(self) -> int:
+        """As far as those who were preempted came back."""
+        return self._num_starts.total() - len(self._num_starts)
+
+    @property
+    def _num_starts(self) -> Counter[str]:
+        return Counter(s.request.request_id for step in self.steps for s in step.started)
 
     @property
     def num_split_items(self) -> Counter[str]:

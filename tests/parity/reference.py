@@ -46,9 +46,11 @@ class Reference:
         """`NUM_TOKENS` greedy tokens for every case of the family, end-of-sequence ignored."""
         return tuple(self.compute(case) for case in make_cases(self.family))
 
-    def compute(self, case: Case, **processor_kwargs: Any) -> Expected:
+    def compute(
+        self, case: Case, *, num_tokens: int = NUM_TOKENS, **processor_kwargs: Any
+    ) -> Expected:
         text, inputs = self._prepare(case, processor_kwargs)
-        tokens, logits = self.generate(inputs, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        tokens, logits = self.generate(inputs, max_new_tokens=num_tokens, ignore_eos=True)
         return Expected(
             case=case,
             prompt={**case.make_prompt(text), "mm_processor_kwargs": processor_kwargs},
