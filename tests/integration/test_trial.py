@@ -1,4 +1,4 @@
-"""Models of unknown types run if a trial agrees with the model on its own, and are refused if not."""
+"""Models of unknown types run if a trial agrees with the model on its own, or are refused."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from sensorium import ModelError, SamplingParams
 from tests.parity.cases import MODALITIES
 from tests.parity.driver import assert_nothing_is_left, get_token_ids, make_llm
 from tests.parity.reference import GREEDY
+from tiny_models.building import rescale
 
 TinyModel = Callable[[str], str]
 
@@ -109,13 +110,14 @@ def write_decoder(directory: Path, tiny_model: TinyModel, architecture: str) -> 
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "sliding_window": 12,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    if architecture == "MistralForCausalLM":
+        sizes["sliding_window"] = 12
     torch.manual_seed(0)
-    model_class(model_class.config_class(**sizes)).save_pretrained(directory)
+    rescale(model_class(model_class.config_class(**sizes))).save_pretrained(directory)
     tf.AutoTokenizer.from_pretrained(tiny_model("llama")).save_pretrained(directory)
     return str(directory)
 

@@ -21,6 +21,8 @@ from tests.parity.cases import MODALITIES
 from tests.parity.reference import ReferenceOf
 from tests.parity.stress import FAMILIES, NUM_ENGINES, NUM_REQUESTS, Stress
 
+pytestmark = pytest.mark.check("stress")
+
 SEED = 0
 
 

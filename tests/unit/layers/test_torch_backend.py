@@ -66,9 +66,10 @@ def test_groups_of_one_step_have_their_own_blocks_and_windows(block_size: int) -
     PagedStep(Shape(block_size=block_size), chunks, windows=(None, 5, 12)).check()
 
 
+@pytest.mark.parametrize("has_causal_full_layers", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 6, 12])
 def test_a_span_is_seen_in_both_directions_within_the_window(
-    window: int | None, block_size: int
+    window: int | None, block_size: int, has_causal_full_layers: bool
 ) -> None:
     chunks = [
         decode(20),
@@ -76,7 +77,13 @@ def test_a_span_is_seen_in_both_directions_within_the_window(
         Chunk(start=8, end=24, spans=((8, 15), (20, 24))),
         Chunk(start=5, end=9),
     ]
-    PagedStep(Shape(block_size=block_size), chunks, windows=(window,)).check()
+    step = PagedStep(
+        Shape(block_size=block_size),
+        chunks,
+        windows=(window, None),
+        has_causal_full_layers=has_causal_full_layers,
+    )
+    step.check()
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 4), (4, 12)])

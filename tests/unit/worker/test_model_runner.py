@@ -38,6 +38,7 @@ class CountingAdapter:
     device = torch.device("cpu")
     vocab_size = VOCAB_SIZE
     bidirectional_modalities: frozenset[str] = frozenset()
+    has_causal_full_layers = False
     has_mrope = False
 
     def encode(
