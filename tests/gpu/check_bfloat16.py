@@ -9,8 +9,7 @@ agree where the reference's margin is more than both candidates can move.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import transformers
 
 from sensorium import LLM
+from tests.parity.decoder_inputs import get_decoder_inputs, get_our_decoder_inputs
 from tests.parity.driver import get_token_ids, run_staggered
 from tests.parity.reference import GREEDY, Expected
 
@@ -25,7 +25,6 @@ from .check_tokens import find_first_difference, get_margins
 from .setting import DeviceReference, get_reference, make_device_llm
 
 BUDGET = 24  # prompts come in chunks
-_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,48 +68,25 @@ def assert_close(distances: Distances, stage: str) -> None:
     assert distances.our_rms <= 1.5 * distances.their_rms, f"{stage}: {distances}"
 
 
-# ---- encoders
+# ---- embeddings
 
 
-@torch.inference_mode()
-def check_encoders(name: str) -> str:
+def check_embeddings(name: str) -> str:
+    """All that the decoder is given of a prompt: text, and what the encoders made of media."""
     rough, exact = get_reference(name, torch.bfloat16), get_reference(name, torch.float32)
-    llm = make_device_llm(name, torch.bfloat16)
-    llm.generate([entry.prompt for entry in rough.expected], GREEDY, use_tqdm=False)
+    llm = make_device_llm(name, torch.bfloat16, enable_prefix_caching=False)
     ours, theirs, right = [], [], []
-    for entry in rough.expected:
-        for modality in _get_modalities(entry):
-            expected = _encode(rough, entry, modality)
-            embeds = torch.cat(list(_get_encoded(llm, entry, modality)))
-            assert embeds.dtype == torch.bfloat16
-            assert len(embeds) == len(expected), entry.case.name
-            ours.append(embeds[:, : expected.shape[1]])  # some families append deeper layers
-            theirs.append(expected)
-            right.append(_encode(exact, entry, modality))
+    for entry, precise in zip(rough.expected, exact.expected, strict=True):
+        embeds = get_our_decoder_inputs(llm, entry)[0]
+        expected = get_decoder_inputs(rough, entry)["inputs_embeds"]
+        assert embeds.dtype == torch.bfloat16
+        assert embeds.shape == expected.shape, entry.case.name
+        ours.append(embeds)
+        theirs.append(expected)
+        right.append(get_decoder_inputs(exact, precise)["inputs_embeds"])
     distances = measure(ours, theirs, right)
     assert_close(distances, "embeddings")
-    return f"{sum(map(len, ours))} embeddings: {distances}"
-
-
-def _get_modalities(entry: Expected) -> list[str]:
-    return [modality for modality, pixels in _PIXELS.items() if pixels in entry.inputs]
-
-
-def _encode(reference: DeviceReference, entry: Expected, modality: str) -> torch.Tensor:
-    """What the untouched model makes of all items of a prompt in one call."""
-    function = getattr(reference.model.base_model, f"get_{modality}_features")
-    names = inspect.signature(function).parameters.keys() & entry.inputs.keys()
-    output = function(**{n: entry.inputs[n] for n in names}, return_dict=True).pooler_output
-    parts = list(output)
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
-def _get_encoded(llm: LLM, entry: Expected, modality: str) -> Iterator[torch.Tensor]:
-    runner: Any = llm.core.runner
-    processed = llm.input_processor.process(entry.case.name, entry.prompt, GREEDY)
-    for feature in processed.request.mm_features:
-        if feature.modality == modality:
-            yield runner.encoder_cache[feature.mm_hash]
+    return f"{sum(part.shape[1] for part in ours)} embeddings: {distances}"
 
 
 # ---- logits and tokens

@@ -13,7 +13,7 @@ import torch
 from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
 
 from .check_attention import check_backend
-from .check_bfloat16 import check_decoder, check_encoders
+from .check_bfloat16 import check_decoder, check_embeddings
 from .check_controls import MISTAKES, check_control
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import BUDGETS, check_float32
@@ -66,7 +66,7 @@ def _get_attention_checks() -> Iterator[Check]:
 def _get_bfloat16_checks() -> Iterator[Check]:
     wide = [f"wide-{family}" for family in WIDE_FAMILIES]
     for family in MULTIMODAL_FAMILIES:
-        yield Check(name=f"bfloat16 encoders/{family}", run=partial(check_encoders, family))
+        yield Check(name=f"bfloat16 embeddings/{family}", run=partial(check_embeddings, family))
     for family in FAMILIES:
         yield Check(
             name=f"bfloat16 decoder/{family}/torch", run=partial(check_decoder, family, "torch")

@@ -106,7 +106,13 @@ class DeviceReference(Reference):
 
     def _prepare(self, *arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:
         text, inputs = super()._prepare(*arguments)
-        return text, {name: tensor.to(get_device()) for name, tensor in inputs.items()}
+        return text, {name: self._move(name, tensor) for name, tensor in inputs.items()}
+
+    def _move(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """As users do: `inputs.to(device, dtype)`, but times stay exact."""
+        moved = tensor.to(get_device())
+        is_rounded = moved.is_floating_point() and "second" not in name
+        return moved.to(self.model.dtype) if is_rounded else moved
 
 
 @cache

@@ -13,7 +13,8 @@ import torch
 from sensorium import LLM
 from sensorium.engine.input_processor import ProcessedRequest
 from tests.parity.cases import FAMILIES, MODALITIES, MROPE_FAMILIES, MULTIMODAL_FAMILIES
-from tests.parity.driver import get_adapter, make_llm
+from tests.parity.decoder_inputs import get_decoder_inputs, get_our_decoder_inputs
+from tests.parity.driver import make_llm
 from tests.parity.reference import GREEDY, Expected, Reference, ReferenceOf
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
@@ -103,44 +104,6 @@ def test_what_the_decoder_is_given_equals_the_whole_call(
         assert extra.keys() == given, entry.case.name
         for name in given:
             torch.testing.assert_close(extra[name], theirs[name], rtol=1e-5, atol=1e-5)
-
-
-@torch.inference_mode()
-def get_decoder_inputs(reference: Reference, entry: Expected) -> dict[str, Any]:
-    """The keyword arguments with which the untouched model calls its decoder."""
-    seen: list[dict[str, Any]] = []
-    handle = reference.model.get_decoder().register_forward_pre_hook(
-        lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True
-    )
-    if hasattr(reference.model.base_model, "rope_deltas"):
-        reference.model.base_model.rope_deltas = None
-    try:
-        reference.model.generate(**entry.inputs, max_new_tokens=1, do_sample=False)
-    finally:
-        handle.remove()
-    if seen[0].get("inputs_embeds") is None:  # a model for text embeds inside its decoder
-        embedding = reference.model.get_input_embeddings()
-        return {**seen[0], "inputs_embeds": embedding(entry.inputs["input_ids"])}
-    return seen[0]
-
-
-def get_our_decoder_inputs(
-    llm: LLM, entry: Expected
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    adapter = get_adapter(llm)
-    forward, seen = adapter.forward, []
-
-    def forward_and_note(embeds: Any, positions: Any, call: Any, extra: Any) -> torch.Tensor:
-        seen.append((embeds.clone(), positions.clone(), extra))
-        result: torch.Tensor = forward(embeds, positions, call, extra)
-        return result
-
-    adapter.forward = forward_and_note
-    try:
-        llm.generate(entry.prompt, replace(GREEDY, max_tokens=1), use_tqdm=False)
-    finally:
-        adapter.forward = forward
-    return seen[0]
 
 
 @pytest.mark.check("positions")

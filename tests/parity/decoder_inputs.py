@@ -1,0 +1,50 @@
+"""What a decoder is called with, by Transformers and by the engine. No pytest here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sensorium import LLM
+from tests.parity.driver import get_adapter
+from tests.parity.reference import GREEDY, Expected, Reference
+
+
+@torch.inference_mode()
+def get_decoder_inputs(reference: Reference, entry: Expected) -> dict[str, Any]:
+    """The keyword arguments with which the untouched model calls its decoder."""
+    seen: list[dict[str, Any]] = []
+    handle = reference.model.get_decoder().register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    if hasattr(reference.model.base_model, "rope_deltas"):
+        reference.model.base_model.rope_deltas = None
+    try:
+        reference.model.generate(**entry.inputs, max_new_tokens=1, do_sample=False)
+    finally:
+        handle.remove()
+    if seen[0].get("inputs_embeds") is None:  # a model for text embeds inside its decoder
+        embedding = reference.model.get_input_embeddings()
+        return {**seen[0], "inputs_embeds": embedding(entry.inputs["input_ids"])}
+    return seen[0]
+
+
+def get_our_decoder_inputs(
+    llm: LLM, entry: Expected
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    adapter = get_adapter(llm)
+    forward, seen = adapter.forward, []
+
+    def forward_and_note(embeds: Any, positions: Any, call: Any, extra: Any) -> torch.Tensor:
+        seen.append((embeds.clone(), positions.clone(), extra))
+        result: torch.Tensor = forward(embeds, positions, call, extra)
+        return result
+
+    adapter.forward = forward_and_note
+    try:
+        llm.generate(entry.prompt, replace(GREEDY, max_tokens=1), use_tqdm=False)
+    finally:
+        adapter.forward = forward
+    return seen[0]
