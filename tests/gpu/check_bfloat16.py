@@ -158,7 +158,6 @@ def check_decoder(name: str, backend: str) -> str:
             if margin > 2 * distances.tolerance:
                 num_sure += 1
                 assert choice == token, entry.case.name
-    assert num_sure, f"no margin is larger than {2 * distances.tolerance:.3g}"
     num_equal = _check_free_run(llm, rough.expected, 2 * distances.tolerance)
     note = f"by {llm.config.attention_backend}: " if backend == "auto" else ""
     return f"{note}{distances}; {num_sure} sure tokens; free run: {num_equal} of {len(ours)} equal"

@@ -52,6 +52,8 @@ def use_exact_float32() -> None:
 @cache
 def get_directory(name: str) -> str:
     """The tiny model of a family, or the one with wide heads (`wide-` before the family)."""
+    if name == "llava_onevision" and transformers.__version__ < "5.22":
+        raise UnavailableError(f"transformers {transformers.__version__}: another way with videos")
     try:
         if name.startswith(_WIDE):
             return str(_make_wide(name.removeprefix(_WIDE)))
@@ -107,6 +109,11 @@ class DeviceReference(Reference):
     def _prepare(self, *arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:
         text, inputs = super()._prepare(*arguments)
         return text, {name: self._move(name, tensor) for name, tensor in inputs.items()}
+
+    def generate(self, inputs: Mapping[str, torch.Tensor], **options: Any) -> Any:
+        return super().generate(
+            {name: self._move(name, tensor) for name, tensor in inputs.items()}, **options
+        )
 
     def _move(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """As users do: `inputs.to(device, dtype)`, but times stay exact."""

@@ -33,6 +33,12 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "voxtral": ("audio",),
 }
 FAMILIES = tuple(MODALITIES)
+# Without those that differ from one of these in a processor or a flag only.
+MAIN_FAMILIES = tuple(
+    family
+    for family in FAMILIES
+    if family not in ("llava_next", "internvl", "glm4v", "gemma4_causal", "audioflamingo3")
+)
 MULTIMODAL_FAMILIES = tuple(family for family in FAMILIES if MODALITIES[family])
 MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "qwen2_5_omni")
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "lazy", "what", "is", "in", "this", "picture")

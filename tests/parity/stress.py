@@ -23,6 +23,7 @@ import numpy as np
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.core.request import Request
 from tests.parity.cases import (
+    MAIN_FAMILIES,
     MODALITIES,
     Case,
     Part,
@@ -41,21 +42,6 @@ from tests.parity.driver import (
 )
 from tests.parity.reference import Expected, Reference
 
-FAMILIES = (
-    "llama",
-    "llava",
-    "qwen2_5_vl",
-    "gemma3",
-    "qwen2_vl",
-    "qwen3_vl",
-    "llava_onevision",
-    "idefics3",
-    "smolvlm",
-    "gemma4",
-    "qwen2_audio",
-    "qwen2_5_omni",
-    "voxtral",
-)
 NUM_REQUESTS = 30
 NUM_ENGINES = 4
 MAX_NEW_TOKENS = 16
@@ -172,7 +158,7 @@ class Stress:
     def __init__(self, reference: Reference, seed: int) -> None:
         self._reference = reference
         self._seed = seed
-        self._rng = np.random.default_rng((seed, FAMILIES.index(reference.family)))
+        self._rng = np.random.default_rng((seed, MAIN_FAMILIES.index(reference.family)))
         cases = _Cases(self._rng, reference.family)
         self.expected = [
             reference.compute(cases.draw(f"request {index}"), num_tokens=MAX_NEW_TOKENS)
@@ -389,7 +375,9 @@ def main() -> None:
     from make_tiny_models import make_family
 
     parser = argparse.ArgumentParser(description="Compare random requests with `generate`.")
-    parser.add_argument("families", nargs="*", default=FAMILIES, help="all of them if not given")
+    parser.add_argument(
+        "families", nargs="*", default=MAIN_FAMILIES, help="all of them if not given"
+    )
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()

@@ -47,7 +47,7 @@ def check(output: RequestOutput, entry: Expected, logprobs: torch.Tensor) -> Non
         assert best == pytest.approx(float(logprobs[position].max()), abs=2e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"block_size": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24, "block_size": 4}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_those_of_a_forward_pass(
     reference_of: ReferenceOf, family: str, options: dict[str, Any]

@@ -17,9 +17,9 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.request import Request
 from sensorium.types.errors import InvariantError
 from sensorium.worker.request_states import RequestState
-from tests.parity.cases import MODALITIES
+from tests.parity.cases import MAIN_FAMILIES, MODALITIES
 from tests.parity.reference import ReferenceOf
-from tests.parity.stress import FAMILIES, NUM_ENGINES, NUM_REQUESTS, Stress
+from tests.parity.stress import NUM_ENGINES, NUM_REQUESTS, Stress
 
 pytestmark = pytest.mark.check("stress")
 
@@ -27,7 +27,7 @@ SEED = 0
 
 
 @pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN_FAMILIES)
 def test_random_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, seed: int
 ) -> None:
