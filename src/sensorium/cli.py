@@ -90,17 +90,18 @@ def _add_models(commands: Any) -> None:
 
 def _show_models(arguments: argparse.Namespace) -> None:
     from sensorium.engine.catalog import HEADER, OTHERS, describe_model, format_table, get_rows
+    from sensorium.models.checkpoint import blame_checkpoint
 
     if arguments.model is None:
         print(format_table(get_rows(), HEADER), OTHERS, sep="\n\n")
         return
-    print(
-        describe_model(
+    with blame_checkpoint(arguments.model):
+        text = describe_model(
             arguments.model,
             revision=arguments.revision,
             trust_remote_code=arguments.trust_remote_code,
         )
-    )
+    print(text)
 
 
 def _add_loading_flags(command: argparse.ArgumentParser) -> None:

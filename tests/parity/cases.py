@@ -129,6 +129,9 @@ def make_cases(family: str) -> tuple[Case, ...]:
         cases += _make_image_cases()
     if "video" in modalities:
         cases += _make_video_cases()
+    if family in MROPE_FAMILIES and family != "qwen2_5_omni":  # whose frames are large
+        long = make_video(24, 28, 56, seed=25)
+        cases += [("a long small video", ["how long? ", long, "b"])]
     if modalities == ("audio",):
         cases += _make_audio_cases()
     elif "audio" in modalities:

@@ -13,8 +13,10 @@ from tests.parity.reference import GREEDY, Expected, Reference
 
 
 @torch.inference_mode()
-def get_decoder_inputs(reference: Reference, entry: Expected) -> dict[str, Any]:
-    """The keyword arguments with which the untouched model calls its decoder."""
+def get_decoder_inputs(reference: Reference, entry: Expected, *, step: int = 0) -> dict[str, Any]:
+    """The keyword arguments with which the untouched model calls its decoder: for the prompt, or
+    for the n-th token behind it.
+    """
     seen: list[dict[str, Any]] = []
     handle = reference.model.get_decoder().register_forward_pre_hook(
         lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True
@@ -22,13 +24,14 @@ def get_decoder_inputs(reference: Reference, entry: Expected) -> dict[str, Any]:
     if hasattr(reference.model.base_model, "rope_deltas"):
         reference.model.base_model.rope_deltas = None
     try:
-        reference.model.generate(**entry.inputs, max_new_tokens=1, do_sample=False)
+        reference.model.generate(**entry.inputs, max_new_tokens=step + 1, do_sample=False)
     finally:
         handle.remove()
-    if seen[0].get("inputs_embeds") is None:  # a model for text embeds inside its decoder
+    given = seen[step]
+    if given.get("inputs_embeds") is None and step == 0:  # a model for text embeds in its decoder
         embedding = reference.model.get_input_embeddings()
-        return {**seen[0], "inputs_embeds": embedding(entry.inputs["input_ids"])}
-    return seen[0]
+        return {**given, "inputs_embeds": embedding(entry.inputs["input_ids"])}
+    return given
 
 
 def get_our_decoder_inputs(

@@ -119,12 +119,12 @@ def test_positions_behind_the_prompt_equal_those_of_the_model(
         llm.core.add_request(processed.request, processed.payloads)
         delta = runner._mrope[processed.request.request_id].delta
         if not processed.request.mm_features:
-            assert delta == 0
+            assert not delta.any()
             continue
-        get_decoder_inputs(reference, entry)
-        owner = reference.model.base_model
-        assert delta == int(owner.rope_deltas), entry.case.name
-        num_shifted += delta != 0
+        theirs = get_decoder_inputs(reference, entry, step=1)["position_ids"]
+        ours = len(entry.prompt_token_ids) + delta
+        assert ours[:, 0].tolist() == theirs.reshape(-1)[-3:].tolist(), entry.case.name
+        num_shifted += bool((delta != 0).any())
     assert num_shifted >= 6
 
 

@@ -149,9 +149,13 @@ def _check_token_ids(token_ids: Sequence[int]) -> list[int]:
 
 
 def _as_list(modality: str, media: Any) -> list[Any]:
-    """One item or a list of them. A list of frames is one video."""
+    """One item or a list of them. A list of frames is one video; so is a pair with metadata, and a
+    pair of samples and their rate is one sound.
+    """
     if media is None:
         return []
+    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Integral):
+        return [media]
     if not isinstance(media, list | tuple):
         return [media]
     is_frames = modality == "video" and media and getattr(media[0], "ndim", 3) == 3

@@ -17,6 +17,7 @@ from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.output_processor import OutputProcessor
 from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.siblings import Siblings
+from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.prompts import Prompt
@@ -94,15 +95,16 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
         )
-        engine = build_engine(
-            _as_text(model),
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-            options=options,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            use_tqdm_on_load=use_tqdm_on_load,
-        )
+        with blame_checkpoint(str(model)):
+            engine = build_engine(
+                _as_text(model),
+                dtype=str(dtype).removeprefix("torch."),
+                device=str(device),
+                options=options,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                use_tqdm_on_load=use_tqdm_on_load,
+            )
         self.config = engine.config
         self.core = engine.core
         self.input_processor = InputProcessor(
@@ -111,8 +113,7 @@ class LLM:
             limit_mm_per_prompt=options.limit_mm_per_prompt,
             seed=seed,
         )
-        self._outputs = OutputProcessor(engine.processor.tokenizer)
-        self._siblings = Siblings()
+        self._outputs, self._siblings = OutputProcessor(engine.processor.tokenizer), Siblings()
         self._ids = count()
 
     def get_tokenizer(self) -> Any:

@@ -185,28 +185,32 @@ class ModelAdapter:
         token_ids: Sequence[int],
         features: Sequence[MultiModalFeatureSpec],
         items: Sequence[MultiModalKwargsItem],
-    ) -> tuple[torch.Tensor, int]:
-        """Positions [3, prompt] on the CPU, and what to add to the index of a token behind the
-        prompt.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [3, prompt] on the CPU, and [3, 1] what to add to the index of a token behind
+        the prompt. `generate` goes on from the last position, which is not always the highest:
+        some families let a text begin before the last frame's time.
         """
         if not features:
-            return torch.arange(len(token_ids)).expand(3, -1), 0
+            return torch.arange(len(token_ids)).expand(3, -1), torch.zeros(3, 1, dtype=torch.long)
         token_types = torch.zeros(1, len(token_ids), dtype=torch.int)
         for feature in features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_types[0, start:end] = _TOKEN_TYPES[feature.modality]
-        positions, delta = self._get_rope_index(torch.tensor([list(token_ids)]), token_types, items)
-        return positions[:, 0].cpu(), int(delta[0, 0])
+        input_ids = torch.tensor([list(token_ids)])
+        positions = self._get_rope_index(input_ids, token_types, items)[:, 0].long().cpu()
+        return positions, positions[:, -1:] + 1 - len(token_ids)
 
     def _get_rope_index(
         self,
         input_ids: torch.Tensor,
         token_types: torch.Tensor,
         items: Sequence[MultiModalKwargsItem],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
+        """[3, 1, prompt]"""
         function = self._base.get_rope_index
         arguments = gather_arguments(items, inspect.signature(function).parameters.keys())
-        return function(input_ids, mm_token_type_ids=token_types, **arguments)
+        positions: torch.Tensor = function(input_ids, mm_token_type_ids=token_types, **arguments)[0]
+        return positions
 
     # ---- encoders
 

@@ -8,7 +8,8 @@ hub tells in many ways is told here in one sentence.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from sensorium.types.errors import ModelError
+from sensorium.types.errors import ModelError, SensoriumError
 
 BAR_DELAY_S = 1.0
 WEIGHTS = "model.safetensors"
@@ -33,6 +34,18 @@ _TIMEOUT_S = 10.0
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CODE_FILES = ("*.py",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@contextmanager
+def blame_checkpoint(model: str) -> Iterator[None]:
+    """Whatever broken files make libraries raise becomes one sentence that names the model."""
+    try:
+        yield
+    except SensoriumError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ModelError(f"{model[:200]!r} can't be loaded: {reason}") from error
 
 
 def find_checkpoint(

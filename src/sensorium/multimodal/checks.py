@@ -6,6 +6,7 @@ Paths and addresses are not followed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def _as_list(indices: Any) -> list[int]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and bool(np.isfinite(float(value)))  # type: ignore[arg-type]
 
 
 def _check_audio(media: object, sampling_rate: int | None) -> np.ndarray[Any, Any]:
@@ -100,7 +102,7 @@ def _check_audio(media: object, sampling_rate: int | None) -> np.ndarray[Any, An
 
 def _check_visual(modality: str, media: object) -> object:
     if isinstance(media, Image.Image) and modality == "image":
-        return media if media.mode == "RGB" else media.convert("RGB")
+        return media if media.mode == "RGB" else _as_rgb(media)
     if modality == "video" and isinstance(media, list | tuple) and media:
         frames = [np.asarray(_check_visual("image", frame)) for frame in media]
         sizes = sorted({frame.shape for frame in frames})
@@ -121,6 +123,15 @@ def _check_visual(modality: str, media: object) -> object:
             return np.stack([media] * 3, axis=-1)
         return torch.stack([media] * 3)
     return media
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """What is transparent becomes white, as in Transformers' processors."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    colours = image.convert("RGBA")
+    white = Image.new("RGBA", colours.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, colours).convert("RGB")
 
 
 def _check_shape(modality: str, media: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sensorium.types.errors import ModelError
+from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 # What a processor returns about the text; all else belongs to the item.
@@ -96,6 +96,8 @@ def _get_replacement(processor: Any, modality: str, marker: str, output: Mapping
         return replacement
     token_id = processor.tokenizer.convert_tokens_to_ids(marker)
     expanded = output["input_ids"][0].tolist()
+    if not expanded:
+        raise RequestError(f"this {modality} is too short or too small: nothing is left of it")
     if set(expanded) != {token_id}:
         raise ModelError(
             f"{type(processor).__name__} does not tell what stands for a {modality} in a prompt"

@@ -103,7 +103,8 @@ class SamplingParams:
         for name, is_valid, rule in _RULES:
             value = getattr(self, name)
             if not is_valid(value):
-                raise RequestError(f"{name} must be {rule}, not {value!r}")
+                raise RequestError(f"{name} must be {rule}, not {_show(value)}")
+            object.__setattr__(self, name, _as_plain(value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
@@ -150,6 +151,24 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list | set | frozenset) else value
 
 
+def _as_plain(value: Any) -> Any:
+    """Numbers of other libraries as Python's own."""
+    if isinstance(value, tuple):
+        return tuple(map(_as_plain, value))
+    if isinstance(value, Mapping):
+        return {_as_plain(key): _as_plain(entry) for key, entry in value.items()}
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _show(value: object) -> str:
+    try:
+        return repr(value)[:200]
+    except ValueError:  # integers of thousands of digits
+        return "a number of thousands of digits"
+
+
 def _as_bias(value: object) -> object:
     """A copy with integer keys, which JSON makes strings; `None` as the empty one; what is no
     mapping of token ids is left to the rules.
@@ -180,7 +199,7 @@ def _is_count(value: object, at_least: int = 0) -> bool:
 
 
 def _is_between(value: object, low: float, high: float) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(low <= value <= high)  # type: ignore[operator]
 
 
 def _is_tuple_of(value: object, is_member: Callable[[object], bool]) -> bool:
@@ -195,6 +214,12 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
+def _is_word(value: object) -> bool:
+    """Half a surrogate pair is no character: no tokenizer takes it."""
+    is_filled = isinstance(value, str) and bool(value.strip())
+    return is_filled and not any("\ud800" <= c <= "\udfff" for c in str(value))
+
+
 def _is_logprobs(value: object) -> bool:
     return _is_integer(value) and _is_between(value, 0, MAX_LOGPROBS)
 
@@ -202,6 +227,8 @@ def _is_logprobs(value: object) -> bool:
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS_RULE = f"an integer in [0, {MAX_LOGPROBS}]"
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("ignore_eos", lambda value: isinstance(value, bool), "true or false"),
+    ("include_stop_str_in_output", lambda value: isinstance(value, bool), "true or false"),
     ("n", lambda value: _is_count(value, 1) and value <= MAX_N, f"an integer in [1, {MAX_N}]"),
     ("temperature", _or_none(lambda value: _is_between(value, 0, 100)), "a number in [0, 100]"),
     (
@@ -226,9 +253,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "bad_words",
-        lambda value: _is_tuple_of(
-            value, lambda word: isinstance(word, str) and bool(word.strip())
-        ),
+        lambda value: _is_tuple_of(value, _is_word),
         "text that is not blank, or a list of it",
     ),
     (

@@ -82,7 +82,9 @@ class ModelRunner:
             )
         except Exception as error:  # one request's media may fail here, whatever the model raises
             raise RequestError(f"no positions for the media of this prompt: {error!r}") from error
-        self._mrope[request.request_id] = PromptPositions(positions=positions.numpy(), delta=delta)
+        self._mrope[request.request_id] = PromptPositions(
+            positions=positions.numpy(), delta=np.asarray(delta)
+        )
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:
         """Only placeholders may lie outside the vocabulary: encoders give their embeddings."""

@@ -19,10 +19,10 @@ from sensorium.worker.token_history import SequenceBans, TokenCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """M-RoPE: positions [3, prompt], and what to add to the index of a later token."""
+    """M-RoPE: positions [3, prompt], and what to add to the index of a later token, [3, 1]."""
 
     positions: IntArray
-    delta: int
+    delta: IntArray
 
 
 class RequestState:

@@ -16,15 +16,16 @@ class Qwen25OmniAdapter(ModelAdapter):
         input_ids: torch.Tensor,
         token_types: torch.Tensor,
         items: Sequence[MultiModalKwargsItem],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         del token_types  # it looks for the placeholders itself
         arguments = gather_arguments(items, ("image_grid_thw", "video_grid_thw"))
         masks = gather_arguments(items, ("feature_attention_mask",))
         seconds = gather_arguments(items, ("video_second_per_grid",))
-        return self._base.get_rope_index(
+        positions: torch.Tensor = self._base.get_rope_index(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             audio_seqlens=masks["feature_attention_mask"].sum(-1) if masks else None,
             second_per_grids=seconds["video_second_per_grid"] if seconds else None,
             **arguments,
-        )
+        )[0]
+        return positions
