@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from sensorium import LLM, ModelError, RequestError, SamplingParams
-from sensorium.models.generation_config import get_generation_defaults
 from tests.parity.driver import get_token_ids, make_llm
 from tests.parity.reference import GREEDY
 
@@ -83,17 +82,6 @@ def test_a_broken_checkpoint_is_told_in_one_sentence(
     path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
     with pytest.raises(ModelError):
         LLM(str(directory), max_model_len=64)
-
-
-def test_a_config_that_samples_and_is_silent_has_the_top_k_of_generate(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
-    path = directory / "generation_config.json"
-    path.write_text(json.dumps({"do_sample": True, "temperature": 0.6}))
-    llm = make_llm(str(directory))
-    model = llm.core.runner._adapter.model  # type: ignore[attr-defined]
-    assert get_generation_defaults(model).top_k == 50
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])

@@ -75,6 +75,9 @@ def describe_model(
         "family": "not known: a trial at start decides" if family is None else family.name,
         "besides text": ", ".join(processor.modalities) or "-",
         "markers": ", ".join(map(processor.get_marker, processor.modalities)) or "-",
+        "sounds": f"{processor.sampling_rate} samples a second"
+        if "audio" in processor.modalities
+        else "-",
         "context": "not named in its config" if context is None else f"{context} tokens",
         "weights": _describe_weights(checkpoint),
         "limits": "-" if family is None else family.limits or "-",

@@ -13,7 +13,6 @@ from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 
 logger = logging.getLogger(__name__)
-_DEFAULT_TOP_K = 50
 # Fields that change the tokens and are not supported yet, with the value that changes nothing.
 _IGNORED_FIELDS: dict[str, object] = {
     "typical_p": 1.0,
@@ -46,7 +45,7 @@ def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
         checked = SamplingParams(
             temperature=temperature if config.do_sample else 0.0,
             top_p=config.top_p if config.do_sample else None,
-            top_k=_get_top_k(config),
+            top_k=config.top_k if config.do_sample else None,
             min_p=_get(config, "min_p") if config.do_sample else None,
             repetition_penalty=_get(config, "repetition_penalty"),
             stop_token_ids=eos_token_ids,
@@ -63,14 +62,6 @@ def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
         eos_token_ids=eos_token_ids,
         bans=bans,
     )
-
-
-def _get_top_k(config: Any) -> int | None:
-    """`generate` fills it in where a config that samples is silent."""
-    if not config.do_sample:
-        return None
-    top_k: int = _DEFAULT_TOP_K if config.top_k is None else config.top_k
-    return top_k
 
 
 def _warn_of_ignored(config: Any) -> None:

@@ -51,7 +51,7 @@ def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metad
     unknown = sorted(map(str, set(metadata) - _VIDEO_FIELDS))
     if unknown:
         raise RequestError(
-            f"unknown video metadata: {', '.join(unknown)} (known: {', '.join(_VIDEO_FIELDS)})"
+            f"unknown video metadata: {', '.join(unknown)} (known: {', '.join(sorted(_VIDEO_FIELDS))})"
         )
     fps = metadata.get("fps")
     if fps is not None and not (_is_number(fps) and float(fps) > 0):  # type: ignore[arg-type]
@@ -86,6 +86,8 @@ def _check_audio(media: object, sampling_rate: int | None) -> np.ndarray[Any, An
         media = media.detach().cpu().numpy()
     if not isinstance(media, np.ndarray):
         raise RequestError(f"expected an array of samples, not {type(media).__name__}")
+    if media.ndim == 2:
+        raise RequestError(f"sounds are mono, one number a sample, not of shape {media.shape}")
     _check_shape("audio", media)
     samples = np.ascontiguousarray(media)
     if samples.dtype.kind == "i":

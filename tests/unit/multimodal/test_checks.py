@@ -49,7 +49,7 @@ def test_integer_samples_are_scaled_to_one(dtype: type) -> None:
     ("sound", "message"),
     [
         ((SOUND, 44_100), "16000 samples a second, not 44100"),
-        (SOUND.reshape(2, -1), "expected 1 non-empty dimensions"),
+        (SOUND.reshape(2, -1), "sounds are mono"),
         (np.zeros(0), "expected 1 non-empty dimensions"),
         ([0.0, 0.1], "an array of samples, not list"),
         ("sound.wav", "an array of samples, not str"),

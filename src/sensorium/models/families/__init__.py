@@ -83,7 +83,7 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_IMAGE,
         adapter=Gemma3Adapter,
         special="images attended in both directions, sliding windows",
-        limits="pan and scan is not tested; images need text between them",
+        limits="pan and scan is not tested",
     ),
     Family(
         model_type="gemma4",
