@@ -137,9 +137,7 @@ class LLM:
         params = as_params(sampling_params, len(entries))
         run = _Run(self, entries, params)
         try:
-            with tqdm(
-                total=len(entries), disable=None if use_tqdm else True, unit="req", desc="generate"
-            ) as bar:
+            with tqdm(total=len(entries), disable=not use_tqdm, unit="req", desc="generate") as bar:
                 outputs = run.finish(bar)
         finally:
             run.abort_rest()

@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` says about sampling, so that defaults equal
+"""What a model's `generation_config.json` says about sampling: greedy decoding by default equals
 `generate`.
 """
 

@@ -50,9 +50,8 @@ def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]
 def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metadata:
     unknown = sorted(map(str, set(metadata) - _VIDEO_FIELDS))
     if unknown:
-        raise RequestError(
-            f"unknown video metadata: {', '.join(unknown)} (known: {', '.join(sorted(_VIDEO_FIELDS))})"
-        )
+        known = ", ".join(sorted(_VIDEO_FIELDS))
+        raise RequestError(f"unknown video metadata: {', '.join(unknown)} (known: {known})")
     fps = metadata.get("fps")
     if fps is not None and not (_is_number(fps) and float(fps) > 0):  # type: ignore[arg-type]
         raise RequestError(f"video metadata: fps must be a number above 0, not {fps!r}")
