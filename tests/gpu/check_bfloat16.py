@@ -158,6 +158,8 @@ def check_decoder(name: str, backend: str) -> str:
             if margin > 2 * distances.tolerance:
                 num_sure += 1
                 assert choice == token, entry.case.name
+    # Gemma 4's tiny models round so coarsely that no token is sure; all others have some.
+    assert num_sure or name.startswith("gemma4"), "no token is sure: nothing was compared"
     num_equal = _check_free_run(llm, rough.expected, 2 * distances.tolerance)
     note = f"by {llm.config.attention_backend}: " if backend == "auto" else ""
     return f"{note}{distances}; {num_sure} sure tokens; free run: {num_equal} of {len(ours)} equal"

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from packaging.version import Version
 
 from sensorium import LLM, ModelError
 from tests.parity.driver import make_llm
@@ -52,7 +53,7 @@ def use_exact_float32() -> None:
 @cache
 def get_directory(name: str) -> str:
     """The tiny model of a family, or the one with wide heads (`wide-` before the family)."""
-    if name == "llava_onevision" and transformers.__version__ < "5.22":
+    if name == "llava_onevision" and Version(transformers.__version__) < Version("5.22"):
         raise UnavailableError(f"transformers {transformers.__version__}: another way with videos")
     try:
         if name.startswith(_WIDE):
