@@ -2,6 +2,8 @@
 
 SensoriumError
 ├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
+│   ├── MediaFetchError    the caller or its host: the media can't be had (HTTP 422)
+│   ├── MissingMediaError  the caller: media said to be cached is not (HTTP 409)
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    nobody: no room right now, worth trying again (HTTP 429 / 503)
 └── InvariantError   us: a bug; loud
@@ -20,6 +22,18 @@ class RequestError(SensoriumError):
     """
 
     outputs: tuple[object, ...] = ()
+
+
+class MediaFetchError(RequestError):
+    """The media behind an address could not be fetched, or may not be."""
+
+
+class MissingMediaError(RequestError):
+    """Media that the client itself left out (a uuid or a hash alone) is not in any cache."""
+
+    def __init__(self, message: str, missing: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
 
 
 class ModelError(RequestError):

@@ -89,6 +89,29 @@ class PlaceholderRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ItemLayout:
+    """What an item becomes in a prompt: `text` in place of its marker, in which the tokens
+    `token_id` stand for the encoder's `num_embeds` embeddings.
+    """
+
+    text: str
+    token_id: int
+    num_embeds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedItem:
+    """One media item after its processor. Without a layout (it was injected so) it can serve a
+    prompt that is expanded already, and no other.
+    """
+
+    modality: str
+    mm_hash: str
+    kwargs: MultiModalKwargsItem
+    layout: ItemLayout | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalFeatureSpec:
     """One media item of a request, as metadata; its tensors travel beside it under `mm_hash`."""
 

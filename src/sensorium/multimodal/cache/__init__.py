@@ -1,0 +1,1 @@
+"""Caches of processed items: on the frontend's side, on the core's, and between them."""

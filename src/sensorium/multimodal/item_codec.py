@@ -1,0 +1,107 @@
+"""Tensors as one block of bytes and a header that describes it, and back without a copy.
+
+The block is what crosses between processes: in a pipe, in a message or in shared memory. The
+header is msgpack; nothing here is pickle. Headers may come from a client: they are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import msgspec
+import torch
+
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem
+
+ALIGNMENT = 64  # of each tensor in the block, in bytes; a cache line
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_MAX_DIMENSIONS = 8
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+
+
+def get_num_bytes(kwargs: MultiModalKwargsItem) -> int:
+    """The size of the block."""
+    return sum(_align(tensor.nbytes) for tensor in kwargs.values())
+
+
+def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
+    specs = []
+    offset = 0
+    for name, tensor in kwargs.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise RequestError(f"a processed item can't hold {name} as {dtype}")
+        specs.append(TensorSpec(name, dtype, tuple(tensor.shape), offset))
+        offset += _align(tensor.nbytes)
+    return _encoder.encode(specs)
+
+
+def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
+    """Copy the tensors into a writable block of `get_num_bytes`."""
+    offset = 0
+    for tensor in kwargs.values():
+        if tensor.nbytes:
+            source = as_bytes(tensor)
+            torch.frombuffer(block, dtype=torch.uint8, count=tensor.nbytes, offset=offset).copy_(
+                source
+            )
+        offset += _align(tensor.nbytes)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory as a flat tensor of bytes: a view, where it is contiguous and on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
+    """Views of a writable block. A `RequestError` if the header doesn't fit it."""
+    try:
+        specs = _decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"tensors can't be decoded: {error}") from error
+    return {spec.name: _decode_tensor(spec, block) for spec in specs}
+
+
+def _decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")
+    if len(spec.shape) > _MAX_DIMENSIONS or any(size < 0 for size in spec.shape):
+        raise RequestError(f"tensor {spec.name!r}: impossible shape {spec.shape}")
+    count = prod(spec.shape)
+    end = spec.offset + count * dtype.itemsize
+    if spec.offset < 0 or spec.offset % ALIGNMENT or end > len(block):
+        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape} is not inside its block")
+    if count == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(block, dtype=dtype, count=count, offset=spec.offset).reshape(spec.shape)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

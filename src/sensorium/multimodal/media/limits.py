@@ -1,0 +1,34 @@
+"""How much of a machine one media item may cost, and where it may come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaLimits:
+    """Safe by default: no local files, no private addresses.
+
+    `max_bytes`: of an encoded item, wherever it comes from. `max_pixels`: of an image, or of one
+    frame. `max_frames`, `max_video_pixels`: that are kept of a video, after sampling.
+    `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an item, from the first
+    look-up to the last byte. `process_deadline_s`: for decoding and processing it.
+    `allowed_domains`: the only hosts that may be asked; none named means any public one.
+    `allowed_local_path`: files below it may be read. `allow_private_addresses`: loopback, private
+    and link-local networks may be asked.
+    """
+
+    max_bytes: int = 256 * _MEBIBYTE
+    max_pixels: int = 100_000_000
+    max_frames: int = 2048
+    max_video_pixels: int = 1_000_000_000
+    max_duration_s: float = 4 * 3600.0
+    deadline_s: float = 30.0
+    process_deadline_s: float = 120.0
+    max_redirects: int = 5
+    allowed_domains: frozenset[str] = field(default_factory=frozenset)
+    allowed_local_path: Path | None = None
+    allow_private_addresses: bool = False

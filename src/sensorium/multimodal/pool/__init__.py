@@ -1,0 +1,1 @@
+"""Processing of items in processes of their own."""
