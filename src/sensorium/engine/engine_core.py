@@ -8,15 +8,15 @@ finish reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.payload_store import PayloadStore
 from sensorium.types.errors import InvariantError, RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+from sensorium.types.transfer import MissingItems, Transfer
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # a step may be empty once in a while; a row of them means that nobody can move
@@ -42,20 +42,24 @@ class EngineCore:
         return self.scheduler.has_requests
 
     def add_request(
-        self, request: EngineCoreRequest, payloads: Mapping[str, MultiModalKwargsItem]
-    ) -> None:
-        """Accept a request with the tensors of its media, by `mm_hash`; or raise a
-        `RequestError`.
+        self, request: EngineCoreRequest, transfer: Transfer
+    ) -> MissingItems | None:
+        """Accept a request with the media that its transfer leads to; or say what has to be sent,
+        or raise a `RequestError`. A transfer is applied to the cache whatever becomes of it.
         """
         if request.request_id in self.scheduler.requests:
+            self.payloads.receiver.receive((), transfer)
             raise RequestError(f"request id {request.request_id!r} is in use")
         try:
-            self.payloads.add(request, payloads)
+            missing = self.payloads.add(request, transfer)
+            if missing is not None:
+                return missing
             self.runner.add_request(request)
             self.scheduler.add_request(request)
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._forget(request.request_id)
             raise
+        return None
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests at their callers' wish. Those that have ended already are passed over."""

@@ -1,82 +1,218 @@
-"""From what a caller gives to a request that the core can run, with the tensors of its media
-beside it.
+"""From what a caller gives to a request that the core can run, with handles of its media beside
+it.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
-import numpy as np
-import torch
-
+from sensorium.engine.prompt_fields import get_media_items, normalise
+from sensorium.engine.rendered_prompt import as_layout, check_hash, read_items
+from sensorium.multimodal.item_spec import ItemSpecs
+from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
-from sensorium.multimodal.processor import MultiModalProcessor, ProcessedItem
-from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processor_options import check_processor_kwargs
+from sensorium.types.errors import MissingMediaError, RequestError
+from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, ProcessedItem
+from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
+from sensorium.types.transfer import Payload
 
-_PROMPT_KEYS = frozenset(TextPrompt.__annotations__)
-_FIELD_TYPES: dict[str, type] = {
-    "prompt": str,
-    "multi_modal_data": Mapping,
-    "mm_processor_kwargs": Mapping,
-    "cache_salt": str,
-    "priority": int,
-}
+logger = logging.getLogger(__name__)
+_Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
-    """`payloads`: processed tensors by `mm_hash`. `prompt`: the text, if text was given."""
+    """`items`: one handle per item of media, which somebody must release. `prompt`: the text, if
+    text was given.
+    """
 
     request: EngineCoreRequest
-    payloads: Mapping[str, MultiModalKwargsItem]
+    items: tuple[PerceivedItem, ...]
     prompt: str | None
 
 
 class InputProcessor:
-    """Owns nothing but the source of seeds for requests that have none."""
+    """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
+    requests that run no engine, and leaves the cache of `perceiver` alone.
+    """
 
     def __init__(
         self,
         processor: MultiModalProcessor,
         *,
+        perceiver: Perceiver,
+        readonly: Perceiver | None = None,
         defaults: GenerationDefaults,
         limit_mm_per_prompt: Mapping[str, int],
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int,
     ) -> None:
         self.processor = processor
+        self.perceiver = perceiver
         self.defaults = defaults
+        self._readonly = readonly
         self._limits = dict(limit_mm_per_prompt)
+        self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
+        self._media_io_kwargs = dict(media_io_kwargs or {})
+        self._specs = ItemSpecs(processor)
         self._seeds = random.Random(seed)
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> ProcessedRequest:
-        """Raises a `RequestError` that names what is wrong with the prompt."""
-        fields = _normalise(prompt)
-        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        items = self._process_items(fields)
-        if text is not None:
-            expanded_ids, features = expand_text(self.processor, text, items)
-        else:
-            expanded_ids, features = expand_token_ids(self.processor, token_ids or (), items)
-        request = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=tuple(expanded_ids),
-            sampling_params=params.resolve(self.defaults, seed=self._seeds.getrandbits(63)),
-            mm_features=tuple(features),
-            eos_token_ids=self.defaults.eos_token_ids,
-            bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
+    def draw_seed(self) -> int:
+        """For a request that has none."""
+        return self._seeds.getrandbits(63)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        skip_mm_cache: bool = False,
+        cancelled: Future[None] | None = None,
+    ) -> ProcessedRequest:
+        """Raises a `RequestError` that names what is wrong with the prompt.
+
+        With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
+        neither asked nor changed.
+        """
+        fields = normalise(prompt)
+        perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
+        token_ids, features, items = self._expand(fields, perceiver, cancelled)
+        try:
+            request = EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(token_ids),
+                sampling_params=params.resolve(
+                    self.defaults, seed=self.draw_seed() if seed is None else seed
+                ),
+                mm_features=tuple(features),
+                eos_token_ids=self.defaults.eos_token_ids,
+                bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
+                cache_salt=fields.get("cache_salt"),
+                priority=fields.get("priority") or 0,
+            )
+        except BaseException:
+            perceiver.cache.release([item.handle for item in items])
+            raise
+        return ProcessedRequest(request=request, items=tuple(items), prompt=fields.get("prompt"))
+
+    def _get_perceiver(self, *, skip_mm_cache: bool) -> Perceiver:
+        return self._readonly if skip_mm_cache and self._readonly is not None else self.perceiver
+
+    def _expand(
+        self, fields: Mapping[str, Any], perceiver: Perceiver, cancelled: Future[None] | None
+    ) -> _Expanded:
+        if "mm_hashes" in fields:
+            return self._expand_rendered(fields, perceiver)
+        media = get_media_items(fields)
+        self._check_counts([item.modality for item in media])
+        items = perceiver.perceive(media, self._get_options(fields), cancelled=cancelled)
+        handles = [item.handle for item in items]
+        try:
+            if "prompt" in fields:
+                token_ids, features = expand_text(
+                    self.processor,
+                    fields["prompt"],
+                    handles,
+                    add_special_tokens=fields.get("add_special_tokens") is not False,
+                )
+            else:
+                token_ids, features = expand_token_ids(
+                    self.processor, fields["prompt_token_ids"], handles
+                )
+        except BaseException:
+            perceiver.cache.release(handles)
+            raise
+        return token_ids, features, items
+
+    def _expand_rendered(self, fields: Mapping[str, Any], perceiver: Perceiver) -> _Expanded:
+        entries = read_items(fields, self.processor, self._specs)
+        self._check_counts([entry.feature.modality for entry in entries])
+        items: list[PerceivedItem] = []
+        missing: list[str] = []
+        for entry in entries:
+            mm_hash = entry.feature.mm_hash
+            handle = perceiver.cache.get_and_update_item(mm_hash, entry.item, needs_layout=False)
+            if handle is None:
+                missing.append(mm_hash)
+                continue
+            items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
+        if missing:
+            perceiver.cache.release([item.handle for item in items])
+            raise MissingMediaError(
+                f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",
+                tuple(missing),
+            )
+        return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
+
+    def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
+        own = fields.get("mm_processor_kwargs") or {}
+        check_processor_kwargs(self.processor, own)
+        media_io_kwargs = dict(self._media_io_kwargs)
+        for modality, options in (fields.get("media_io_kwargs") or {}).items():
+            if not isinstance(options, Mapping):
+                raise RequestError(f"media_io_kwargs of {modality} must be a mapping")
+            media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
+        return PerceptionOptions(
+            processor_kwargs={**self._mm_processor_kwargs, **own},
+            media_io_kwargs=media_io_kwargs,
             cache_salt=fields.get("cache_salt"),
-            priority=fields.get("priority") or 0,
         )
-        payloads = {item.mm_hash: item.kwargs for item in items}
-        return ProcessedRequest(request=request, payloads=payloads, prompt=text)
+
+    def inject_into_mm_cache(
+        self,
+        mm_hashes: Mapping[str, Sequence[str]],
+        mm_kwargs: Mapping[str, Sequence[MultiModalKwargsItem | None]],
+        mm_layouts: Mapping[str, Sequence[Any]] | None = None,
+    ) -> dict[str, list[Payload | None]]:
+        """Put items that were processed elsewhere into the cache, under their hashes.
+
+        An item without a layout serves prompts that are expanded already, and no others. Lists of
+        unequal length and items that are `None` are passed over; whatever else is wrong is a
+        warning in the log, never an error here. The items as the cache has them: tensors, a place
+        in shared memory, or `None` for what was passed over.
+        """
+        stored: dict[str, list[Payload | None]] = {}
+        try:
+            for modality, hashes in mm_hashes.items():
+                items = mm_kwargs.get(modality) or ()
+                layouts = (mm_layouts or {}).get(modality) or [None] * len(hashes)
+                if len(hashes) == len(items) == len(layouts):
+                    rows = zip(hashes, items, layouts, strict=True)
+                    stored[modality] = [self._inject(modality, *row) for row in rows]
+        except Exception:  # the contract: a frontend's serving must not depend on this cache
+            logger.warning("media could not be put into the processor cache", exc_info=True)
+        return stored
+
+    def _inject(
+        self, modality: str, mm_hash: str, kwargs: MultiModalKwargsItem | None, layout: Any
+    ) -> Payload | None:
+        if kwargs is None or not self.perceiver.cache.is_enabled:
+            return None
+        self._specs.check(modality, kwargs)
+        item = ProcessedItem(
+            modality=modality,
+            mm_hash=check_hash(mm_hash),
+            kwargs=dict(kwargs),
+            layout=as_layout(layout),
+        )
+        handle = self.perceiver.cache.get_and_update_item(mm_hash, item, needs_layout=False)
+        if handle is None:
+            return None
+        self.perceiver.cache.release([handle])
+        return handle.reference or handle.kwargs or kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word at the beginning of a text and behind a space."""
@@ -89,75 +225,15 @@ class InputProcessor:
                 found[tuple(encoded["input_ids"])] = None
         return tuple(found)
 
-    def _process_items(self, fields: TextPrompt) -> list[ProcessedItem]:
-        processor_kwargs = fields.get("mm_processor_kwargs") or {}
-        items = []
-        for modality, media in (fields.get("multi_modal_data") or {}).items():
-            entries = _as_list(modality, media)
-            self._check_count(modality, len(entries))
-            for index, entry in enumerate(entries):
-                try:
-                    item = self.processor.process_item(modality, entry, processor_kwargs)
-                except RequestError as error:
-                    raise RequestError(f"{modality} {index}: {error}") from error
-                items.append(item)
-        return items
-
-    def _check_count(self, modality: str, count: int) -> None:
-        if count and modality not in self.processor.modalities:
-            takes = ", ".join(self.processor.modalities) or "text only"
-            raise RequestError(f"this model takes no {modality} (it takes: {takes})")
-        limit = self._limits.get(modality)
-        if limit is not None and count > limit:
-            raise RequestError(
-                f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one prompt"
-            )
-
-
-def _normalise(prompt: Prompt) -> TextPrompt:
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if not isinstance(prompt, Mapping):
-        return {"prompt_token_ids": _check_token_ids(prompt)}
-    unknown = sorted(map(str, set(prompt) - _PROMPT_KEYS))
-    if unknown:
-        hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
-        raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}{hint}")
-    if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-        raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
-    for name, kind in _FIELD_TYPES.items():
-        value = prompt.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise RequestError(
-                f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
-            )
-    fields: TextPrompt = {**prompt}
-    if "prompt_token_ids" in prompt:
-        fields["prompt_token_ids"] = _check_token_ids(prompt["prompt_token_ids"])
-    return fields
-
-
-def _check_token_ids(token_ids: Sequence[int]) -> list[int]:
-    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray | torch.Tensor) else token_ids
-    if not isinstance(ids, list | tuple):
-        raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
-    for token_id in ids:
-        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-        if not is_integer or token_id < 0:
-            raise RequestError(f"token ids are integers >= 0, not {token_id!r}")
-    return [int(token_id) for token_id in ids]
-
-
-def _as_list(modality: str, media: Any) -> list[Any]:
-    """One item or a list of them. A list of frames is one video; so is a pair with metadata, and a
-    pair of samples and their rate is one sound.
-    """
-    if media is None:
-        return []
-    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Integral):
-        return [media]
-    if not isinstance(media, list | tuple):
-        return [media]
-    is_frames = modality == "video" and media and getattr(media[0], "ndim", 3) == 3
-    is_frames = is_frames and not isinstance(media[0], list | tuple)
-    return [media] if is_frames else list(media)
+    def _check_counts(self, modalities: Sequence[str]) -> None:
+        for modality in dict.fromkeys(modalities):
+            count = modalities.count(modality)
+            if modality not in self.processor.modalities:
+                takes = ", ".join(self.processor.modalities) or "text only"
+                raise RequestError(f"this model takes no {modality} (it takes: {takes})")
+            limit = self._limits.get(modality)
+            if limit is not None and count > limit:
+                raise RequestError(
+                    f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one "
+                    "prompt"
+                )

@@ -1,65 +1,145 @@
-"""Names media by content: equal names mean equal pixels, samples and processing options.
+"""Names media by content: equal names mean equal source, processing options and processor.
+
+A name is made in two steps. The source (a file's bytes, or an array that was given in process) is
+digested before anything is decoded; the digest, with all that the result of processing depends on,
+is digested again. So one source has as many names as it has ways to be processed, and is read once.
 
 Every value is framed by its type and length and mappings are sorted, so that no two different
-inputs give the same bytes. Types without a canonical form are refused.
+inputs give the same bytes. Types without a canonical form are refused. Names are 256 bits of any
+algorithm; the algorithm and the version of this format are part of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from sensorium.types.errors import RequestError
+from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.types.errors import ModelError, RequestError
 
-_VERSION = b"sensorium-mm-1"
-
-
-def hash_media(media: object, options: Mapping[str, object]) -> str:
-    """64 hexadecimal digits for an item and everything that its processing depends on."""
-    digest = hashlib.sha256(_VERSION)
-    _update(digest, media)
-    _update(digest, options)
-    return digest.hexdigest()
+ALGORITHMS = ("sha256", "blake3", "sha512")
+DEFAULT_ALGORITHM = "sha256"  # docs/adr/0009-identity.md
+_VERSION = b"sensorium-mm-2"
+_NUM_DIGITS = 64  # 256 bits
+_MAX_DEPTH = 32
+_STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in place
 
 
-def _update(digest: Any, value: object) -> None:
+class MediaHasher:
+    """`model_revision` and `processor_fingerprint` are part of every name."""
+
+    def __init__(
+        self,
+        algorithm: str = DEFAULT_ALGORITHM,
+        *,
+        model_revision: str = "",
+        processor_fingerprint: str = "",
+    ) -> None:
+        self._new = _get_constructor(algorithm)
+        self._tag = _VERSION + b"/" + algorithm.encode()
+        self._context = self._digest("context", [model_revision, processor_fingerprint])
+
+    def digest_source(self, media: object) -> str:
+        """What identifies the source alone. The bytes of `MediaBytes` are digested once."""
+        if not isinstance(media, MediaBytes):
+            return self._digest("source", media)
+        if media.digest is None:
+            media.digest = self._digest("source", media.data)
+        return media.digest
+
+    def name_item(
+        self,
+        source_digest: str,
+        *,
+        modality: str,
+        decode_options: Mapping[str, object] | None,
+        processor_kwargs: Mapping[str, object],
+        cache_salt: str | None,
+    ) -> str:
+        """The `mm_hash`. `decode_options` are `None` for media that came decoded."""
+        parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
+        return self._digest("item", [*parts, cache_salt])
+
+    def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
+        """Another name for a name that was not made here, so that the two never meet."""
+        return self._digest("external", [mm_hash, cache_salt])
+
+    def _digest(self, purpose: str, value: object) -> str:
+        digest = self._new()
+        _frame(digest, b"format", self._tag)
+        _frame(digest, b"purpose", purpose.encode())
+        _update(digest, value, depth=0)
+        text: str = digest.hexdigest()
+        return text[:_NUM_DIGITS]
+
+
+def _get_constructor(algorithm: str) -> Callable[[], Any]:
+    if algorithm not in ALGORITHMS:
+        raise ModelError(
+            f"unknown mm_hasher_algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}"
+        )
+    if algorithm == "blake3":
+        from blake3 import blake3
+
+        return blake3
+    constructor: Callable[[], Any] = getattr(hashlib, algorithm)
+    return constructor
+
+
+def _update(digest: Any, value: object, *, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"media options are nested more than {_MAX_DEPTH} deep")
     if isinstance(value, Image.Image):
         _update_image(digest, value)
     elif isinstance(value, torch.Tensor):
-        _frame(digest, b"torch", str(value.dtype).encode())
-        _update(digest, value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-        _update(digest, list(value.shape))
+        _frame(digest, b"torch", f"{value.dtype}:{tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(value, np.ndarray):
         _update_array(digest, value)
     elif isinstance(value, Mapping):
         _frame(digest, b"map", str(len(value)).encode())
         for key in sorted(value, key=lambda key: (type(key).__name__, str(key))):
-            _update(digest, key)
-            _update(digest, value[key])
+            _update(digest, key, depth=depth + 1)
+            _update(digest, value[key], depth=depth + 1)
     elif isinstance(value, list | tuple):
         _frame(digest, b"list", str(len(value)).encode())
         for item in value:
-            _update(digest, item)
-    elif isinstance(value, bytes):
+            _update(digest, item, depth=depth + 1)
+    elif isinstance(value, bytes | bytearray | memoryview):
         _frame(digest, b"bytes", value)
-    elif value is None or isinstance(value, bool | int | float | str):
-        _frame(digest, type(value).__name__.encode(), repr(value).encode())
+    else:
+        _update_scalar(digest, value)
+
+
+def _update_scalar(digest: Any, value: object) -> None:
+    if isinstance(value, str):
+        _frame(digest, b"str", value.encode("utf-8", "surrogatepass"))
+    elif value is None or isinstance(value, bool | int | float):
+        # Subclasses may write themselves in other words.
+        kind = next(k for k in (type(None), bool, int, float) if isinstance(value, k))
+        _frame(digest, kind.__name__.encode(), kind.__repr__(value).encode())
     else:
         raise RequestError(f"media options can't hold a {type(value).__name__}")
 
 
 def _update_image(digest: Any, image: Image.Image) -> None:
     _frame(digest, b"image", f"{image.mode}:{image.size}".encode())
-    _update(digest, np.asarray(image))
+    width, height = image.size
+    rows = max(1, _STRIP_PIXELS // max(1, width))
+    for top in range(0, height, rows):
+        strip = image.crop((0, top, width, min(height, top + rows)))
+        digest.update(strip.tobytes())
     if image.palette is not None:
         palette = bytes(image.getpalette(None) or ())
-        _update(digest, [image.palette.mode, palette, image.info.get("transparency")])
+        parts = [image.palette.mode, palette, image.info.get("transparency")]
+        _update(digest, parts, depth=0)
 
 
 def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
@@ -69,7 +149,8 @@ def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
     digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
 
 
-def _frame(digest: Any, kind: bytes, value: bytes) -> None:
-    digest.update(struct.pack("<qq", len(kind), len(value)))
+def _frame(digest: Any, kind: bytes, value: bytes | bytearray | memoryview) -> None:
+    num_bytes = value.nbytes if isinstance(value, memoryview) else len(value)
+    digest.update(struct.pack("<qq", len(kind), num_bytes))
     digest.update(kind)
     digest.update(value)

@@ -9,18 +9,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from sensorium.multimodal.processor import MultiModalProcessor, ProcessedItem
+from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.tokenizing import tokenize, tokenize_fragment
-from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange
+
+
+class LaidOutItem(Protocol):
+    """All that a prompt needs of an item: no pixels."""
+
+    @property
+    def modality(self) -> str: ...
+
+    @property
+    def mm_hash(self) -> str: ...
+
+    @property
+    def layout(self) -> ItemLayout | None: ...
+
 
 ExpandedPrompt = tuple[list[int], list[MultiModalFeatureSpec]]
-_Span = tuple[ProcessedItem, int, int]  # an item and its half-open range
+_Span = tuple[LaidOutItem, int, int]  # an item and its half-open range
 
 
 def expand_text(
-    processor: MultiModalProcessor, text: str, items: Sequence[ProcessedItem]
+    processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
 ) -> ExpandedPrompt:
     """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th
     item.
@@ -41,7 +56,7 @@ def expand_text(
 
 
 def expand_token_ids(
-    processor: MultiModalProcessor, token_ids: Sequence[int], items: Sequence[ProcessedItem]
+    processor: MultiModalProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
 ) -> ExpandedPrompt:
     """The same for a prompt of token ids with one marker token per item."""
     queues = _make_queues(processor, items)
@@ -61,14 +76,14 @@ def expand_token_ids(
         item = next(queues[modality], None)
         if item is not None:
             start = len(expanded)
-            expanded.extend(tokenize_fragment(processor.tokenizer, item.replacement))
+            expanded.extend(tokenize_fragment(processor.tokenizer, _get_layout(item).text))
             ranges.append((item, start, len(expanded)))
     _check_counts(processor, counts, items)
     return expanded, _make_features(processor, expanded, ranges)
 
 
 def _replace_markers(
-    processor: MultiModalProcessor, text: str, items: Sequence[ProcessedItem]
+    processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
 ) -> tuple[list[str], list[_Span]]:
     """The expanded text in pieces, and the characters of each item in it."""
     queues = _make_queues(processor, items)
@@ -84,7 +99,7 @@ def _replace_markers(
             counts[modality] += 1
             item = next(queues[modality], None)
             if item is not None:
-                piece = item.replacement
+                piece = _get_layout(item).text
                 spans.append((item, length, length + len(piece)))
         pieces.append(piece)
         length += len(piece)
@@ -93,13 +108,13 @@ def _replace_markers(
 
 
 def _make_queues(
-    processor: MultiModalProcessor, items: Sequence[ProcessedItem]
-) -> dict[str, Iterator[ProcessedItem]]:
+    processor: MultiModalProcessor, items: Sequence[LaidOutItem]
+) -> dict[str, Iterator[LaidOutItem]]:
     return {m: iter([item for item in items if item.modality == m]) for m in processor.modalities}
 
 
 def _check_counts(
-    processor: MultiModalProcessor, counts: dict[str, int], items: Sequence[ProcessedItem]
+    processor: MultiModalProcessor, counts: dict[str, int], items: Sequence[LaidOutItem]
 ) -> None:
     for modality, num_markers in counts.items():
         num_items = sum(item.modality == modality for item in items)
@@ -122,10 +137,14 @@ def _make_features(
             first, end_of_last
         )  # neighbours may share a token that merges over their border
         _check_no_placeholder(token_ids[end_of_last:start], placeholder_ids)
-        is_embed = _find_embeds(token_ids[start:end], processor.get_token_ids(item.modality))
+        layout = _get_layout(item)
+        is_embed = tuple(token_id == layout.token_id for token_id in token_ids[start:end])
         position = PlaceholderRange(start, end - start, None if all(is_embed) else is_embed)
-        if position.get_num_embeds() == 0:
-            raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")
+        if position.get_num_embeds() != layout.num_embeds:
+            raise RequestError(
+                f"the layout of a {item.modality} promises {layout.num_embeds} embeddings, but its "
+                f"text has room for {position.get_num_embeds()}"
+            )
         features.append(
             MultiModalFeatureSpec(
                 modality=item.modality, mm_hash=item.mm_hash, mm_position=position
@@ -136,10 +155,10 @@ def _make_features(
     return features
 
 
-def _find_embeds(token_ids: Sequence[int], candidates: Sequence[int]) -> tuple[bool, ...]:
-    """Which tokens the encoder's outputs replace: those of the first candidate that is there."""
-    own_id = next((candidate for candidate in candidates if candidate in token_ids), None)
-    return tuple(token == own_id for token in token_ids)
+def _get_layout(item: LaidOutItem) -> ItemLayout:
+    if item.layout is None:
+        raise InvariantError(f"{item.modality} {item.mm_hash} came into a prompt without a layout")
+    return item.layout
 
 
 def _check_no_placeholder(token_ids: Sequence[int], placeholder_ids: set[int]) -> None:

@@ -1,42 +1,31 @@
 """Runs the model's own Hugging Face processor, one media item a call.
 
 An item's result must not depend on its neighbours: that is what makes it reusable. It is the
-tensors that the encoder takes, and the text that stands for the item in an expanded prompt.
+tensors that the encoder takes, and its layout: what stands for it in an expanded prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
 from sensorium.models.adapter import MODALITIES
-from sensorium.multimodal.checks import check_media
+from sensorium.multimodal.checks import Metadata, check_media
 from sensorium.multimodal.families import PROCESSOR_CALLS
-from sensorium.multimodal.hasher import hash_media
 from sensorium.multimodal.processor_call import ProcessorCall, call_processor, call_whole
-from sensorium.multimodal.tokenizing import tokenize
+from sensorium.multimodal.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.multimodal import ItemLayout, ProcessedItem
 
 _PARTS = {
     "image": ("image_processor",),
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessedItem:
-    """`replacement`: what the marker of the item becomes in the prompt."""
-
-    modality: str
-    mm_hash: str
-    kwargs: MultiModalKwargsItem
-    replacement: str
 
 
 class MultiModalProcessor:
@@ -61,7 +50,45 @@ class MultiModalProcessor:
         self._call: ProcessorCall = PROCESSOR_CALLS.get(config.model_type, call_processor)
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
-        self._fingerprint = "" if self._processor is None else self._processor.to_json_string()
+
+    @property
+    def fingerprint(self) -> str:
+        """All that the processor does with an item, apart from its options."""
+        if self._processor is None:
+            return ""
+        name = type(self._processor).__name__
+        return f"{transformers.__version__}/{name}/{self._processor.to_json_string()}"
+
+    @property
+    def option_names(self) -> frozenset[str]:
+        """What the processor's parts may be told; empty if it doesn't say."""
+        if self._processor is None:
+            return frozenset()
+        kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
+        groups = [] if kinds is None else list(kinds.__annotations__.values())
+        groups += [getattr(part, "valid_kwargs", None) for part in self._get_parts()]
+        return frozenset(
+            name for group in groups for name in getattr(group, "__annotations__", ())
+        )
+
+    def get_option_default(self, path: str) -> float | None:
+        """A number among the processor's own settings, e.g. of `size.longest_edge`: the largest,
+        if its parts have different ones.
+        """
+        name, _, key = path.partition(".")
+        found = [getattr(part, name, None) for part in self._get_parts()]
+        values = [getattr(value, key, None) if key else value for value in found]
+        return max((v for v in values if isinstance(v, int | float)), default=None)
+
+    def _get_parts(self) -> list[Any]:
+        names = [name for parts in _PARTS.values() for name in parts]
+        parts = [getattr(self._processor, name, None) for name in names]
+        return [part for part in parts if part is not None]
+
+    @property
+    def video_processor(self) -> Any:
+        """Transformers' own, which knows how many frames it wants; `None` if there is none."""
+        return getattr(self._processor, "video_processor", None)
 
     def _has_modality(self, modality: str) -> bool:
         has_part = any(
@@ -114,31 +141,42 @@ class MultiModalProcessor:
         )
         return call_whole(self._processor, text, modality, checked, metadata, {})
 
-    def process_item(
+    def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
+    ) -> tuple[object, Metadata | None]:
+        """Media in process in a form that the processor understands."""
+        return check_media(
+            modality,
+            media,
+            sampling_rate=self.sampling_rate,
+            is_scaled_already=processor_kwargs.get("do_rescale") is False,
+        )
+
+    def process_item(
+        self,
+        modality: str,
+        media: object,
+        processor_kwargs: Mapping[str, object],
+        *,
+        mm_hash: str = "",
     ) -> ProcessedItem:
         """A `RequestError` if it can't be done, whatever is wrong with the item."""
         try:
-            checked, metadata = check_media(
-                modality,
-                media,
-                sampling_rate=self.sampling_rate,
-                is_scaled_already=processor_kwargs.get("do_rescale") is False,
-            )
-            options = {
-                "modality": modality,
-                "kwargs": processor_kwargs,
-                "metadata": metadata,
-                "processor": self._fingerprint,
-            }
-            mm_hash = hash_media(checked, options)
-            tensors, replacement = self._call(
+            checked, metadata = self.check_media(modality, media, processor_kwargs)
+            tensors, text = self._call(
                 self._processor, modality, checked, metadata, processor_kwargs
             )
+            layout = self._make_layout(modality, text)
         except RequestError:
             raise
         except Exception as error:  # damaged files and odd options make processors raise anything
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
-        return ProcessedItem(
-            modality=modality, mm_hash=mm_hash, kwargs=tensors, replacement=replacement
-        )
+        return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
+
+    def _make_layout(self, modality: str, text: str) -> ItemLayout:
+        token_ids = tokenize_fragment(self.tokenizer, text)
+        for token_id in self.get_token_ids(modality):
+            num_embeds = token_ids.count(token_id)
+            if num_embeds:
+                return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
+        raise RequestError(f"this {modality} is too small: the model sees nothing of it")

@@ -36,6 +36,14 @@ class MissingMediaError(RequestError):
         self.missing = missing
 
 
+def add_label(error: RequestError, label: str) -> RequestError:
+    """The same error, said of `label`."""
+    labelled = type(error)(f"{label}: {error}")
+    if isinstance(error, MissingMediaError) and isinstance(labelled, MissingMediaError):
+        labelled.missing = error.missing
+    return labelled
+
+
 class ModelError(RequestError):
     """The model or its configuration can't be run, with the reason."""
 

@@ -97,6 +97,16 @@ class SenderCache(ProcessorCache, Protocol):
         ...
 
 
+class SharedCache(SenderCache, Protocol):
+    """A cache into which other processes put items."""
+
+    def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
+        """A handle for an item that another process has put there for us: one query, no hit.
+        `None` if it is gone already; then nothing is counted.
+        """
+        ...
+
+
 class ReceiverCache(Protocol):
     """The core's half. Not thread-safe: one core, one loop."""
 

@@ -1,0 +1,96 @@
+"""What the user says of media: where it may come from, how it is processed and what is kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sensorium.models.adapter import MODALITIES
+from sensorium.multimodal.hasher import ALGORITHMS, DEFAULT_ALGORITHM
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.types.errors import ModelError
+
+CACHE_TYPES = ("lru", "shm")
+_GIBIBYTE = 2**30
+_MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaOptions:
+    """`mm_processor_cache_gb=0` keeps nothing. `mm_processor_pool_size=0` processes in the
+    frontend's own process. `media_limits` with `allowed_*` and `deadline_s` left to the fields
+    here.
+    """
+
+    mm_processor_cache_gb: float = 4.0
+    mm_processor_cache_type: str = "lru"
+    mm_shm_cache_max_object_size_mb: int = 128
+    mm_processor_pool_size: int = 0
+    mm_hasher_algorithm: str = DEFAULT_ALGORITHM
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    media_io_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    allowed_local_media_path: str | os.PathLike[str] | None = None
+    allowed_media_domains: Sequence[str] = ()
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
+
+    def __post_init__(self) -> None:
+        if self.mm_processor_cache_type not in CACHE_TYPES:
+            raise ModelError(
+                f"mm_processor_cache_type must be {' or '.join(CACHE_TYPES)}, "
+                f"not {self.mm_processor_cache_type!r}"
+            )
+        if self.mm_hasher_algorithm not in ALGORITHMS:
+            raise ModelError(
+                f"mm_hasher_algorithm must be one of {', '.join(ALGORITHMS)}, "
+                f"not {self.mm_hasher_algorithm!r}"
+            )
+        if not _is_number(self.mm_processor_cache_gb) or self.mm_processor_cache_gb < 0:
+            raise ModelError(
+                f"mm_processor_cache_gb must be a number >= 0, not {self.mm_processor_cache_gb!r}"
+            )
+        for name, least in (
+            ("mm_processor_pool_size", 0),
+            ("mm_shm_cache_max_object_size_mb", 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ModelError(f"{name} must be an integer >= {least}, not {value!r}")
+        self._check_mappings()
+
+    def _check_mappings(self) -> None:
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ModelError(f"{name} must be a mapping")
+        unknown = sorted(map(str, set(self.media_io_kwargs) - set(MODALITIES)))
+        if unknown:
+            raise ModelError(
+                f"media_io_kwargs names {', '.join(unknown)}: use {', '.join(MODALITIES)}"
+            )
+        if isinstance(self.allowed_media_domains, str):
+            raise ModelError("allowed_media_domains must be a list of host names")
+        path = self.allowed_local_media_path
+        if path is not None and not Path(path).is_dir():
+            raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
+
+    @property
+    def capacity_bytes(self) -> int:
+        return int(self.mm_processor_cache_gb * _GIBIBYTE)
+
+    @property
+    def max_object_bytes(self) -> int:
+        return self.mm_shm_cache_max_object_size_mb * _MEBIBYTE
+
+    def get_limits(self) -> MediaLimits:
+        limits = self.media_limits
+        if self.allowed_media_domains:
+            limits = replace(limits, allowed_domains=frozenset(self.allowed_media_domains))
+        if self.allowed_local_media_path is not None:
+            limits = replace(limits, allowed_local_path=Path(self.allowed_local_media_path))
+        return limits
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,129 @@
+"""Puts perception together: sources, names, processing and the caches, on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sensorium.engine.media_options import MediaOptions
+from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
+from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
+from sensorium.multimodal.cache.readonly import SharedReadonlyCache
+from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.cache.uncached import Uncached, UncachedReceiver
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
+from sensorium.multimodal.item_handler import make_settings
+from sensorium.multimodal.item_worker import ItemWorker
+from sensorium.multimodal.media.loader import MediaLoader
+from sensorium.multimodal.perceiver import Perceiver
+from sensorium.multimodal.pool.pool import ProcessPool
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.uuid_bindings import UuidBindings
+
+_HANDLER = "sensorium.multimodal.item_handler:make_handler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """The frontend's half, the core's half, and that of requests which run no engine."""
+
+    sender: SenderCache
+    receiver: ReceiverCache
+    readonly: ProcessorCache
+    store: ShmStore | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perception:
+    """What a frontend perceives with. `close` ends its processes and threads."""
+
+    caches: Caches
+    perceiver: Perceiver
+    readonly: Perceiver
+    loader: MediaLoader
+    pool: ProcessPool | None
+
+    def close(self) -> None:
+        self.loader.close()
+        if self.pool is not None:
+            self.pool.close()
+        if self.caches.store is not None:
+            self.caches.store.close()
+
+
+def build_caches(options: MediaOptions) -> Caches:
+    capacity = options.capacity_bytes
+    if capacity == 0:
+        return Caches(sender=Uncached(), receiver=UncachedReceiver(), readonly=Uncached())
+    if options.mm_processor_cache_type == "lru":
+        return Caches(
+            sender=MirrorSender(capacity),
+            receiver=MirrorReceiver(),
+            readonly=ProcessorOnlyCache(capacity),
+        )
+    store = ShmStore.create(capacity_bytes=capacity, max_object_bytes=options.max_object_bytes)
+    return Caches(
+        sender=ShmSender(store),
+        receiver=ShmReceiver(store),
+        readonly=SharedReadonlyCache(store, ProcessorOnlyCache(capacity)),
+        store=store,
+    )
+
+
+def build_perception(
+    options: MediaOptions,
+    caches: Caches,
+    processor: MultiModalProcessor,
+    *,
+    directory: str,
+    model_revision: str,
+    trust_remote_code: bool,
+) -> Perception:
+    limits = options.get_limits()
+    store = caches.store
+    hasher = MediaHasher(
+        options.mm_hasher_algorithm,
+        model_revision=model_revision,
+        processor_fingerprint=processor.fingerprint,
+    )
+    loader = MediaLoader(limits)
+    uuids = UuidBindings()
+    pool = None
+    if options.mm_processor_pool_size:
+        shm_fd = None if store is None else store.fd
+        pool = ProcessPool(
+            options.mm_processor_pool_size,
+            handler=_HANDLER,
+            settings=make_settings(
+                directory, trust_remote_code=trust_remote_code, limits=limits, shm_fd=shm_fd
+            ),
+            inherited_fds=() if shm_fd is None else (shm_fd,),
+        )
+    in_process = InProcessBackend(ItemWorker(processor, limits))
+
+    def make_backend(*, keep: bool) -> ItemBackend:
+        if pool is None:
+            return in_process
+        return PoolBackend(pool, processor, keep=keep, deadline_s=limits.process_deadline_s)
+
+    def make_perceiver(cache: ProcessorCache, *, keep: bool) -> Perceiver:
+        return Perceiver(
+            cache=cache,
+            shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
+            hasher=hasher,
+            loader=loader,
+            backend=make_backend(keep=keep),
+            uuids=uuids,
+            timeout_s=2 * limits.process_deadline_s,
+        )
+
+    return Perception(
+        caches=caches,
+        perceiver=make_perceiver(caches.sender, keep=store is not None),
+        readonly=make_perceiver(caches.readonly, keep=False),
+        loader=loader,
+        pool=pool,
+    )

@@ -1,0 +1,115 @@
+"""The fields of a prompt, checked: what is wrong is named before anything is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+
+from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.uuid_bindings import check_uuid
+from sensorium.types.errors import RequestError, add_label
+from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
+
+_TEXT_KEYS = frozenset(TextPrompt.__annotations__)
+_RENDERED_KEYS = frozenset(RenderedPrompt.__annotations__)
+_FIELD_TYPES: dict[str, type] = {
+    "prompt": str,
+    "multi_modal_data": Mapping,
+    "multi_modal_uuids": Mapping,
+    "mm_processor_kwargs": Mapping,
+    "media_io_kwargs": Mapping,
+    "mm_kwargs": Mapping,
+    "mm_hashes": Mapping,
+    "mm_placeholders": Mapping,
+    "mm_layouts": Mapping,
+    "cache_salt": str,
+    "priority": int,
+}
+
+
+def normalise(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        return {"prompt_token_ids": check_token_ids(prompt)}
+    unknown = sorted(map(str, set(prompt) - (_TEXT_KEYS | _RENDERED_KEYS)))
+    if unknown:
+        hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
+        raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}{hint}")
+    if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
+    for name, kind in _FIELD_TYPES.items():
+        value = prompt.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise RequestError(
+                f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
+            )
+    fields: dict[str, Any] = {**prompt}
+    if "prompt_token_ids" in fields:
+        fields["prompt_token_ids"] = check_token_ids(fields["prompt_token_ids"])
+    return fields
+
+
+def check_token_ids(token_ids: Sequence[int]) -> list[int]:
+    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray | torch.Tensor) else token_ids
+    if not isinstance(ids, list | tuple):
+        raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
+    for token_id in ids:
+        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_integer or token_id < 0:
+            raise RequestError(f"token ids are integers >= 0, not {token_id!r}")
+    return [int(token_id) for token_id in ids]
+
+
+def get_media_items(fields: Mapping[str, Any]) -> list[MediaItem]:
+    """The items of a prompt in the order of its modalities, each with its uuid."""
+    data = fields.get("multi_modal_data") or {}
+    uuids = fields.get("multi_modal_uuids") or {}
+    items: list[MediaItem] = []
+    for modality in {**data, **uuids}:
+        media = _as_list(modality, data.get(modality))
+        names = _as_uuids(modality, uuids.get(modality))
+        media = media or [None] * len(names)
+        names = names or [None] * len(media)
+        if len(names) != len(media):
+            raise RequestError(f"{len(names)} uuids for {len(media)} items of {modality}")
+        items.extend(
+            MediaItem(label=f"{modality} {index}", modality=str(modality), media=entry, uuid=name)
+            for index, (entry, name) in enumerate(zip(media, names, strict=True))
+        )
+    return items
+
+
+def _as_uuids(modality: str, uuids: Any) -> list[str | None]:
+    if uuids is None:
+        return []
+    entries = uuids if isinstance(uuids, list | tuple) else [uuids]
+    try:
+        return [check_uuid(entry) for entry in entries]
+    except RequestError as error:
+        raise add_label(error, f"multi_modal_uuids of {modality}") from error
+
+
+def _as_list(modality: str, media: Any) -> list[Any]:
+    """One item or a list of them. A list of frames is one video; so is a pair with metadata, and a
+    pair of samples and their rate is one sound.
+    """
+    if media is None:
+        return []
+    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Integral):
+        return [media]
+    if not isinstance(media, list | tuple):
+        return [media]
+    is_frames = modality == "video" and len(media) > 0 and _is_frame(media[0])
+    return [media] if is_frames else list(media)
+
+
+def _is_frame(media: Any) -> bool:
+    """An array of two or three dimensions or a PIL image: not a file, an address or a clip."""
+    if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
+        return False
+    return bool(getattr(media, "ndim", 3) == 3)

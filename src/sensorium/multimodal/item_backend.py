@@ -1,0 +1,64 @@
+"""Where items are processed: in the thread that asks, or in a pool of processes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sensorium.multimodal.item_messages import decode_reply, encode_job
+from sensorium.multimodal.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.pool.pool import PoolReply, ProcessPool
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.single_flight import Computation, Done
+from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.transfer import ShmReference
+
+ItemResult = ProcessedItem | ShmReference
+
+
+class ItemBackend(Protocol):
+    def start(self, job: ItemJob, media: object) -> Computation[ItemResult]:
+        """Begin with an item; media is `MediaBytes`, or what a caller in process may give."""
+        ...
+
+
+class InProcessBackend:
+    """`start` returns when the item is done."""
+
+    def __init__(self, worker: ItemWorker) -> None:
+        self._worker = worker
+
+    def start(self, job: ItemJob, media: object) -> Computation[ItemResult]:
+        return Done(
+            self._worker.process(job, media.data if isinstance(media, MediaBytes) else media)
+        )
+
+
+class PoolBackend:
+    """`keep`: results are put into the shared store that the pool's processes know."""
+
+    def __init__(
+        self, pool: ProcessPool, processor: MultiModalProcessor, *, keep: bool, deadline_s: float
+    ) -> None:
+        self._pool = pool
+        self._processor = processor
+        self._keep = keep
+        self._deadline_s = deadline_s
+
+    def start(self, job: ItemJob, media: object) -> Computation[ItemResult]:
+        message, blocks = encode_job(job, media, processor=self._processor, keep=self._keep)
+
+        def as_result(reply: PoolReply) -> ItemResult:
+            decoded = decode_reply(reply.reply)
+            if decoded.reference is not None:
+                return decoded.reference
+            return ProcessedItem(
+                modality=job.modality,
+                mm_hash=job.mm_hash,
+                kwargs=reply.kwargs,
+                layout=decoded.layout,
+            )
+
+        return self._pool.submit(
+            message, blocks, deadline_s=self._deadline_s, on_reply=as_result
+        )

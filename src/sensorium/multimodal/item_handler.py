@@ -1,0 +1,76 @@
+"""What a process of the pool runs: the model's processor, and the shared store if there is one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from sensorium.models.loading import load_config
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.item_messages import ItemReply, decode_job, encode_reply
+from sensorium.multimodal.item_worker import ItemWorker
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.types.errors import InvariantError
+from sensorium.types.multimodal import MultiModalKwargsItem
+
+_PLACES = ("allowed_domains", "allowed_local_path")  # what a process that fetches nothing ignores
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
+    directory: str
+    trust_remote_code: bool
+    limits: dict[str, Any]
+    shm_fd: int | None
+
+
+def make_settings(
+    directory: str, *, trust_remote_code: bool, limits: MediaLimits, shm_fd: int | None
+) -> bytes:
+    sizes = {name: value for name, value in asdict(limits).items() if name not in _PLACES}
+    return msgspec.msgpack.encode(
+        _Settings(
+            directory=directory, trust_remote_code=trust_remote_code, limits=sizes, shm_fd=shm_fd
+        )
+    )
+
+
+def make_handler(settings: bytes) -> ItemHandler:
+    given = msgspec.msgpack.decode(settings, type=_Settings)
+    config = load_config(given.directory, trust_remote_code=given.trust_remote_code)
+    limits = MediaLimits(**given.limits)
+    processor = MultiModalProcessor(
+        given.directory, config, limits=limits, trust_remote_code=given.trust_remote_code
+    )
+    store = None if given.shm_fd is None else ShmStore.attach(given.shm_fd)
+    return ItemHandler(ItemWorker(processor, limits), store)
+
+
+class ItemHandler:
+    def __init__(self, worker: ItemWorker, store: ShmStore | None) -> None:
+        self._worker = worker
+        self._store = store
+
+    def __call__(self, job: bytes, block: memoryview) -> tuple[bytes, MultiModalKwargsItem]:
+        item_job, media, keep = decode_job(job, block)
+        item = self._worker.process(item_job, media)
+        if item.layout is None:
+            raise InvariantError("an item was processed and has no layout")
+        reference = None
+        if self._store is not None and keep:
+            reference = self._store.put(item)
+        reply = encode_reply(ItemReply(layout=item.layout, reference=reference))
+        if self._store is None or reference is None:
+            return reply, item.kwargs
+        # Not leased on its way: should it be evicted before it is used, it is processed again.
+        self._store.release(reference)
+        return reply, {}
+
+    def acknowledge(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,51 @@
+"""Decodes and processes one item at a time, wherever that runs: in the frontend or in a pool.
+
+Owns the model's processor there, which is not safe to use from two threads.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from sensorium.multimodal.media.decoding import decode
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.types.multimodal import ProcessedItem
+
+
+class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done with an item, beside its media. `decode_options`: `None` for media that
+    came decoded.
+    """
+
+    mm_hash: str
+    modality: str
+    decode_options: dict[str, Any] | None
+    processor_kwargs: dict[str, Any]
+
+
+class ItemWorker:
+    def __init__(self, processor: MultiModalProcessor, limits: MediaLimits) -> None:
+        self._processor = processor
+        self._limits = limits
+        self._lock = Lock()
+
+    def process(self, job: ItemJob, media: object) -> ProcessedItem:
+        """`media`: the bytes of a file, or what a caller in process may give. A `RequestError` if
+        it can't be done.
+        """
+        if isinstance(media, bytes | memoryview):
+            media = decode(
+                job.modality,
+                media,
+                job.decode_options or {},
+                processor=self._processor,
+                limits=self._limits,
+            )
+        with self._lock:
+            return self._processor.process_item(
+                job.modality, media, job.processor_kwargs, mm_hash=job.mm_hash
+            )

@@ -1,0 +1,235 @@
+"""From the media of a request to handles in a cache: every item is perceived once.
+
+Sources are fetched together, named before anything is decoded, and looked up. What no cache has is
+processed: once, whoever asks for it meanwhile. Owns the flights of items that are being processed.
+Safe to use from several threads; a call blocks until all items of its request are there.
+
+Invariants:
+  1. A hit decodes nothing and calls no processor.
+  2. A call that fails holds nothing: its handles are released, its flights are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.item_backend import ItemBackend
+from sensorium.multimodal.item_worker import ItemJob
+from sensorium.multimodal.media.decoding import resolve_decode_options
+from sensorium.multimodal.media.loader import MediaLoader
+from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.single_flight import SingleFlight, Waiter
+from sensorium.multimodal.uuid_bindings import UuidBindings
+from sensorium.types.errors import (
+    CapacityError,
+    InvariantError,
+    MissingMediaError,
+    RequestError,
+    add_label,
+)
+from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.transfer import ShmReference
+
+_MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use
+_Result = ProcessedItem | ShmReference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerceivedItem:
+    """A handle, and what it was made from, should the core have lost the tensors: an `origin`, or
+    tensors that the caller `brought`.
+    """
+
+    handle: ItemHandle
+    label: str
+    origin: MediaItem | None = None
+    options: PerceptionOptions = PerceptionOptions()
+    brought: ProcessedItem | None = None
+
+
+class Perceiver:
+    def __init__(
+        self,
+        *,
+        cache: ProcessorCache,
+        shared: SharedCache | None = None,
+        hasher: MediaHasher,
+        loader: MediaLoader,
+        backend: ItemBackend,
+        uuids: UuidBindings,
+        timeout_s: float,
+    ) -> None:
+        self.cache = cache
+        self.shared = shared
+        self.hasher = hasher
+        self.loader = loader
+        self.backend = backend
+        self.uuids = uuids
+        self.timeout_s = timeout_s
+        self.flights: SingleFlight[str, _Result] = SingleFlight()
+
+    def perceive(
+        self,
+        items: Sequence[MediaItem],
+        options: PerceptionOptions,
+        *,
+        cancelled: Future[None] | None = None,
+    ) -> list[PerceivedItem]:
+        """In the order of the items. `cancelled` completes when nobody waits any more."""
+        calls = [_ItemCall(self, item, options) for item in items]
+        try:
+            for call in calls:
+                call.run(call.recognise)
+            self._load([call for call in calls if call.needs_source])
+            for call in calls:
+                call.run(call.start)
+            for call in calls:
+                call.run(lambda call=call: call.finish(cancelled))  # type: ignore[misc]
+        except BaseException:  # a refusal, a cancellation or a bug: nothing is left behind
+            for call in calls:
+                call.undo()
+            raise
+        return [call.get_result() for call in calls]
+
+    def perceive_again(
+        self, item: PerceivedItem, *, cancelled: Future[None] | None = None
+    ) -> PerceivedItem:
+        """The same item, processed anew if the cache no longer leads to its tensors."""
+        mm_hash = item.handle.mm_hash
+        if item.brought is not None:
+            handle = self.cache.get_and_update_item(mm_hash, item.brought)
+            if handle is not None:
+                return replace(item, handle=handle)
+        if item.origin is not None:
+            (again,) = self.perceive([item.origin], item.options, cancelled=cancelled)
+            if again.handle.mm_hash == mm_hash:
+                return again
+            self.cache.release([again.handle])  # the address has other content by now
+        raise MissingMediaError(f"{item.label} is in no cache any more: send it again", (mm_hash,))
+
+    def _load(self, calls: Sequence[_ItemCall]) -> None:
+        sources = [(call.item.media, call.item.modality) for call in calls]
+        for call, loaded in zip(calls, self.loader.load_all(sources), strict=True):
+            if isinstance(loaded, RequestError):
+                raise add_label(loaded, call.item.label) from loaded
+            call.source = loaded
+
+
+class _ItemCall:
+    """One item on its way: recognised by its uuid, or loaded, named, found or processed."""
+
+    def __init__(self, perceiver: Perceiver, item: MediaItem, options: PerceptionOptions) -> None:
+        self._perceiver = perceiver
+        self._options = options
+        self._handle: ItemHandle | None = None
+        self._waiter: Waiter[_Result] | None = None
+        self._job: ItemJob | None = None
+        self.item = item
+        is_here = isinstance(item.media, MediaBytes) or not item.is_encoded
+        self.source: object | None = item.media if is_here else None
+
+    @property
+    def needs_source(self) -> bool:
+        return self._handle is None and self.source is None
+
+    def run(self, stage: Callable[[], None]) -> None:
+        try:
+            stage()
+        except RequestError as error:
+            raise add_label(error, self.item.label) from error
+
+    def recognise(self) -> None:
+        """A uuid spares the fetch, if a cache has what it stands for."""
+        item, perceiver = self.item, self._perceiver
+        if item.uuid is not None and (item.media is None or item.is_remote):
+            salt = self._options.cache_salt
+            digest = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
+            if digest is not None:
+                self._job = self._make_job(digest)
+                self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
+        if item.media is None and self._handle is None:
+            if item.uuid is None:
+                raise RequestError("there is neither media nor a uuid")
+            raise MissingMediaError(f"uuid {item.uuid!r} is in no cache: send it", (item.uuid,))
+
+    def start(self) -> None:
+        if self._handle is not None:
+            return
+        perceiver, item = self._perceiver, self.item
+        digest = perceiver.hasher.digest_source(self.source)
+        if item.uuid is not None:
+            salt = self._options.cache_salt
+            perceiver.uuids.bind(item.uuid, digest, modality=item.modality, cache_salt=salt)
+        self._job = self._make_job(digest)
+        self._look_up_or_join()
+
+    def _make_job(self, digest: str) -> ItemJob:
+        item, options = self.item, self._options
+        given = options.media_io_kwargs.get(item.modality)
+        decode_options = resolve_decode_options(item.modality, given) if item.is_encoded else None
+        mm_hash = self._perceiver.hasher.name_item(
+            digest,
+            modality=item.modality,
+            decode_options=decode_options,
+            processor_kwargs=options.processor_kwargs,
+            cache_salt=options.cache_salt,
+        )
+        return ItemJob(
+            mm_hash=mm_hash,
+            modality=item.modality,
+            decode_options=decode_options,
+            processor_kwargs=dict(options.processor_kwargs),
+        )
+
+    def _look_up_or_join(self) -> None:
+        perceiver, job, source = self._perceiver, self._get_job(), self.source
+        self._handle = perceiver.cache.get_and_update_item(job.mm_hash)
+        if self._handle is None:
+            self._waiter = perceiver.flights.join(
+                job.mm_hash, lambda: perceiver.backend.start(job, source)
+            )
+
+    def finish(self, cancelled: Future[None] | None) -> None:
+        """Wait for the flight; what it brings becomes a handle of this request's own."""
+        for _ in range(_MAX_ATTEMPTS):
+            if self._waiter is not None:
+                waiter, self._waiter = self._waiter, None
+                result = waiter.result(timeout_s=self._perceiver.timeout_s, cancelled=cancelled)
+                self._take(result, is_leader=waiter.is_leader)
+            if self._handle is not None:
+                return
+            self._look_up_or_join()
+        if self._handle is None:
+            raise CapacityError("the cache of processed media is too busy to keep this item")
+
+    def _take(self, result: _Result, *, is_leader: bool) -> None:
+        perceiver, mm_hash = self._perceiver, self._get_job().mm_hash
+        if isinstance(result, ProcessedItem):
+            self._handle = perceiver.cache.get_and_update_item(mm_hash, result)
+        elif perceiver.shared is not None and is_leader:
+            self._handle = perceiver.shared.adopt(mm_hash, result)
+        # Else it is in the store already, where the next look finds it.
+
+    def undo(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
+        if self._handle is not None:
+            self._perceiver.cache.release([self._handle])
+
+    def get_result(self) -> PerceivedItem:
+        if self._handle is None:
+            raise InvariantError(f"{self.item.label} has no handle")
+        origin = self.item if self.source is None else replace(self.item, media=self.source)
+        return PerceivedItem(
+            handle=self._handle, label=self.item.label, origin=origin, options=self._options
+        )
+
+    def _get_job(self) -> ItemJob:
+        if self._job is None:
+            raise InvariantError(f"{self.item.label} has no name yet")
+        return self._job

@@ -1,0 +1,71 @@
+"""What a request may say to the model's processor, and how much it may ask of it.
+
+A processor enlarges a picture to whatever it is told; one small picture with a large number beside
+it would take all memory of a machine. Names and numbers are checked before anything is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.types.errors import RequestError
+
+# Ours to set: where results go and what comes with them.
+_RESERVED = frozenset(
+    {
+        "text",
+        "images",
+        "videos",
+        "audio",
+        "device",
+        "return_tensors",
+        "return_text_replacement_offsets",
+        "return_metadata",
+        "return_mm_token_type_ids",
+    }
+)
+MAX_EDGE = 8192
+MAX_PIXELS = 2**25  # twice the largest picture of the Qwen-VL families
+_MAX_DEPTH = 8
+
+
+def check_processor_kwargs(
+    processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any]
+) -> None:
+    """A `RequestError` names the option that is not known, or asks for too much."""
+    known = processor.option_names
+    for name, value in processor_kwargs.items():
+        if not isinstance(name, str):
+            raise RequestError(f"mm_processor_kwargs: names are text, not {name!r}")
+        if name in _RESERVED or (known and name not in known):
+            takes = ", ".join(sorted(known - _RESERVED))
+            raise RequestError(f"mm_processor_kwargs: unknown option {name!r} (known: {takes})")
+        for path, number in _walk(name, value, depth=0):
+            most = _get_most(path, processor)
+            if not math.isfinite(number) or abs(number) > most:
+                raise RequestError(f"mm_processor_kwargs: {path} may be {most} at most")
+
+
+def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
+    """All numbers in a value, with their names."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"mm_processor_kwargs: {path} is nested too deep")
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _walk(f"{path}.{key}", entry, depth=depth + 1)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _walk(path, entry, depth=depth + 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
+
+
+def _get_most(path: str, processor: MultiModalProcessor) -> int:
+    """Some processors count pixels under the name of an edge: their own value tells."""
+    if "pixels" in path or "size" not in path:
+        return MAX_PIXELS
+    own = processor.get_option_default(path)
+    return MAX_PIXELS if own is not None and own > MAX_EDGE else MAX_EDGE
