@@ -62,7 +62,12 @@ class InputProcessor:
         text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
         items = self._process_items(fields)
         if text is not None:
-            expanded_ids, features = expand_text(self.processor, text, items)
+            expanded_ids, features = expand_text(
+                self.processor,
+                text,
+                items,
+                add_special_tokens=fields.get("add_special_tokens") is not False,
+            )
         else:
             expanded_ids, features = expand_token_ids(self.processor, token_ids or (), items)
         request = EngineCoreRequest(

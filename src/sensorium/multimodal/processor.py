@@ -63,6 +63,11 @@ class MultiModalProcessor:
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
         self._fingerprint = "" if self._processor is None else self._processor.to_json_string()
 
+    @property
+    def hf_processor(self) -> Any:
+        """The model's own processor; `None` for a model of text alone."""
+        return self._processor
+
     def _has_modality(self, modality: str) -> bool:
         has_part = any(
             getattr(self._processor, part, None) is not None for part in _PARTS[modality]
