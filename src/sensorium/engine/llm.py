@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any, Unpack
@@ -160,7 +160,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Chat, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestDelta]:
+    ) -> Generator[RequestDelta, None, None]:
         """The answer to one prompt as it grows: news after each step, the last with `final`.
 
         Nothing happens before the first `next`, which also raises what is wrong with the prompt. A
@@ -189,7 +189,7 @@ class LLM:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatKwargs],
-    ) -> Iterator[RequestDelta]:
+    ) -> Generator[RequestDelta, None, None]:
         """`stream` for one conversation; `options` as in `chat`."""
         chats = make_chats(messages, options)
         if len(chats) != 1:
