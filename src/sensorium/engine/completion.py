@@ -1,11 +1,13 @@
-"""One completion while it grows: its tokens, its text, and where a stop string ends it."""
+"""One completion while it grows: its tokens, its text, where a stop string ends it, and how much
+of it has been streamed.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sensorium.engine.detokenizer import Detokenizer, find_stop
-from sensorium.types.outputs import CompletionOutput, Logprob
+from sensorium.engine.detokenizer import Detokenizer, count_held_back, find_stop
+from sensorium.types.outputs import CompletionDelta, CompletionOutput, Logprob
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 
@@ -22,6 +24,9 @@ class Completion:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._text_end: int | None = None  # where a stop string cuts the text
+        self._num_taken_characters = 0
+        self._num_taken_tokens = 0
+        self._is_ended = False  # its last delta was taken
 
     def add(self, output: EngineCoreOutput) -> None:
         """Nothing may be added behind its end."""
@@ -49,24 +54,59 @@ class Completion:
             is_included = self._params.include_stop_str_in_output
             self._text_end = start + (len(self.stop_string) if is_included else 0)
 
+    def take_delta(self, *, is_last: bool = False) -> CompletionDelta | None:
+        """What is new and can't change any more; `None` if that is nothing. `is_last`: nothing
+        follows, even if it has not ended.
+        """
+        is_last = is_last or self.last is not None
+        if self._is_ended or (not is_last and self._num_taken_tokens == len(self._token_ids)):
+            return None
+        text = self._detokenizer.text[: self._text_end]
+        text_end = len(text) - (0 if is_last else count_held_back(text, self._params.stop))
+        first_token = self._num_taken_tokens
+        delta = CompletionDelta(
+            index=self.index,
+            text=text[self._num_taken_characters : text_end],
+            token_ids=tuple(self._token_ids[first_token:]),
+            finish_reason=self._finish_reason if is_last else None,
+            stop_reason=self._stop_reason if is_last else None,
+            logprobs=self._make_logprobs(first_token),
+        )
+        self._num_taken_characters, self._num_taken_tokens = text_end, len(self._token_ids)
+        self._is_ended = is_last
+        return delta
+
     def make_output(self) -> CompletionOutput:
-        """What there is of it. One that has not ended was given up with its siblings."""
-        last = self.last or EngineCoreOutput(request_id="", finish_reason=FinishReason.ABORT)
-        logprobs = None
-        if self._params.logprobs is not None:
-            logprobs = tuple(
-                make_logprobs(self._tokenizer, token_id, entry)
-                for token_id, entry in zip(self._token_ids, self._logprobs, strict=True)
-            )
+        """What there is of it."""
+        logprobs = self._make_logprobs(0)
         return CompletionOutput(
             index=self.index,
             text=self._detokenizer.text[: self._text_end],
             token_ids=tuple(self._token_ids),
-            finish_reason=last.finish_reason if self.stop_string is None else FinishReason.STOP,
-            stop_reason=last.stop_token_id if self.stop_string is None else self.stop_string,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
             cumulative_logprob=None if logprobs is None else sum(e.logprob for e in self._logprobs),
             logprobs=logprobs,
         )
+
+    @property
+    def _finish_reason(self) -> FinishReason | None:
+        """One that has not ended was given up with its siblings."""
+        if self.stop_string is not None:
+            return FinishReason.STOP
+        return FinishReason.ABORT if self.last is None else self.last.finish_reason
+
+    @property
+    def _stop_reason(self) -> str | int | None:
+        if self.stop_string is not None:
+            return self.stop_string
+        return None if self.last is None else self.last.stop_token_id
+
+    def _make_logprobs(self, first_token: int) -> tuple[dict[int, Logprob], ...] | None:
+        if self._params.logprobs is None:
+            return None
+        new = zip(self._token_ids[first_token:], self._logprobs[first_token:], strict=True)
+        return tuple(make_logprobs(self._tokenizer, token_id, entry) for token_id, entry in new)
 
 
 def make_logprobs(tokenizer: Any, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:

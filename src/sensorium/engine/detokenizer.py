@@ -1,4 +1,4 @@
-"""Text from tokens as they come, and the end at a stop string."""
+"""Text from tokens as they come, the end at a stop string, and what may become one."""
 
 from __future__ import annotations
 
@@ -58,3 +58,14 @@ def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tup
         return None
     _, start, candidate = min(found)
     return candidate, start
+
+
+def count_held_back(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a stop string."""
+    longest = 0
+    for candidate in stop:
+        for length in range(min(len(candidate) - 1, len(text)), longest, -1):
+            if text.endswith(candidate[:length]):
+                longest = length
+                break
+    return longest

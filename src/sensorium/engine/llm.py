@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tqdm import tqdm
 
 from sensorium.engine.builder import build_engine
+from sensorium.engine.chat import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.config import EngineOptions
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.output_processor import OutputProcessor
 from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.outputs import CompletionOutput, RequestOutput
+from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
@@ -133,7 +137,81 @@ class LLM:
         is raised, with all outputs in `error.outputs`; or, with `return_errors`, it is the `error`
         of its own output.
         """
-        entries = as_prompts(prompts)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, return_errors)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        return_errors: bool = False,
+        **options: Unpack[ChatKwargs],
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, batched; errors as in `generate`.
+
+        Messages are OpenAI's: `{"role": "user", "content": "text"}`, or content as a list of parts,
+        `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
+        `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same for audio and
+        video. `options` are those of `ChatKwargs`.
+        """
+        chats = make_chats(messages, options)
+        return self._generate(chats, sampling_params, use_tqdm, return_errors)
+
+    def stream(
+        self, prompt: Prompt | Chat, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestDelta, None, None]:
+        """The answer to one prompt as it grows: news after each step, the last with `final`.
+
+        Nothing happens before the first `next`, which also raises what is wrong with the prompt. A
+        request that fails later raises its `RequestError`. Closing the iterator ends the request.
+        """
+        (params,) = as_params(sampling_params, 1)
+        request_id = self._add(prompt, params, is_streamed=True)
+        news = self._streams[request_id]
+        try:
+            is_ended = False
+            while not is_ended:
+                while not news:
+                    self._step()
+                    if not news and not self._is_alive(request_id):
+                        raise RequestError("the request was given up by an interruption")
+                delta = news.popleft()
+                if delta.final is not None:
+                    is_ended = True
+                    _check_error(delta.final)
+                yield delta
+        finally:
+            self._abort((request_id,))
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatKwargs],
+    ) -> Generator[RequestDelta, None, None]:
+        """`stream` for one conversation; `options` as in `chat`."""
+        chats = make_chats(messages, options)
+        if len(chats) != 1:
+            raise RequestError(f"one conversation can be streamed, not {len(chats)}")
+        return self.stream(chats[0], sampling_params)
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.input_processor.processor)
+
+    @cached_property
+    def _streams(self) -> dict[str, deque[RequestDelta]]:
+        """News that were not read yet, of the requests that are streamed."""
+        return {}
+
+    def _generate(
+        self,
+        entries: Sequence[Prompt | Chat],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        return_errors: bool,
+    ) -> list[RequestOutput]:
         params = as_params(sampling_params, len(entries))
         run = _Run(self, entries, params)
         try:
@@ -151,11 +229,17 @@ class LLM:
             raise error from output.error
         return outputs
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
+    def _add(
+        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
+    ) -> str:
         """Start one request; its id."""
         request_id = f"request-{next(self._ids)}"
+        if isinstance(prompt, Chat):
+            prompt = prompt.render(self.renderer)
         processed = self.input_processor.process(request_id, prompt, params)
-        self._outputs.add_request(processed.request, processed.prompt)
+        self._outputs.add_request(processed.request, processed.prompt, is_streamed=is_streamed)
+        if is_streamed:
+            self._streams[request_id] = deque()
         try:
             first = self._siblings.add(processed.request, processed.payloads)
             self.core.add_request(first, processed.payloads)
@@ -164,10 +248,16 @@ class LLM:
             raise
         return request_id
 
+    def _is_alive(self, request_id: str) -> bool:
+        child_ids = self._outputs.get_child_ids((request_id,))
+        return any(child_id in self.core.scheduler.requests for child_id in child_ids)
+
     def _step(self) -> list[RequestOutput]:
-        """Compute one step; the requests that ended with it."""
+        """Compute one step; the requests that ended with it. News of streams go to these."""
         news = self.core.step()
         finished, stopped = self._outputs.process(news)
+        for delta in self._outputs.take_deltas():
+            self._streams[delta.request_id].append(delta)
         self.core.abort_requests(stopped)
         for child, payloads in self._siblings.take_ready(news):
             self.core.add_request(child, payloads)
@@ -179,6 +269,8 @@ class LLM:
         self._siblings.drop(child_ids)
         self.core.abort_requests((*child_ids, *request_ids))
         self._outputs.forget(request_ids)
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
 
 
 class _Run:
@@ -187,7 +279,7 @@ class _Run:
     """
 
     def __init__(
-        self, llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, llm: LLM, prompts: Sequence[Prompt | Chat], params: Sequence[SamplingParams]
     ) -> None:
         self._llm = llm
         self._todo = list(zip(range(len(prompts)), prompts, params, strict=True))[::-1]
@@ -199,7 +291,7 @@ class _Run:
         num_tokens = 0
         while self._todo or self._index_of:
             self._feed(bar)
-            for output in self._llm._step() if self._index_of else ():
+            for output in self._llm._step() if self._llm.core.has_requests else ():
                 self._outputs[self._index_of.pop(output.request_id)] = output
                 num_tokens += sum(len(entry.token_ids) for entry in output.outputs)
                 bar.update()
@@ -221,13 +313,15 @@ class _Run:
                 self._refuse(index, prompt, RequestError(reason))
                 bar.update()
 
-    def _refuse(self, index: int, prompt: Prompt, error: RequestError) -> None:
+    def _refuse(self, index: int, prompt: Prompt | Chat, error: RequestError) -> None:
         self._outputs[index] = _make_error_output(index, prompt, error)
 
     def abort_rest(self) -> None:
-        """After an interruption: leave nothing running."""
+        """After an interruption: leave nothing running but streams that others read."""
         llm = self._llm
-        llm._abort((*llm._outputs.request_ids, *llm.core.scheduler.requests))
+        kept = {*llm._streams, *llm._outputs.get_child_ids(llm._streams)}
+        request_ids = (*llm._outputs.request_ids, *llm.core.scheduler.requests)
+        llm._abort([request_id for request_id in request_ids if request_id not in kept])
 
 
 def _as_text(model: object) -> str:
@@ -236,7 +330,13 @@ def _as_text(model: object) -> str:
     return str(os.fspath(model))
 
 
-def _make_error_output(index: int, prompt: Prompt, error: RequestError) -> RequestOutput:
+def _check_error(output: RequestOutput) -> None:
+    if output.error is not None:
+        output.error.outputs = (output,)
+        raise output.error
+
+
+def _make_error_output(index: int, prompt: Prompt | Chat, error: RequestError) -> RequestOutput:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     completion = CompletionOutput(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR)
     return RequestOutput(

@@ -1,4 +1,8 @@
-"""From the core's outputs to what a caller reads: text, stop strings, log-probabilities, counts."""
+"""From the core's outputs to what a caller reads: text, stop strings, log-probabilities, counts.
+
+A request is either returned when it has ended, or streamed: then its news are taken after each
+step, the last with the whole of it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 from sensorium.engine.completion import Completion, make_logprobs
 from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import RequestError
-from sensorium.types.outputs import Logprob, RequestOutput
+from sensorium.types.outputs import Logprob, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 
@@ -20,7 +24,9 @@ class _RequestState:
     request: EngineCoreRequest
     prompt: str | None
     completions: dict[str, Completion]
+    is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    final: RequestOutput | None = None
 
 
 class OutputProcessor:
@@ -30,13 +36,16 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._states: dict[str, _RequestState] = {}  # by the caller's id
         self._owners: dict[str, _RequestState] = {}  # by the ids in the core that have not ended
+        self._news: dict[str, _RequestState] = {}  # streamed ones whose deltas were not taken yet
 
-    def add_request(self, request: EngineCoreRequest, prompt: str | None) -> None:
+    def add_request(
+        self, request: EngineCoreRequest, prompt: str | None, *, is_streamed: bool = False
+    ) -> None:
         completions = {
             child_id: Completion(request, index, self._tokenizer)
             for index, child_id in enumerate(get_child_ids(request))
         }
-        state = _RequestState(request, prompt, completions)
+        state = _RequestState(request, prompt, completions, is_streamed)
         self._states[request.request_id] = state
         self._owners |= dict.fromkeys(completions, state)
 
@@ -56,10 +65,11 @@ class OutputProcessor:
             self._owners.pop(child_id, None)
         for request_id in request_ids:
             self._states.pop(request_id, None)
+            self._news.pop(request_id, None)
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """The requests that ended, and the ids of the core's requests that met a stop string, or
-        whose sibling failed or was aborted: the core must abort them.
+        """The requests that ended and are not streamed, and the ids of the core's requests that met
+        a stop string, or whose sibling failed or was aborted: the core must abort them.
         """
         finished: list[RequestOutput] = []
         stopped: list[str] = []
@@ -70,6 +80,8 @@ class OutputProcessor:
             state.prompt_logprobs.extend(output.prompt_logprobs)
             completion = state.completions[output.request_id]
             completion.add(output)
+            if state.is_streamed:
+                self._news[state.request.request_id] = state
             if completion.last is None:
                 continue
             del self._owners[output.request_id]
@@ -80,9 +92,23 @@ class OutputProcessor:
                 stopped.extend(rest)
                 rest = []
             if not rest:
-                self.forget((state.request.request_id,))
-                finished.append(self._make_output(state, last=output))
+                self._end(state, last=output, finished=finished)
         return finished, stopped
+
+    def _end(
+        self, state: _RequestState, *, last: EngineCoreOutput, finished: list[RequestOutput]
+    ) -> None:
+        self.forget((state.request.request_id,))
+        state.final = self._make_output(state, last=last)
+        if state.is_streamed:
+            self._news[state.request.request_id] = state
+        else:
+            finished.append(state.final)
+
+    def take_deltas(self) -> list[RequestDelta]:
+        """What the streamed requests have got since the last time. The last of each has `final`."""
+        news, self._news = self._news, {}
+        return [delta for delta in map(_take_delta, news.values()) if delta is not None]
 
     def _make_output(self, state: _RequestState, *, last: EngineCoreOutput) -> RequestOutput:
         """The counts are those of the first completion: its siblings found what it left."""
@@ -112,3 +138,12 @@ class OutputProcessor:
             None,
             *(make_logprobs(self._tokenizer, token_id, entry) for token_id, entry in pairs),
         )
+
+
+def _take_delta(state: _RequestState) -> RequestDelta | None:
+    is_last = state.final is not None
+    taken = [completion.take_delta(is_last=is_last) for completion in state.completions.values()]
+    deltas = tuple(delta for delta in taken if delta is not None)
+    if not deltas and not is_last:
+        return None
+    return RequestDelta(request_id=state.request.request_id, deltas=deltas, final=state.final)

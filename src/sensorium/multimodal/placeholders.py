@@ -35,7 +35,11 @@ _Span = tuple[LaidOutItem, int, int]  # an item and its half-open range
 
 
 def expand_text(
-    processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
+    processor: MultiModalProcessor,
+    text: str,
+    items: Sequence[LaidOutItem],
+    *,
+    add_special_tokens: bool = True,
 ) -> ExpandedPrompt:
     """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th
     item.
@@ -45,7 +49,9 @@ def expand_text(
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid Unicode: {error.reason}") from error
     pieces, spans = _replace_markers(processor, text, items)
-    token_ids, find_token = tokenize(processor.tokenizer, "".join(pieces))
+    token_ids, find_token = tokenize(
+        processor.tokenizer, "".join(pieces), add_special_tokens=add_special_tokens
+    )
     ranges = []
     for item, start, end in spans:
         first, last = find_token(start), find_token(end - 1)

@@ -90,6 +90,11 @@ class MultiModalProcessor:
         """Transformers' own, which knows how many frames it wants; `None` if there is none."""
         return getattr(self._processor, "video_processor", None)
 
+    @property
+    def hf_processor(self) -> Any:
+        """The model's own processor; `None` for a model of text alone."""
+        return self._processor
+
     def _has_modality(self, modality: str) -> bool:
         has_part = any(
             getattr(self._processor, part, None) is not None for part in _PARTS[modality]

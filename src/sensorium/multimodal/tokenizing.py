@@ -12,9 +12,11 @@ from typing import Any
 FindToken = Callable[[int], int | None]
 
 
-def tokenize(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
+def tokenize(
+    tokenizer: Any, text: str, *, add_special_tokens: bool = True
+) -> tuple[list[int], FindToken]:
     if getattr(tokenizer, "is_fast", False):
-        encoding = tokenizer(text)
+        encoding = tokenizer(text, add_special_tokens=add_special_tokens)
         return list(encoding["input_ids"]), encoding.char_to_token
     return _tokenize_in_pieces(tokenizer, text)
 

@@ -51,3 +51,31 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
     error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionDelta:
+    """What one completion has got since the last time. The one with a `finish_reason` is its last.
+
+    `text` may lag behind `token_ids`: it is given out when nothing that follows can change it.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDelta:
+    """News of a request that is streamed: at most one delta per completion.
+
+    `final`: the whole request, with its last news only. The texts of all deltas of a completion
+    together are the text that it has there.
+    """
+
+    request_id: str
+    deltas: tuple[CompletionDelta, ...]
+    final: RequestOutput | None = None

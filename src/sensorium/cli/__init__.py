@@ -1,0 +1,41 @@
+"""The `sensorium` command: exit codes, and one module per command.
+
+0: done. 1: an error, told on stderr. 2: wrong usage. 130: interrupted. 141: the reader of a pipe
+has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import sensorium
+from sensorium.cli import chat, generate, models
+from sensorium.types.errors import SensoriumError
+
+
+def main() -> None:
+    arguments = _make_parser().parse_args()
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except SensoriumError as error:
+        sys.exit(f"sensorium: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # What is still buffered must not raise once more when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sensorium", description="Multimodal LLM inference: everything is perceived once."
+    )
+    parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command in (chat, generate, models):
+        command.add_command(commands)
+    return parser

@@ -1,0 +1,181 @@
+"""`sensorium chat`: one question with media and its streamed answer, or a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+from sensorium.cli.flags import (
+    MEDIA_FLAGS,
+    add_loading_flags,
+    add_media_flags,
+    add_sampling_flags,
+    load_llm,
+    make_sampling_params,
+    read_media,
+)
+from sensorium.types.errors import RequestError
+from sensorium.types.outputs import RequestOutput
+from sensorium.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from sensorium.engine.llm import LLM
+
+_HELP = "/image, /audio or /video FILE|URL adds media to the next question; /reset; /quit or Ctrl-D"
+_DESCRIPTION = """Ask one question, by the model's chat template, and print the answer as it comes.
+Media stands before the text: images, then sounds, then videos. Without a
+question it is read from stdin; on a terminal a conversation begins."""
+_EXAMPLES = """examples:
+  sensorium chat MODEL "What is this?" --image cat.png
+  sensorium chat MODEL "What is said here?" --audio speech.wav -v
+  sensorium chat MODEL --image cat.png < question.txt
+  sensorium chat MODEL                      (on a terminal: a conversation)
+"""
+Part = dict[str, Any]
+
+
+def add_command(commands: Any) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="ask a model about images, sounds and videos",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    chat.add_argument("model", help="a directory or a hub id")
+    chat.add_argument("text", nargs="?", help="the question (default: stdin, or a conversation)")
+    add_media_flags(chat, "that goes with the (first) question")
+    chat.add_argument("--system", metavar="TEXT", help="a system message in front")
+    chat.add_argument(
+        "--chat-template", metavar="FILE", help="a template's file (default: the model's own)"
+    )
+    chat.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="afterwards, on stderr: what served each media item, tokens and times",
+    )
+    add_sampling_flags(chat, max_tokens=256)
+    add_loading_flags(chat)
+    chat.set_defaults(run=_chat)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    params = make_sampling_params(arguments)
+    parts = [_make_part(m, source) for m in MEDIA_FLAGS for source in getattr(arguments, m)]
+    is_conversation = arguments.text is None and sys.stdin.isatty()
+    text = arguments.text
+    if text is None and not is_conversation:
+        try:
+            text = sys.stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise RequestError("the question on stdin is not text") from error
+        if not text:
+            raise RequestError("there is no question: give it as an argument or on stdin")
+    llm = load_llm(arguments)
+
+    def answer(messages: list[Part]) -> str:
+        return _answer(
+            llm,
+            messages,
+            params,
+            chat_template=arguments.chat_template,
+            is_verbose=arguments.verbose,
+        )
+
+    if is_conversation:
+        _converse(answer, arguments.system, parts)
+    else:
+        answer([*_make_system(arguments.system), _make_question(parts, text)])
+
+
+def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
+    """Questions from the terminal until its end. What fails is told, and the conversation goes
+    on without it.
+    """
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives `input` a history and line editing)
+    print(_HELP, file=sys.stderr)
+    messages = _make_system(system)
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        command, _, argument = line.partition(" ")
+        if command == "/quit":
+            return
+        try:
+            if command == "/reset":
+                messages, parts = _make_system(system), []
+            elif command.removeprefix("/") in MEDIA_FLAGS and command.startswith("/"):
+                parts.append(_make_part(command[1:], argument.strip()))
+            elif command.startswith("/"):
+                print(_HELP, file=sys.stderr)
+            elif line:
+                question, parts = _make_question(parts, line), []
+                reply = answer([*messages, question])
+                messages += [question, {"role": "assistant", "content": reply}]
+        except RequestError as error:
+            print(f"sensorium: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("\n(interrupted)", file=sys.stderr)
+
+
+def _make_part(modality: str, source: str) -> Part:
+    return {"type": modality, modality: read_media(source)}
+
+
+def _make_question(parts: list[Part], text: str) -> Part:
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def _make_system(text: str | None) -> list[Part]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def _answer(
+    llm: LLM,
+    messages: list[Part],
+    params: SamplingParams,
+    *,
+    chat_template: str | None,
+    is_verbose: bool,
+) -> str:
+    """Write the answer as it comes; all of it."""
+    start = time.perf_counter()
+    first_s = None
+    output: RequestOutput | None = None
+    with closing(llm.stream_chat(messages, params, chat_template=chat_template)) as news:
+        for entry in news:
+            first_s = first_s or time.perf_counter() - start
+            for delta in entry.deltas:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+            output = entry.final
+    print(flush=True)
+    if output is None:
+        return ""
+    if is_verbose:
+        for line in _describe(output, first_s=first_s or 0.0, total_s=time.perf_counter() - start):
+            print(line, file=sys.stderr)
+    return output.outputs[0].text
+
+
+def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> list[str]:
+    num_prompt, num_new = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    return [
+        *_describe_media(output),
+        f"{num_prompt} prompt tokens, {output.num_cached_tokens} of them from the prefix cache; "
+        f"{num_new} new tokens; {output.outputs[0].finish_reason}",
+        f"first token after {first_s:.3f} s, all after {total_s:.3f} s",
+    ]
+
+
+def _describe_media(output: RequestOutput) -> list[str]:
+    """One line per media item: which cache level served it."""
+    return [f"{output.num_encoder_hits} media item(s) from the encoder cache"]

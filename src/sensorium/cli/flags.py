@@ -1,0 +1,122 @@
+"""Flags that several commands have, and what is made of them: an engine, sampling parameters,
+media.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sensorium.types.errors import RequestError
+from sensorium.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from sensorium.engine.llm import LLM
+
+MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # in their order
+_URL_SCHEMES = ("http://", "https://", "data:")
+
+
+def add_loading_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("loading")
+    group.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    group.add_argument(
+        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
+    )
+    group.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that the checkpoint brings (default: refuse such a model)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of a CUDA device's memory that may be in use (default 0.9)",
+    )
+
+
+def load_llm(arguments: argparse.Namespace) -> LLM:
+    from sensorium.engine.llm import LLM
+
+    return LLM(
+        arguments.model,
+        max_model_len=arguments.max_model_len,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        attention_backend=arguments.attention_backend,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+    )
+
+
+def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = command.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, help=f"new tokens (default {max_tokens})"
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        help="0: greedy (default: what the model's generation config says)",
+    )
+    group.add_argument("--top-p", type=float, help="share of probability to choose from")
+    group.add_argument("--top-k", type=int, help="number of tokens to choose from; 0: all")
+    group.add_argument("--min-p", type=float, help="least share of the likeliest's probability")
+    group.add_argument(
+        "--repetition-penalty", type=float, help="above 1: fewer tokens of prompt and answer again"
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, default=0.0, help="above 0: fewer tokens of the answer"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, default=0.0, help="the same, for each occurrence"
+    )
+    group.add_argument("--seed", type=int, help="makes sampling repeatable")
+    group.add_argument(
+        "--stop", action="append", default=[], help="end before this text; may be repeated"
+    )
+
+
+def make_sampling_params(arguments: argparse.Namespace, *, n: int = 1) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        n=n,
+        seed=arguments.seed,
+        stop=arguments.stop,
+    )
+
+
+def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
+    for modality, noun in MEDIA_FLAGS.items():
+        command.add_argument(
+            f"--{modality}",
+            action="append",
+            default=[],
+            metavar="FILE|URL",
+            help=f"{noun} {purpose}; may be repeated",
+        )
+
+
+def read_media(source: str) -> bytes | str:
+    """A file's bytes; a URL as it is."""
+    if source.startswith(_URL_SCHEMES):
+        return source
+    try:
+        return Path(source).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RequestError(f"{source}: {reason}") from error

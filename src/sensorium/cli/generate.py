@@ -1,0 +1,54 @@
+"""`sensorium generate`: prompts as they are, batched."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sensorium.cli.flags import (
+    MEDIA_FLAGS,
+    add_loading_flags,
+    add_media_flags,
+    add_sampling_flags,
+    load_llm,
+    make_sampling_params,
+    read_media,
+)
+from sensorium.types.errors import RequestError
+from sensorium.types.prompts import TextPrompt
+
+
+def add_command(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="generate from prompts, in this process",
+        description="Generate from one or more prompts, batched, and print the answers. "
+        "Prompts are taken as they are: no chat template is applied (`sensorium chat` does).",
+    )
+    generate.add_argument("model", help="a directory or a hub id")
+    generate.add_argument(
+        "prompt", nargs="+", help="text, with the model's marker for each media item"
+    )
+    add_media_flags(generate, "for the prompt's markers, in order (one prompt only)")
+    generate.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
+    add_sampling_flags(generate, max_tokens=64)
+    add_loading_flags(generate)
+    generate.set_defaults(run=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    params = make_sampling_params(arguments, n=arguments.n)
+    given = [modality for modality in MEDIA_FLAGS if getattr(arguments, modality)]
+    if given and len(arguments.prompt) > 1:
+        raise RequestError(f"--{given[0]} goes with one prompt only")
+    media = {
+        modality: [read_media(source) for source in getattr(arguments, modality)]
+        for modality in given
+    }
+    prompts: list[TextPrompt] = [
+        {"prompt": text, "multi_modal_data": media} for text in arguments.prompt
+    ]
+    llm = load_llm(arguments)
+    for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+        for completion in output.outputs:
+            print(completion.text)

@@ -1,0 +1,37 @@
+"""`sensorium models`: the families that are known, or what one model takes and needs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_command(commands: Any) -> None:
+    models = commands.add_parser(
+        "models",
+        help="list the model families, or describe one model",
+        description="List the families that are known, with what they take and their limits. "
+        "With a model: what it takes and needs, or why it can't be run; its weights are not read.",
+    )
+    models.add_argument("model", nargs="?", help="a directory or a hub id")
+    models.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
+    models.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the model"
+    )
+    models.set_defaults(run=_show_models)
+
+
+def _show_models(arguments: argparse.Namespace) -> None:
+    from sensorium.engine.catalog import HEADER, OTHERS, describe_model, format_table, get_rows
+    from sensorium.models.checkpoint import blame_checkpoint
+
+    if arguments.model is None:
+        print(format_table(get_rows(), HEADER), OTHERS, sep="\n\n")
+        return
+    with blame_checkpoint(arguments.model):
+        text = describe_model(
+            arguments.model,
+            revision=arguments.revision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    print(text)

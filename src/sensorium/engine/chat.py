@@ -1,0 +1,67 @@
+"""What `LLM.chat` was called with, as conversations that are rendered when their turn comes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from sensorium.render.chat_options import ChatOptions, load_chat_template
+from sensorium.render.renderer import ChatRenderer
+from sensorium.types.prompts import TextPrompt
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatKwargs(TypedDict, total=False):
+    """`chat_template`: a template's text, the path of its file, or the name of one of the model's
+    (default: the model's own), with more variables for it in `chat_template_kwargs` and JSON
+    schemas of functions in `tools`. `add_generation_prompt`: an answer begins (default: yes);
+    `continue_final_message`: the last message goes on instead. The rest goes to the prompt, see
+    `TextPrompt`.
+    """
+
+    chat_template: str | os.PathLike[str] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    media_io_kwargs: Mapping[str, Mapping[str, Any]] | None
+    cache_salt: str | None
+    priority: int
+
+
+_PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A prompt that is still a conversation. `fields` are those that its prompt will have too."""
+
+    messages: object
+    options: ChatOptions
+    fields: TextPrompt
+
+    def render(self, renderer: ChatRenderer) -> TextPrompt:
+        return {**renderer.render(self.messages, self.options), **self.fields}
+
+
+def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
+    """One conversation is a list of messages; anything else is a list of conversations."""
+    unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown option(s): {', '.join(unknown)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    fields: Any = {name: given.pop(name) for name in _PROMPT_FIELDS if name in given}
+    given["chat_template"] = load_chat_template(options.get("chat_template"))
+    chat_options = ChatOptions(**given)  # type: ignore[arg-type]
+    is_many = isinstance(messages, list | tuple) and all(
+        isinstance(entry, list | tuple) for entry in messages
+    )
+    conversations: Sequence[object] = messages if is_many else [messages]
+    return [
+        Chat(messages=conversation, options=chat_options, fields=fields)
+        for conversation in conversations
+    ]

@@ -1,0 +1,82 @@
+"""How a conversation is made into a prompt; names as in vLLM and Transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sensorium.types.errors import RequestError
+
+# What the template gets anyhow.
+_RESERVED = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+        "tokenize",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """`chat_template`: the text of a template, or the name of one of the model's; never a file."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise RequestError("chat_template must be a string")
+        if not isinstance(self.chat_template_kwargs, Mapping):
+            raise RequestError("chat_template_kwargs must be an object")
+        taken = sorted(_RESERVED.intersection(self.chat_template_kwargs))
+        if taken:
+            raise RequestError(f"chat_template_kwargs can't set {', '.join(taken)}")
+        if not all(isinstance(name, str) for name in self.chat_template_kwargs):
+            raise RequestError("chat_template_kwargs must have strings as names")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt=False: "
+                "either the last message goes on, or a new one begins"
+            )
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        if self.tools is None:
+            return
+        if not isinstance(self.tools, list | tuple):
+            raise RequestError(f"tools must be a list, not {type(self.tools).__name__}")
+        for index, tool in enumerate(self.tools):
+            if not isinstance(tool, Mapping):
+                raise RequestError(f"tools[{index}] must be an object, not {type(tool).__name__}")
+
+
+def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
+    """The text of a template that was given as such, or as the path of a file. Only for callers
+    who may read this machine's files.
+    """
+    if chat_template is None:
+        return None
+    text = os.fspath(chat_template)
+    if isinstance(chat_template, str) and any(character in text for character in "{}\n"):
+        return text
+    path = Path(text)
+    if isinstance(chat_template, str) and not path.exists():
+        if path.suffix or len(path.parts) > 1:
+            raise RequestError(f"chat_template: there is no file {text!r}")
+        return text  # the name of one of the model's templates
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"chat_template {text!r} can't be read: {error}") from error

@@ -1,0 +1,136 @@
+"""A model's chat template: what forms of content it takes, found by asking it, and its text for a
+conversation.
+
+Templates are the model's code and run in Transformers' sandbox. They see roles, text and tool
+calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from sensorium.render.chat_options import ChatOptions
+from sensorium.render.media_parts import MediaPart
+from sensorium.render.messages import Content, Message
+from sensorium.types.errors import RequestError
+
+_PROBE = "probe7f3a"
+# What comes before a message of the role when a template is asked about it.
+_BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
+_MAX_ERROR = 300
+_Part = tuple[tuple[str, str], ...]  # a dict that can be a key
+_Form = str | _Part
+
+
+class ChatTemplate:
+    """Owns what was found out about the template, by role and form of content. Safe to use from
+    several threads: the same question has the same answer.
+
+    `markers`: what stands for an item, by modality.
+    """
+
+    def __init__(
+        self, source: str, *, markers: Mapping[str, str], special_tokens: Mapping[str, str]
+    ) -> None:
+        self.source = source
+        self._markers = dict(markers)
+        self._special_tokens = dict(special_tokens)
+        self._answers: dict[tuple[str, _Form], bool] = {}
+
+    def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """The n-th marker of a modality stands for its n-th item."""
+        chat = [self._make_entry(message) for message in messages]
+        try:
+            return self._render(
+                chat,
+                tools=[dict(tool) for tool in options.tools or ()] or None,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.chat_template_kwargs,
+            )
+        except Exception as error:  # a template may raise anything at what it does not expect
+            reason = str(error)[:_MAX_ERROR] or type(error).__name__
+            raise RequestError(f"the chat template refuses this conversation: {reason}") from error
+
+    def _render(self, chat: list[dict[str, Any]], **values: Any) -> str:
+        rendered, _ = render_jinja_template(
+            conversations=[chat],
+            chat_template=self.source,
+            **{**self._special_tokens, **values},
+        )
+        text: str = rendered[0]
+        return text
+
+    def _make_entry(self, message: Message) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and role not in self.source:
+            role = "system"
+        return {"role": role, "content": self._make_content(role, message), **message.fields}
+
+    def _make_content(self, role: str, message: Message) -> str | list[dict[str, str]] | None:
+        content = message.content
+        if content is None:  # naive templates would write the word None
+            return None if "tool_calls" in message.fields and "tool_calls" in self.source else ""
+        if isinstance(content, str) and self._takes(role, "string"):
+            return content
+        if not self._takes(role, "text"):
+            return self._join(content)
+        parts = (content,) if isinstance(content, str) else content
+        return [self._make_part(role, part) for part in parts]
+
+    def _make_part(self, role: str, part: str | MediaPart) -> dict[str, str]:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        for candidate in _make_placeholders(part.modality):
+            if self._takes(role, candidate):
+                return dict(candidate)
+        return {"type": "text", "text": self._markers[part.modality]}
+
+    def _join(self, content: Content) -> str:
+        """As one string, for templates that know no parts; in vLLM's way, but in their order."""
+        if isinstance(content, str):
+            return content
+        return "\n".join(
+            part if isinstance(part, str) else self._markers[part.modality] for part in content
+        )
+
+    def _takes(self, role: str, form: _Form) -> bool:
+        """Whether content in this form comes out as it should: a string, a list with a part of
+        text, or the same with the placeholder of an item before it.
+        """
+        key = role, form
+        if key not in self._answers:
+            self._answers[key] = self._ask(role, form)
+        return self._answers[key]
+
+    def _ask(self, role: str, form: _Form) -> bool:
+        parts = [{"type": "text", "text": _PROBE}]
+        if isinstance(form, tuple):
+            parts.insert(0, dict(form))
+        chat = [self._make_filler(before) for before in _BEFORE.get(role, ())]
+        chat.append({"role": role, "content": _PROBE if form == "string" else parts})
+        if role == "system":
+            chat.append(self._make_filler("user"))
+        try:
+            text = self._render(chat)
+        except Exception:  # whatever a template raises, it does not take this
+            return False
+        if text.count(_PROBE) != 1 or text[: text.index(_PROBE)].endswith(("'", '"')):
+            return False  # left out, or written as a Python or JSON list
+        modality = form[0][1].removesuffix("_url") if isinstance(form, tuple) else None
+        return all(text.count(self._markers[m]) == (m == modality) for m in self._markers)
+
+    def _make_filler(self, role: str) -> dict[str, Any]:
+        if self._takes(role, "string"):
+            return {"role": role, "content": "a"}
+        return {"role": role, "content": [{"type": "text", "text": "a"}]}
+
+
+def _make_placeholders(modality: str) -> tuple[_Part, ...]:
+    """What templates look for: the type, also a key named like it, or OpenAI's type."""
+    kind = ("type", modality)
+    url = f"{modality}_url"
+    return (kind,), (kind, (modality, "")), (("type", url), (url, ""))

@@ -1,0 +1,104 @@
+"""Makes prompts of conversations: the chat template's text, and the media beside it as it came.
+
+Invariants:
+  1. The n-th marker of a modality in the text stands for the n-th item of that modality.
+  2. No marker comes from what somebody wrote: such a text is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.render.chat_options import ChatOptions
+from sensorium.render.chat_template import ChatTemplate
+from sensorium.render.media_parts import MediaPart
+from sensorium.render.messages import Message, get_media, parse_messages
+from sensorium.render.mistral import MistralTemplate
+from sensorium.render.own_templates import find_template
+from sensorium.types.errors import RequestError
+from sensorium.types.prompts import TextPrompt
+
+_MAX_TEMPLATES = 16  # callers may bring their own with every request
+
+
+class ChatRenderer:
+    """Owns the templates that were used last. Safe to use from several threads."""
+
+    def __init__(self, processor: MultiModalProcessor) -> None:
+        self._hf_processor = processor.hf_processor
+        self._tokenizer = processor.tokenizer
+        self._markers = {m: processor.get_marker(m) for m in processor.modalities}
+        self._pattern = re.compile("|".join(map(re.escape, self._markers.values())) or "(?!)")
+        self._special_tokens: Mapping[str, str] = dict(self._tokenizer.special_tokens_map)
+        is_mistral = type(self._tokenizer).__name__ == "MistralCommonBackend"
+        self._mistral = MistralTemplate(self._tokenizer) if is_mistral else None
+        self._get_template = lru_cache(maxsize=_MAX_TEMPLATES)(self._make_template)
+
+    def render(self, messages: object, options: ChatOptions | None = None) -> TextPrompt:
+        """Raises a `RequestError` that names the field, or says what the template doesn't like."""
+        options = options or ChatOptions()
+        parsed = parse_messages(messages)
+        media = get_media(parsed)
+        self._check_modalities(media)
+        if self._mistral is not None:
+            prompt: TextPrompt = {"prompt_token_ids": self._mistral.render(parsed, options)}
+        else:
+            self._check_no_markers(parsed)
+            source = find_template(self._hf_processor, self._tokenizer, options, media.keys())
+            text = self._get_template(source).render(parsed, options)
+            self._check_counts(text, media)
+            prompt = {"prompt": text, "add_special_tokens": self._needs_special_tokens(text)}
+        if media:
+            prompt["multi_modal_data"] = {m: [part.item for part in media[m]] for m in media}
+        if any(part.uuid is not None for parts in media.values() for part in parts):
+            prompt["multi_modal_uuids"] = {m: [part.uuid for part in media[m]] for m in media}
+        return prompt
+
+    def _make_template(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, markers=self._markers, special_tokens=self._special_tokens)
+
+    def _needs_special_tokens(self, text: str) -> bool:
+        """As Transformers does: tokenizers never add any to a chat, processors do where the
+        template has not written the first one.
+        """
+        bos: Any = self._tokenizer.bos_token
+        return self._hf_processor is not None and not (bos and text.startswith(bos))
+
+    def _check_modalities(self, media: Mapping[str, Sequence[MediaPart]]) -> None:
+        for modality in media:
+            if modality not in self._markers:
+                takes = ", ".join(self._markers) or "text only"
+                raise RequestError(f"this model takes no {modality} (it takes: {takes})")
+
+    def _check_no_markers(self, messages: Sequence[Message]) -> None:
+        for index, message in enumerate(messages):
+            content = message.content
+            path = f"messages[{index}].content"
+            if isinstance(content, str):
+                self._check_text(content, path)
+                continue
+            for part_index, part in enumerate(content or ()):
+                if isinstance(part, str):
+                    self._check_text(part, f"{path}[{part_index}].text")
+
+    def _check_text(self, text: str, path: str) -> None:
+        found = self._pattern.search(text)
+        if found is not None:
+            raise RequestError(
+                f"{path} holds {found.group()!r}, which stands for media in this model's prompts: "
+                "media goes into parts of its own"
+            )
+
+    def _check_counts(self, text: str, media: Mapping[str, Sequence[MediaPart]]) -> None:
+        found = self._pattern.findall(text)
+        for modality, marker in self._markers.items():
+            num_markers, num_items = found.count(marker), len(media.get(modality, ()))
+            if num_markers != num_items:
+                raise RequestError(
+                    f"the chat template wrote {num_markers} {marker!r} for {num_items} "
+                    f"{modality} item(s)"
+                )
