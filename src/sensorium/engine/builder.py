@@ -17,13 +17,15 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config, resolve_limits
 from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.media_options import MediaOptions
 from sensorium.engine.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.payload_store import PayloadStore
+from sensorium.engine.perception import Perception, build_caches, build_perception
 from sensorium.engine.trial import run_trial
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import find_checkpoint, find_weights
+from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
 from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults
 from sensorium.models.loading import (
@@ -34,6 +36,7 @@ from sensorium.models.loading import (
     resolve_dtype,
 )
 from sensorium.models.safetensors_header import get_num_weight_bytes
+from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.worker.kv_cache import KVCache
@@ -49,6 +52,7 @@ class Engine:
     core: EngineCore
     config: EngineConfig
     processor: MultiModalProcessor
+    perception: Perception
     defaults: GenerationDefaults
 
 
@@ -58,6 +62,7 @@ def build_engine(
     dtype: str,
     device: str,
     options: EngineOptions,
+    media: MediaOptions,
     revision: str | None = None,
     trust_remote_code: bool = False,
     use_tqdm_on_load: bool = True,
@@ -88,23 +93,36 @@ def build_engine(
         trust_remote_code=trust_remote_code,
         use_tqdm=use_tqdm_on_load,
     )
+    caches = build_caches(media)
     core, config = build_engine_core(
         adapter,
         options,
+        receiver=caches.receiver,
         limits=limits,
         memory=memory,
         # Weights that lie in memory as pages of their files still count as free.
         most_bytes=free_bytes - memory.weights_bytes,
     )
-    processor = MultiModalProcessor(directory, hf_config, trust_remote_code=trust_remote_code)
+    processor = MultiModalProcessor(
+        directory, hf_config, limits=media.get_limits(), trust_remote_code=trust_remote_code
+    )
+    perception = build_perception(
+        media,
+        caches,
+        processor,
+        directory=directory,
+        model_revision=get_revision(checkpoint),
+        trust_remote_code=trust_remote_code,
+    )
     if hf_config.model_type not in ADAPTERS:
-        core = _try_model(core, config, adapter, processor)
+        core = _try_model(core, config, adapter, processor, perception)
     logger.info("model %s on %s, %s: %s", model, torch_device, torch_dtype, config)
     logger.info("memory on %s: %s", torch_device, config.memory)
     return Engine(
         core=core,
         config=config,
         processor=processor,
+        perception=perception,
         defaults=get_generation_defaults(adapter.model),
     )
 
@@ -132,6 +150,7 @@ def build_engine_core(
     adapter: ModelAdapter,
     options: EngineOptions,
     *,
+    receiver: ReceiverCache,
     limits: Limits,
     memory: MemoryPlan,
     most_bytes: int,
@@ -157,7 +176,7 @@ def build_engine_core(
         memory=memory,
         free_bytes=min(most_bytes, get_free_bytes(adapter.device, options.gpu_memory_utilization)),
     )
-    payloads = PayloadStore()
+    payloads = PayloadStore(receiver)
     runner = ModelRunner(
         adapter,
         kv_cache=KVCache(
@@ -189,10 +208,19 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
 
 
 def _try_model(
-    core: EngineCore, config: EngineConfig, adapter: ModelAdapter, processor: MultiModalProcessor
+    core: EngineCore,
+    config: EngineConfig,
+    adapter: ModelAdapter,
+    processor: MultiModalProcessor,
+    perception: Perception,
 ) -> EngineCore:
     """A core like this one, without a trace of the trial in its books."""
-    run_trial(core, adapter, processor)
+    try:
+        run_trial(core, adapter, processor, perception.readonly)
+    except BaseException:
+        perception.close()
+        raise
+    perception.readonly.cache.clear_cache()
     core.scheduler.encoder_cache.clear_cache()
     core.step()  # the worker drops what is no longer there
     return EngineCore(_make_scheduler(config), core.runner, core.payloads)

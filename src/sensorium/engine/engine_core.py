@@ -41,9 +41,7 @@ class EngineCore:
     def has_requests(self) -> bool:
         return self.scheduler.has_requests
 
-    def add_request(
-        self, request: EngineCoreRequest, transfer: Transfer
-    ) -> MissingItems | None:
+    def add_request(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Accept a request with the media that its transfer leads to; or say what has to be sent,
         or raise a `RequestError`. A transfer is applied to the cache whatever becomes of it.
         """

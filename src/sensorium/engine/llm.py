@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from itertools import count
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from tqdm import tqdm
@@ -16,19 +16,20 @@ from tqdm import tqdm
 from sensorium.engine.builder import build_engine
 from sensorium.engine.chat import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.config import EngineOptions
-from sensorium.engine.input_processor import InputProcessor
+from sensorium.engine.delivery import Delivery
+from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
+from sensorium.engine.media_options import MediaKwargs, make_media_options
 from sensorium.engine.output_processor import OutputProcessor
 from sensorium.engine.prompt_batch import as_params, as_prompts
+from sensorium.engine.run import Run
 from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
+from sensorium.types.errors import ModelError, RequestError, SensoriumError
+from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
-from sensorium.types.request import FinishReason
+from sensorium.types.request import EngineCoreOutput, FinishReason
 from sensorium.types.sampling import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -57,6 +58,13 @@ class LLM:
       a model that does not fit is refused before it is loaded, with the figures;
     - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
+
+    Of media, see `MediaOptions`: `mm_processor_cache_gb` (4; 0 is off) and
+    `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
+    `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
+    `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
+    `media_limits` for where media may come from and what it may cost. `close` ends processes and
+    threads; `with LLM(...) as llm` does too.
     """
 
     def __init__(
@@ -82,7 +90,9 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         use_tqdm_on_load: bool = True,
         seed: int = 0,
+        **media: Unpack[MediaKwargs],
     ) -> None:
+        media_options = make_media_options(media)
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -105,20 +115,39 @@ class LLM:
                 dtype=str(dtype).removeprefix("torch."),
                 device=str(device),
                 options=options,
+                media=media_options,
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 use_tqdm_on_load=use_tqdm_on_load,
             )
         self.config = engine.config
         self.core = engine.core
+        self.perception = engine.perception
         self.input_processor = InputProcessor(
             engine.processor,
+            perceiver=engine.perception.perceiver,
+            readonly=engine.perception.readonly,
             defaults=engine.defaults,
             limit_mm_per_prompt=options.limit_mm_per_prompt,
+            mm_processor_kwargs=media_options.mm_processor_kwargs,
+            media_io_kwargs=media_options.media_io_kwargs,
             seed=seed,
         )
+        self._sender = engine.perception.caches.sender
+        self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
+        self._num_threads = media_options.mm_processor_pool_size
         self._outputs, self._siblings = OutputProcessor(engine.processor.tokenizer), Siblings()
         self._ids = count()
+
+    def close(self) -> None:
+        """End the processes and threads that perceive; nothing can be generated afterwards."""
+        self.perception.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def get_tokenizer(self) -> Any:
         return self.input_processor.processor.tokenizer
@@ -167,7 +196,8 @@ class LLM:
         request that fails later raises its `RequestError`. Closing the iterator ends the request.
         """
         (params,) = as_params(sampling_params, 1)
-        request_id = self._add(prompt, params, is_streamed=True)
+        processed = self._make_ready(prompt, params)()
+        request_id = self._start(processed, is_streamed=True)
         news = self._streams[request_id]
         try:
             is_ended = False
@@ -213,12 +243,12 @@ class LLM:
         return_errors: bool,
     ) -> list[RequestOutput]:
         params = as_params(sampling_params, len(entries))
-        run = _Run(self, entries, params)
+        run = Run(self, entries, params, num_threads=self._num_threads)
         try:
             with tqdm(total=len(entries), disable=not use_tqdm, unit="req", desc="generate") as bar:
                 outputs = run.finish(bar)
         finally:
-            run.abort_rest()
+            run.close()
         failed = [(index, output) for index, output in enumerate(outputs) if output.error]
         if failed and not return_errors:
             index, output = failed[0]
@@ -229,24 +259,47 @@ class LLM:
             raise error from output.error
         return outputs
 
-    def _add(
-        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
-    ) -> str:
+    def _make_ready(
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        cancelled: Future[None] | None = None,
+    ) -> Callable[[], ProcessedRequest]:
+        """What turns a prompt into a request, in any thread. Ids and seeds are given out now, in
+        the order of the prompts.
+        """
+        request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
+
+        def make_ready() -> ProcessedRequest:
+            entry = prompt.render(self.renderer) if isinstance(prompt, Chat) else prompt
+            return self.input_processor.process(
+                request_id, entry, params, seed=seed, cancelled=cancelled
+            )
+
+        return make_ready
+
+    def _start(self, processed: ProcessedRequest, *, is_streamed: bool = False) -> str:
         """Start one request; its id."""
-        request_id = f"request-{next(self._ids)}"
-        if isinstance(prompt, Chat):
-            prompt = prompt.render(self.renderer)
-        processed = self.input_processor.process(request_id, prompt, params)
-        self._outputs.add_request(processed.request, processed.prompt, is_streamed=is_streamed)
+        request, items = processed.request, processed.items
+        request_id = request.request_id
+        self._outputs.add_request(request, processed.prompt, is_streamed=is_streamed)
         if is_streamed:
             self._streams[request_id] = deque()
         try:
-            first = self._siblings.add(processed.request, processed.payloads)
-            self.core.add_request(first, processed.payloads)
+            first = self._siblings.add(request, items)
+            reports = self._delivery.deliver(first, items)
+            self._outputs.add_reports(request_id, reports)
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._abort((request_id,))
             raise
+        finally:
+            self._release(processed)
         return request_id
+
+    def _release(self, processed: ProcessedRequest) -> None:
+        """Its media may be evicted again."""
+        self._sender.release([item.handle for item in processed.items])
 
     def _is_alive(self, request_id: str) -> bool:
         child_ids = self._outputs.get_child_ids((request_id,))
@@ -256,12 +309,28 @@ class LLM:
         """Compute one step; the requests that ended with it. News of streams go to these."""
         news = self.core.step()
         finished, stopped = self._outputs.process(news)
+        self.core.abort_requests(stopped)
+        finished += self._start_siblings(news)
         for delta in self._outputs.take_deltas():
             self._streams[delta.request_id].append(delta)
-        self.core.abort_requests(stopped)
-        for child, payloads in self._siblings.take_ready(news):
-            self.core.add_request(child, payloads)
         return finished
+
+    def _start_siblings(self, news: Sequence[EngineCoreOutput]) -> list[RequestOutput]:
+        """The requests that failed at it."""
+        failed: list[RequestOutput] = []
+        for child, items in self._siblings.take_ready(news):
+            try:
+                self._delivery.deliver(child, items)
+            except SensoriumError as error:
+                end = EngineCoreOutput(
+                    request_id=child.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=str(error),
+                )
+                ended, stopped = self._outputs.process([end])
+                self.core.abort_requests(stopped)
+                failed += ended
+        return failed
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """By the callers' ids, or the core's."""
@@ -271,57 +340,6 @@ class LLM:
         self._outputs.forget(request_ids)
         for request_id in request_ids:
             self._streams.pop(request_id, None)
-
-
-class _Run:
-    """One call of `generate`: feeds prompts as the engine takes them, so that media is not
-    processed far ahead.
-    """
-
-    def __init__(
-        self, llm: LLM, prompts: Sequence[Prompt | Chat], params: Sequence[SamplingParams]
-    ) -> None:
-        self._llm = llm
-        self._todo = list(zip(range(len(prompts)), prompts, params, strict=True))[::-1]
-        self._outputs: list[RequestOutput | None] = [None] * len(prompts)
-        self._index_of: dict[str, int] = {}  # requests in flight
-        self._max_in_flight = 2 * llm.config.limits.max_num_seqs
-
-    def finish(self, bar: tqdm[Any]) -> list[RequestOutput]:
-        num_tokens = 0
-        while self._todo or self._index_of:
-            self._feed(bar)
-            for output in self._llm._step() if self._llm.core.has_requests else ():
-                self._outputs[self._index_of.pop(output.request_id)] = output
-                num_tokens += sum(len(entry.token_ids) for entry in output.outputs)
-                bar.update()
-                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
-        return [output for output in self._outputs if output is not None]
-
-    def _feed(self, bar: tqdm[Any]) -> None:
-        while self._todo and len(self._llm.core.scheduler.requests) < self._max_in_flight:
-            index, prompt, params = self._todo.pop()
-            try:
-                self._index_of[self._llm._add(prompt, params)] = index
-            except RequestError as error:
-                self._refuse(index, prompt, error)
-                bar.update()
-            except Exception as error:
-                # Our bug; the boundary at which one prompt fails and its neighbours don't.
-                logger.exception("prompt %d could not be started", index)
-                reason = f"internal error: {type(error).__name__}: {error}"
-                self._refuse(index, prompt, RequestError(reason))
-                bar.update()
-
-    def _refuse(self, index: int, prompt: Prompt | Chat, error: RequestError) -> None:
-        self._outputs[index] = _make_error_output(index, prompt, error)
-
-    def abort_rest(self) -> None:
-        """After an interruption: leave nothing running but streams that others read."""
-        llm = self._llm
-        kept = {*llm._streams, *llm._outputs.get_child_ids(llm._streams)}
-        request_ids = (*llm._outputs.request_ids, *llm.core.scheduler.requests)
-        llm._abort([request_id for request_id in request_ids if request_id not in kept])
 
 
 def _as_text(model: object) -> str:
@@ -334,16 +352,3 @@ def _check_error(output: RequestOutput) -> None:
     if output.error is not None:
         output.error.outputs = (output,)
         raise output.error
-
-
-def _make_error_output(index: int, prompt: Prompt | Chat, error: RequestError) -> RequestOutput:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    completion = CompletionOutput(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR)
-    return RequestOutput(
-        request_id=f"refused-{index}",
-        prompt=text if isinstance(text, str) else None,
-        prompt_token_ids=(),
-        outputs=(completion,),
-        finished=True,
-        error=error,
-    )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.hasher import ALGORITHMS, DEFAULT_ALGORITHM
@@ -90,6 +90,28 @@ class MediaOptions:
         if self.allowed_local_media_path is not None:
             limits = replace(limits, allowed_local_path=Path(self.allowed_local_media_path))
         return limits
+
+
+class MediaKwargs(TypedDict, total=False):
+    """The fields of `MediaOptions`, for callers."""
+
+    mm_processor_cache_gb: float
+    mm_processor_cache_type: str
+    mm_shm_cache_max_object_size_mb: int
+    mm_processor_pool_size: int
+    mm_hasher_algorithm: str
+    mm_processor_kwargs: Mapping[str, Any]
+    media_io_kwargs: Mapping[str, Mapping[str, Any]]
+    allowed_local_media_path: str | os.PathLike[str] | None
+    allowed_media_domains: Sequence[str]
+    media_limits: MediaLimits
+
+
+def make_media_options(given: MediaKwargs) -> MediaOptions:
+    unknown = sorted(set(given) - set(MediaKwargs.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown option(s): {', '.join(unknown)}")
+    return MediaOptions(**given)
 
 
 def _is_number(value: object) -> bool:

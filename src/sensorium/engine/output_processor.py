@@ -13,7 +13,7 @@ from typing import Any
 from sensorium.engine.completion import Completion, make_logprobs
 from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import RequestError
-from sensorium.types.outputs import Logprob, RequestDelta, RequestOutput
+from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
 
@@ -26,6 +26,7 @@ class _RequestState:
     completions: dict[str, Completion]
     is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    mm_items: tuple[MediaItemReport, ...] = ()
     final: RequestOutput | None = None
 
 
@@ -48,6 +49,10 @@ class OutputProcessor:
         state = _RequestState(request, prompt, completions, is_streamed)
         self._states[request.request_id] = state
         self._owners |= dict.fromkeys(completions, state)
+
+    def add_reports(self, request_id: str, mm_items: tuple[MediaItemReport, ...]) -> None:
+        """How the request's media came to the core, once that is known."""
+        self._states[request_id].mm_items = mm_items
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -124,6 +129,7 @@ class OutputProcessor:
             prompt_logprobs=self._make_prompt_logprobs(state),
             num_cached_tokens=0 if first is None else first.num_cached_tokens,
             num_encoder_hits=0 if first is None else first.num_encoder_hits,
+            mm_items=state.mm_items,
             error=RequestError(last.error or "the request failed") if is_error else None,
         )
 

@@ -2,19 +2,19 @@
 
 The first child starts alone; the others start with its first token. By then its prompt is in the
 prefix cache and its media in the encoder cache, so that they cost a prompt's last tokens only.
-Owns the children that have not started, and their tensors.
+Owns the children that have not started, with what leads to their media.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-Payloads = Mapping[str, MultiModalKwargsItem]
+Items = Sequence[PerceivedItem]
 
 
 def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
@@ -49,24 +49,22 @@ def _derive_seed(seed: int | None, index: int) -> int:
 
 class Siblings:
     def __init__(self) -> None:
-        self._waiting: dict[str, tuple[tuple[EngineCoreRequest, ...], Payloads]] = {}
+        self._waiting: dict[str, tuple[tuple[EngineCoreRequest, ...], Items]] = {}
 
-    def add(self, request: EngineCoreRequest, payloads: Payloads) -> EngineCoreRequest:
+    def add(self, request: EngineCoreRequest, items: Items) -> EngineCoreRequest:
         """The child to start at once; the others are kept."""
         first, *rest = make_children(request)
         if rest:
-            self._waiting[first.request_id] = tuple(rest), payloads
+            self._waiting[first.request_id] = tuple(rest), items
         return first
 
-    def take_ready(
-        self, news: Iterable[EngineCoreOutput]
-    ) -> list[tuple[EngineCoreRequest, Payloads]]:
+    def take_ready(self, news: Iterable[EngineCoreOutput]) -> list[tuple[EngineCoreRequest, Items]]:
         """The children to start after the core's news."""
-        ready: list[tuple[EngineCoreRequest, Payloads]] = []
+        ready: list[tuple[EngineCoreRequest, Items]] = []
         for output in news if self._waiting else ():
             if output.new_token_ids:
-                rest, payloads = self._waiting.pop(output.request_id, ((), {}))
-                ready.extend((child, payloads) for child in rest)
+                rest, items = self._waiting.pop(output.request_id, ((), ()))
+                ready.extend((child, items) for child in rest)
             elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self.drop((output.request_id,))
         return ready

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import torch
 
 from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.models.adapter import ModelAdapter
+from sensorium.multimodal.dummy_media import make_dummy_media
+from sensorium.multimodal.perceiver import Perceiver
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import ModelError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams
+from sensorium.types.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 _TEXT = "What is this? Look and listen, then say it in a few words."
@@ -28,13 +30,17 @@ _PARAMS = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, i
 _TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
-def run_trial(core: EngineCore, adapter: ModelAdapter, processor: MultiModalProcessor) -> None:
-    """A `ModelError` if the model alone says something else than the engine."""
+def run_trial(
+    core: EngineCore, adapter: ModelAdapter, processor: MultiModalProcessor, perceiver: Perceiver
+) -> None:
+    """A `ModelError` if the model alone says something else than the engine. `perceiver` must give
+    tensors: one that leads to no core.
+    """
     name = type(adapter.model).__name__
     for modality in (None, *processor.modalities):
         subject = "text" if modality is None else f"text with {modality}"
         try:
-            difference = _compare(core, adapter, processor, modality)
+            difference = _compare(core, adapter, processor, perceiver, modality)
         except Exception as error:  # a model that is not known may raise anything
             reason = f"a trial of {subject} failed: {error}"
             raise ModelError(f"{name} can't be run: {reason}") from error
@@ -48,19 +54,28 @@ def run_trial(core: EngineCore, adapter: ModelAdapter, processor: MultiModalProc
 
 
 def _compare(
-    core: EngineCore, adapter: ModelAdapter, processor: MultiModalProcessor, modality: str | None
+    core: EngineCore,
+    adapter: ModelAdapter,
+    processor: MultiModalProcessor,
+    perceiver: Perceiver,
+    modality: str | None,
 ) -> float:
     """The largest difference among the likeliest next tokens."""
-    media = None if modality is None else _make_media(modality, processor.sampling_rate or 0)
+    media = None if modality is None else make_dummy_media(modality, processor.sampling_rate or 0)
     text = processor.make_trial_text(modality, _TEXT)
     prompt: Prompt = {"prompt": text}
     if modality is not None:
         prompt = {"prompt": text, "multi_modal_data": {modality: [media]}}
     inputs = InputProcessor(
-        processor, defaults=GenerationDefaults(), limit_mm_per_prompt={}, seed=0
+        processor,
+        perceiver=perceiver,
+        defaults=GenerationDefaults(),
+        limit_mm_per_prompt={},
+        seed=0,
     )
     processed = inputs.process(f"trial-{modality}", prompt, _PARAMS)
-    core.add_request(processed.request, processed.payloads)
+    tensors = {item.handle.mm_hash: item.handle.kwargs or {} for item in processed.items}
+    core.add_request(processed.request, Transfer(payloads=tensors))
     while core.has_requests:
         for output in core.step():
             if output.error is not None:
@@ -73,11 +88,3 @@ def _compare(
     expected = theirs[list(ours.top_token_ids)].tolist()
     pairs = zip(ours.top_logprobs, expected, strict=True)
     return float(max(abs(mine - other) for mine, other in pairs))
-
-
-def _make_media(modality: str, sampling_rate: int) -> object:
-    generator = np.random.default_rng(0)
-    if modality == "audio":
-        return (0.1 * generator.standard_normal(sampling_rate)).astype(np.float32)
-    shape = (112, 168, 3) if modality == "image" else (4, 112, 168, 3)
-    return generator.integers(0, 256, shape, dtype=np.uint8)

@@ -7,6 +7,7 @@ hub tells in many ways is told here in one sentence.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,16 @@ def find_checkpoint(
         raise ModelError(f"there is no directory {model!r}")
     patterns = _SMALL_FILES + (_CODE_FILES if trust_remote_code else ())
     return _fetch(model, revision=revision, patterns=patterns, use_tqdm=use_tqdm)
+
+
+def get_revision(directory: Path) -> str:
+    """What tells this checkpoint from others of its name: the commit of a snapshot, or a digest of
+    a directory's config.
+    """
+    if directory.parent.name == "snapshots":
+        return directory.name
+    config = directory / "config.json"
+    return hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
 
 
 def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:

@@ -81,9 +81,7 @@ class MediaHasher:
 
 def _get_constructor(algorithm: str) -> Callable[[], Any]:
     if algorithm not in ALGORITHMS:
-        raise ModelError(
-            f"unknown mm_hasher_algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}"
-        )
+        raise ModelError(f"unknown mm_hasher_algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
     if algorithm == "blake3":
         from blake3 import blake3
 

@@ -59,6 +59,4 @@ class PoolBackend:
                 layout=decoded.layout,
             )
 
-        return self._pool.submit(
-            message, blocks, deadline_s=self._deadline_s, on_reply=as_result
-        )
+        return self._pool.submit(message, blocks, deadline_s=self._deadline_s, on_reply=as_result)

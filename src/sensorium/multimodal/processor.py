@@ -67,9 +67,7 @@ class MultiModalProcessor:
         kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
         groups = [] if kinds is None else list(kinds.__annotations__.values())
         groups += [getattr(part, "valid_kwargs", None) for part in self._get_parts()]
-        return frozenset(
-            name for group in groups for name in getattr(group, "__annotations__", ())
-        )
+        return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
     def get_option_default(self, path: str) -> float | None:
         """A number among the processor's own settings, e.g. of `size.longest_edge`: the largest,

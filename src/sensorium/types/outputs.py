@@ -34,12 +34,24 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaItemReport:
+    """Which caches served an item: `is_processor_hit`: it was not processed for this request;
+    `transfer`: what went to the core, "tensors", "shared" (a place in shared memory) or "none".
+    """
+
+    modality: str
+    mm_hash: str
+    is_processor_hit: bool
+    transfer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A request and what came of it: `n` completions, in the order of their indices.
 
     `prompt_logprobs`: `None` for the first token of the prompt, which nothing predicts, then as in
     a completion. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
-    items whose encoder output was there already.
+    items whose encoder output was there already, `mm_items` says of each item how it came there.
     """
 
     request_id: str
@@ -50,6 +62,7 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
+    mm_items: tuple[MediaItemReport, ...] = ()
     error: RequestError | None = None
 
 
