@@ -14,7 +14,7 @@ from typing import Any
 from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import as_layout, check_hash, read_items
 from sensorium.multimodal.item_spec import ItemSpecs
-from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processor import MultiModalProcessor

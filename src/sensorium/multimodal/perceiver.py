@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
 from sensorium.multimodal.hasher import MediaHasher
@@ -48,7 +48,7 @@ class PerceivedItem:
     handle: ItemHandle
     label: str
     origin: MediaItem | None = None
-    options: PerceptionOptions = PerceptionOptions()
+    options: PerceptionOptions = field(default_factory=PerceptionOptions)
     brought: ProcessedItem | None = None
 
 
