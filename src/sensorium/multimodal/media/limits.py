@@ -16,7 +16,8 @@ class MediaLimits:
     frame. `max_frames`, `max_video_pixels`: that are kept of a video, after sampling.
     `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an item, from the first
     look-up to the last byte. `process_deadline_s`: for decoding and processing it.
-    `allowed_domains`: the only hosts that may be asked; none named means any public one.
+    `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
+    `*.example.com`: all below it); none named means any public one.
     `allowed_local_path`: files below it may be read. `allow_private_addresses`: loopback, private
     and link-local networks may be asked.
     """

@@ -1,0 +1,350 @@
+"""Pictures from hosts as they should be: what is sent, what is kept, and what is fetched once."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+
+from sensorium.multimodal.media.loader import MediaLoader
+from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.types.errors import MediaFetchError
+from tests.integration.media_hosts import PUBLIC, WAIT_S, MediaServer, Network, Visit, reply
+
+HOST = "media.example"
+URL = f"http://{HOST}/"
+NOW = 1_800_000_000.0
+
+
+class Clock:
+    now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def server() -> Iterator[MediaServer]:
+    server = MediaServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def network(server: MediaServer) -> Network:
+    return Network(server, {HOST: [[PUBLIC]]})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loader(network: Network, clock: Clock) -> Iterator[MediaLoader]:
+    loader = network.loader(clock=clock, deadline_s=WAIT_S)
+    yield loader
+    loader.close()
+
+
+def head_of(visit: Visit) -> dict[str, str]:
+    lines = visit.head.decode().split("\r\n")
+    return dict(line.split(": ", 1) for line in lines[1:] if line) | {"": lines[0]}
+
+
+def test_a_request_says_no_more_than_it_must(
+    server: MediaServer,
+    network: Network,
+    loader: MediaLoader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    server.on("/cat.png?size=1&name=%C3%A4", reply(200, b"picture", Set_Cookie="a=b"))
+    for _ in range(2):
+        loader.load("http://Media.Example.:8080/cat.png?size=1&name=ä#part", "image")
+    assert network.connected == [(PUBLIC, 8080)] * 2
+    assert head_of(server.visits[1]) == {
+        "": "GET /cat.png?size=1&name=%C3%A4 HTTP/1.1",
+        "Host": "media.example:8080",
+        "User-Agent": "sensorium",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content_type", "modality", "is_taken"),
+    [
+        ("image/png", "image", True),
+        ("IMAGE/WebP ; x=y", "image", True),
+        ("", "image", True),
+        ("application/octet-stream", "image", True),
+        ("binary/octet-stream", "video", True),
+        ("video/mp4", "video", True),
+        ("image/gif", "video", True),
+        ("audio/mpeg", "audio", True),
+        ("application/ogg", "audio", True),
+        ("video/webm", "audio", True),
+        ("video/mp4", "image", False),
+        ("audio/mpeg", "video", False),
+        ("image/png", "audio", False),
+        ("application/pdf", "image", False),
+    ],
+)
+def test_types_are_taken_by_modality(
+    server: MediaServer, loader: MediaLoader, content_type: str, modality: str, is_taken: bool
+) -> None:
+    server.on("/", reply(200, b"picture", Content_Type=content_type))
+    if is_taken:
+        assert loader.load(URL, modality).data == b"picture"
+    else:
+        with pytest.raises(MediaFetchError, match=f"not for {modality}"):
+            loader.load(URL, modality)
+
+
+def test_a_fresh_answer_is_reused_until_it_is_stale(
+    server: MediaServer, loader: MediaLoader, clock: Clock
+) -> None:
+    server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
+    first = loader.load(URL, "image")
+    clock.now += 59
+    assert loader.load(URL + "#elsewhere", "image") is first
+    clock.now += 2
+    assert loader.load(URL, "image") is not first
+    statistics = loader.statistics()
+    assert (statistics.num_fetches, statistics.num_response_cache_hits) == (2, 1)
+    assert statistics.num_bytes == 14
+
+
+def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: MediaLoader) -> None:
+    server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
+    loader.load(URL, "image")
+    with pytest.raises(MediaFetchError, match="not for audio"):
+        loader.load(URL, "audio")
+    assert len(server.visits) == 1
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"ETag": '"v1"'},
+        {"ETag": 'W/"v1"', "Cache_Control": "no-cache, max-age=60"},
+        {"Last_Modified": formatdate(NOW, usegmt=True)},
+    ],
+)
+def test_a_confirmed_answer_is_the_same_object(
+    server: MediaServer, loader: MediaLoader, headers: dict[str, str]
+) -> None:
+    server.on("/", reply(200, b"picture", **headers))
+    first = loader.load(URL, "image")
+    first.digest = "known"
+    server.on("/", reply(304, Content_Type="", Content_Length=""))
+    assert loader.load(URL, "image") is first
+    asked = head_of(server.visits[1])
+    assert asked.get("If-None-Match") == headers.get("ETag")
+    assert asked.get("If-Modified-Since") == headers.get("Last_Modified")
+    assert loader.statistics().num_revalidations == 1
+    assert loader.statistics().num_bytes == 7
+
+
+def test_a_confirmation_makes_it_fresh_again(
+    server: MediaServer, loader: MediaLoader, clock: Clock
+) -> None:
+    server.on("/", reply(200, b"picture", ETag='"v1"', Cache_Control="max-age=60", Age="59"))
+    loader.load(URL, "image")
+    clock.now += 2
+    server.on("/", reply(304, Content_Length=""))
+    loader.load(URL, "image")
+    clock.now += 50
+    loader.load(URL, "image")
+    assert len(server.visits) == 2
+
+
+def test_a_changed_answer_replaces_the_old_one(server: MediaServer, loader: MediaLoader) -> None:
+    server.on("/", reply(200, b"picture", ETag='"v1"'))
+    loader.load(URL, "image")
+    server.on("/", reply(200, b"another", ETag='"v2"'))
+    assert loader.load(URL, "image").data == b"another"
+    server.on("/", reply(304, Content_Length=""))
+    assert loader.load(URL, "image").data == b"another"
+    assert head_of(server.visits[2])["If-None-Match"] == '"v2"'
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Cache_Control": "no-store, max-age=60", "ETag": '"v1"'},
+        {"Cache_Control": "private, max-age=60", "ETag": '"v1"'},
+        {"Cache_Control": "max-age=60", "ETag": '"v1"', "Vary": "*"},
+        {"Cache_Control": "max-age=0"},
+        {"Cache_Control": "no-cache"},
+    ],
+)
+def test_what_may_not_be_kept_is_asked_for_again(
+    server: MediaServer, loader: MediaLoader, headers: dict[str, str]
+) -> None:
+    server.on("/", reply(200, b"picture", **headers))
+    for _ in range(2):
+        loader.load(URL, "image")
+    assert len(server.visits) == 2
+    assert "If-None-Match" not in head_of(server.visits[1])
+
+
+def test_a_redirect_is_asked_again_but_its_target_is_kept(
+    server: MediaServer, loader: MediaLoader
+) -> None:
+    server.on("/", reply(302, Location="/target", Cache_Control="max-age=60"))
+    server.on("/target", reply(200, b"picture", Cache_Control="max-age=60"))
+    assert loader.load(URL, "image") is loader.load(URL, "image")
+    assert [visit.head.split()[1] for visit in server.visits] == [b"/", b"/target", b"/"]
+
+
+def test_an_answer_above_the_capacity_is_not_kept(server: MediaServer, network: Network) -> None:
+    server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
+    loader = network.loader(response_cache_bytes=10)
+    for _ in range(2):
+        loader.load(URL, "image")
+    assert len(server.visits) == 2
+    loader.close()
+
+
+def load_in_threads(loader: MediaLoader, num_threads: int) -> list[object]:
+    results: list[object] = []
+
+    def load() -> None:
+        try:
+            results.append(loader.load(URL, "image"))
+        except MediaFetchError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=load) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return results
+
+
+def wait_a_bit_then(answer: Callable[[Visit], None]) -> Callable[[Visit], None]:
+    return lambda visit: (visit.stopping.wait(0.3), answer(visit))[1]
+
+
+def test_who_asks_at_the_same_time_shares_one_fetch(
+    server: MediaServer, loader: MediaLoader
+) -> None:
+    server.on("/", wait_a_bit_then(reply(200, b"picture")))
+    results = load_in_threads(loader, 8)
+    assert len(server.visits) == 1
+    assert len(results) == 8
+    assert all(result is results[0] for result in results)
+    loader.load(URL, "image")
+    assert len(server.visits) == 2
+
+
+def test_who_asks_at_the_same_time_shares_a_refusal_too(
+    server: MediaServer, loader: MediaLoader
+) -> None:
+    server.on("/", wait_a_bit_then(reply(404)))
+    results = load_in_threads(loader, 4)
+    assert len(server.visits) == 1
+    assert len(set(map(id, results))) == 4
+    assert {str(result) for result in results} == {
+        "media from media.example: the host answered with status 404"
+    }
+    assert loader.statistics().refusals == {"status": 4}
+
+
+def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
+    server: MediaServer, network: Network
+) -> None:
+    loader = network.loader(deadline_s=0.6)
+    server.on("/", lambda visit: visit.drip([b"x"], 1000))
+    early = threading.Thread(target=load_in_threads, args=(loader, 1))
+    early.start()
+    time.sleep(0.3)
+    server.on("/", reply(200, b"picture"))
+    assert loader.load(URL, "image").data == b"picture"
+    early.join(WAIT_S)
+    loader.close()
+
+
+def test_items_of_one_call_are_loaded_side_by_side(
+    server: MediaServer, loader: MediaLoader
+) -> None:
+    """Each answer waits until all three have been asked for."""
+    meeting = threading.Barrier(3, timeout=WAIT_S)
+
+    def answer(visit: Visit) -> None:
+        meeting.wait()
+        reply(200, visit.head.split()[1])(visit)
+
+    for name in "abc":
+        server.on(f"/{name}", answer)
+    items = [(URL + name, "image") for name in "abcba"]
+    results = loader.load_all([*items, (b"raw", "image")])
+    assert [result.data for result in results if isinstance(result, MediaBytes)] == [
+        b"/a",
+        b"/b",
+        b"/c",
+        b"/b",
+        b"/a",
+        b"raw",
+    ]
+    assert len(server.visits) == 3
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make a certificate with")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    command = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = ["-subj", "/CN=media.example", "-addext", "subjectAltName=DNS:media.example"]
+    files = ["-keyout", str(path), "-out", str(path)]
+    key_and_certificate = [openssl, *command.split(), *names, *files]
+    subprocess.run(key_and_certificate, check=True, capture_output=True, timeout=WAIT_S)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("host", "is_trusted", "text"),
+    [
+        ("media.example", True, None),
+        ("MEDIA.example.", True, None),
+        ("other.example", True, "its certificate can't be verified"),
+        ("media.example", False, "its certificate can't be verified"),
+    ],
+)
+def test_tls_is_checked_against_the_name_and_not_the_address(
+    certificate: Path, host: str, is_trusted: bool, text: str | None
+) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    asked: list[str] = []
+    tls.sni_callback = lambda _, name, __: asked.append(name)
+    server = MediaServer(tls)
+    server.on("/", reply(200, b"picture"))
+    network = Network(server, {HOST: [[PUBLIC]], "other.example": [[PUBLIC]]})
+    trusted = ssl.create_default_context(cafile=str(certificate) if is_trusted else None)
+    loader = network.loader(ssl_context=trusted, deadline_s=WAIT_S)
+    if text is None:
+        assert loader.load(f"https://{host}/", "image").data == b"picture"
+        assert head_of(server.visits[0])["Host"] == HOST
+    else:
+        with pytest.raises(MediaFetchError, match=text):
+            loader.load(f"https://{host}/", "image")
+    assert asked == [host.lower().rstrip(".")]
+    assert network.connected == [(PUBLIC, 443)]
+    loader.close()
+    server.close()
