@@ -1,0 +1,105 @@
+"""Encoded media to what processors take, by options that are part of an item's name.
+
+Owns the options' names and defaults. Whatever changes the decoded pixels or samples of a file
+raises `_VERSION`, so that results of the old way are not found under the new way's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any, cast
+
+from sensorium.multimodal.media.audio import decode_audio
+from sensorium.multimodal.media.images import WHITE, Colour, decode_image
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.video import ChooseFrames, decode_video
+from sensorium.types.errors import InvariantError, RequestError
+
+_VERSION = 1
+# Names that clients of this field send, and ours.
+_ALIASES = {"rgba_background_color": "background"}
+DecodeOptions = dict[str, Any]
+
+
+def resolve_decode_options(
+    modality: str, media_io_kwargs: Mapping[str, object] | None
+) -> DecodeOptions:
+    """Complete and plain, for one modality, from what a request says for each:
+    `{"image": {"background": [r, g, b]}, "video": {"fps": 2.0}}` (or `num_frames`).
+    """
+    given = media_io_kwargs if media_io_kwargs is not None else {}
+    if not isinstance(given, Mapping) or not given.keys() <= _CHECKS.keys():
+        known = ", ".join(_CHECKS)
+        raise RequestError(f"media_io_kwargs: options by modality ({known}), not {given!r:.100}")
+    options = given.get(modality)
+    if not isinstance(options, Mapping | None):
+        raise RequestError(f"media_io_kwargs: {modality}: options by name, not {options!r:.100}")
+    checks = _CHECKS[modality]
+    resolved: DecodeOptions = {"version": _VERSION, **dict.fromkeys(checks)}
+    for name, value in (options or {}).items():
+        canonical = _ALIASES.get(name, name)
+        if canonical not in checks:
+            known = ", ".join(checks) or "none"
+            raise RequestError(f"media_io_kwargs: no such option of {modality}: {name} ({known})")
+        if value is not None:
+            resolved[canonical] = checks[canonical](f"media_io_kwargs: {modality}: {name}", value)
+    return _complete(modality, resolved)
+
+
+def decode(
+    modality: str,
+    data: bytes,
+    options: Mapping[str, Any],
+    *,
+    limits: MediaLimits,
+    sampling_rate: int | None = None,
+    choose_frames: ChooseFrames | None = None,
+) -> tuple[object, dict[str, Any] | None]:
+    """The item, and of a video what is known of its frames. `options` are resolved ones; a sound
+    needs `sampling_rate`, a video `choose_frames`.
+    """
+    if len(data) > limits.max_bytes:
+        raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
+    if modality == "image":
+        background = cast("Colour", tuple(options["background"]))
+        return decode_image(data, limits=limits, background=background), None
+    if modality == "audio" and sampling_rate is not None:
+        return decode_audio(data, sampling_rate=sampling_rate, limits=limits), None
+    if modality == "video" and choose_frames is not None:
+        return decode_video(data, choose_frames=choose_frames, limits=limits)
+    raise InvariantError(f"{modality} can't be decoded without being told how")
+
+
+def _complete(modality: str, options: DecodeOptions) -> DecodeOptions:
+    if modality == "image" and options["background"] is None:
+        options["background"] = list(WHITE)
+    if modality == "video" and None not in (options["fps"], options["num_frames"]):
+        raise RequestError("media_io_kwargs: video: fps or num_frames, not both")
+    return options
+
+
+def _check_colour(name: str, value: object) -> list[int]:
+    is_colour = isinstance(value, list | tuple) and len(value) == 3
+    if not is_colour or not all(type(part) is int and 0 <= part <= 255 for part in value):  # type: ignore[attr-defined]
+        raise RequestError(f"{name}: three whole numbers from 0 to 255, not {value!r:.100}")
+    return list(cast("list[int]", value))
+
+
+def _check_fps(name: str, value: object) -> float:
+    if type(value) not in (int, float) or not (isfinite(value) and value > 0):  # type: ignore[arg-type,operator]
+        raise RequestError(f"{name}: a number above 0, not {value!r:.100}")
+    return float(cast("float", value))
+
+
+def _check_num_frames(name: str, value: object) -> int:
+    if type(value) is not int or value <= 0:
+        raise RequestError(f"{name}: a whole number above 0, not {value!r:.100}")
+    return value
+
+
+_CHECKS: dict[str, dict[str, Callable[[str, object], object]]] = {
+    "image": {"background": _check_colour},
+    "audio": {},
+    "video": {"fps": _check_fps, "num_frames": _check_num_frames},
+}

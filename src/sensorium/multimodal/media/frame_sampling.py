@@ -1,0 +1,80 @@
+"""Which frames of a clip a model sees: its processor's own rule, asked before anything is decoded.
+
+Processors that sample nothing by themselves would take every frame of a clip: they get a bounded
+number, spread by that same rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sensorium.multimodal.media.video import ChooseFrames
+
+_DEFAULT_NUM_FRAMES = 32
+
+
+def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
+    """`options` may hold the `fps` or the `num_frames` that the request asks for.
+
+    Where the rule fails (most do for a clip of fewer frames than they want) it is asked for a
+    number of frames that there are, and if that fails too, the frames are spread evenly.
+    """
+    asked: dict[str, Any] = {
+        name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
+    }
+    own = {"fps": video_processor.fps, "num_frames": video_processor.num_frames}
+    if not asked and not (video_processor.do_sample_frames or any(own.values())):
+        asked = {"num_frames": _DEFAULT_NUM_FRAMES}
+
+    def choose_frames(metadata: Mapping[str, Any]) -> Sequence[int]:
+        num_frames = _count_frames(metadata, **(asked or own))
+        for arguments in (_limit(metadata, asked), {"num_frames": num_frames}):
+            indices = _ask(video_processor, metadata, arguments)
+            if indices is not None:
+                return indices
+        return _spread(metadata["total_num_frames"], num_frames)
+
+    return choose_frames
+
+
+def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """To what the clip has: some rules would list as many frames as they are asked for."""
+    most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
+    return {name: min(value, most[name]) for name, value in asked.items()}
+
+
+def _ask(
+    video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> list[int] | None:
+    """`None` if the rule can't do it, or has no such argument and would not heed it."""
+    from transformers.video_utils import VideoMetadata
+
+    known = inspect.signature(video_processor.sample_frames).parameters
+    if not known.keys() >= arguments.keys():
+        return None
+    try:
+        chosen = video_processor.sample_frames(VideoMetadata(**metadata), **arguments)
+    except (ValueError, TypeError, ZeroDivisionError):  # too few frames, or a setting is missing
+        return None
+    indices: list[int] = np.asarray(chosen).tolist()
+    is_within = bool(indices) and indices[0] >= 0 and indices[-1] < metadata["total_num_frames"]
+    return indices if is_within and indices == sorted(indices) else None
+
+
+def _count_frames(
+    metadata: Mapping[str, Any], *, fps: float | None = None, num_frames: int | None = None
+) -> int:
+    total: int = metadata["total_num_frames"]
+    if num_frames is not None:
+        return min(num_frames, total)
+    if fps is None:
+        return min(_DEFAULT_NUM_FRAMES, total)
+    return max(1, int(min(metadata["duration"] * fps, total)))
+
+
+def _spread(total_num_frames: int, num_frames: int) -> list[int]:
+    return [index * total_num_frames // num_frames for index in range(num_frames)]

@@ -1,0 +1,149 @@
+"""Encoded videos to the frames that were chosen, and what processors want to know of them.
+
+The clip is looked through once without decoding, to count its frames; then decoded in order up to
+the last chosen frame. Only chosen frames are kept, in an array that is allocated once, after its
+size was checked.
+
+A clip may end before its packets said it would (hidden frames, a cut file). The frames are then
+chosen again among those that are there, and decoded again: what comes out is what a clip of that
+length would have given. An error in the middle is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sensorium.multimodal.media.av_container import (
+    check_duration,
+    open_container,
+    refuse_if_longer,
+)
+from sensorium.multimodal.media.images import check_num_pixels
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.types.errors import InvariantError, RequestError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+_KIND = "a video"
+_UNKNOWN_FPS = 24.0  # what Transformers assumes
+Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]
+Metadata = dict[str, Any]  # the fields of Transformers' `VideoMetadata`
+# Indices in rising order, each below `total_num_frames`; one may come several times.
+ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
+
+
+def decode_video(
+    data: bytes, *, choose_frames: ChooseFrames, limits: MediaLimits
+) -> tuple[Frames, Metadata]:
+    """The chosen frames of the first video track."""
+    metadata = _read_metadata(data, limits)
+    for _ in range(2):
+        indices = _check_indices(choose_frames(dict(metadata)), metadata, limits)
+        frames, num_decoded = _read_frames(data, indices, limits)
+        if frames is not None:
+            height, width = frames.shape[1:3]
+            return frames, {**metadata, "width": width, "height": height, "frames_indices": indices}
+        if not num_decoded:
+            break
+        metadata = _correct_length(metadata, num_decoded)
+    raise RequestError("there are no frames in this video that can be read")
+
+
+def _read_metadata(data: bytes, limits: MediaLimits) -> Metadata:
+    with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
+        stream = _get_stream(container)
+        check_num_pixels(stream.width, stream.height, limits)
+        check_duration(container, stream, limits.max_duration_s)
+        num_frames = sum(
+            packet.size > 0 and not packet.is_discard for packet in container.demux(stream)
+        )
+        if not num_frames:
+            raise RequestError("there are no frames in this video")
+        rate = stream.average_rate or stream.guessed_rate
+        fps = float(rate) if rate and rate > 0 else _UNKNOWN_FPS
+        width, height = stream.width, stream.height
+    refuse_if_longer(num_frames / fps, limits.max_duration_s)
+    return {
+        "total_num_frames": num_frames,
+        "fps": fps,
+        "width": width,
+        "height": height,
+        "duration": num_frames / fps,
+        "video_backend": "pyav",
+        "frames_indices": None,
+    }
+
+
+def _get_stream(container: InputContainer) -> VideoStream:
+    if not container.streams.video:
+        raise RequestError("there are no pictures in this file")
+    stream = container.streams.video[0]
+    stream.codec_context.thread_count = 1  # several clips are decoded at once, in processes
+    return stream
+
+
+def _correct_length(metadata: Metadata, num_frames: int) -> Metadata:
+    return {
+        **metadata,
+        "total_num_frames": num_frames,
+        "duration": num_frames / metadata["fps"],
+    }
+
+
+def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimits) -> list[int]:
+    indices = [int(index) for index in chosen]
+    total = metadata["total_num_frames"]
+    if not indices or indices != sorted(indices) or indices[0] < 0 or indices[-1] >= total:
+        raise InvariantError(f"chosen of {total} frames, in order: {indices[:8]}")
+    if len(indices) > limits.max_frames:
+        raise RequestError(
+            f"{len(indices)} frames of it would be used, {limits.max_frames} is the limit"
+        )
+    _check_kept_pixels(len(indices), metadata["width"], metadata["height"], limits)
+    return indices
+
+
+def _check_kept_pixels(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
+    if num_frames * width * height > limits.max_video_pixels:
+        raise RequestError(
+            f"{num_frames} frames of {width} x {height} are more than "
+            f"{limits.max_video_pixels} pixels, which is the limit"
+        )
+
+
+def _read_frames(data: bytes, indices: list[int], limits: MediaLimits) -> tuple[Frames | None, int]:
+    """The frames, and how many were decoded: all of them without frames, if it ended too early."""
+    kept: Frames | None = None
+    num_kept = num_decoded = 0
+    with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
+        for frame in container.decode(_get_stream(container)):
+            if num_decoded == indices[num_kept]:
+                pixels = _to_pixels(frame, kept)
+                if kept is None:
+                    _check_kept_pixels(len(indices), pixels.shape[1], pixels.shape[0], limits)
+                    kept = np.empty((len(indices), *pixels.shape), dtype=np.uint8)
+                while num_kept < len(indices) and indices[num_kept] == num_decoded:
+                    kept[num_kept] = pixels
+                    num_kept += 1
+            num_decoded += 1
+            if num_kept == len(indices):
+                return kept, num_decoded
+    return None, num_decoded
+
+
+def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
+    """Upright, and of the size of the frames before it: a clip may change its size on its way."""
+    num_turns = round(frame.rotation / 90)
+    size: dict[str, int] = {}
+    if kept is not None:
+        height, width = kept.shape[1:3] if num_turns % 2 == 0 else kept.shape[2:0:-1]
+        size = {"width": width, "height": height}
+    pixels = frame.reformat(format="rgb24", threads=1, **size).to_ndarray()
+    return np.rot90(pixels, num_turns)
