@@ -49,8 +49,12 @@ class Transfer:
 class MissingItems:
     """The core's answer to a request whose media it lacks: send these. The request was not taken.
 
-    `epoch` is the core's own; a frontend that believed in another one starts anew with it.
+    `epoch` is the core's own; a frontend that believed in another one starts anew with it. In that
+    case the hashes are all those of the request, and there may be none: its message was not
+    applied, and is to be made again. `num_applied` counts the messages of its epoch that the core
+    had applied when it gave this answer.
     """
 
     mm_hashes: tuple[str, ...]
     epoch: int
+    num_applied: int = 0

@@ -50,19 +50,21 @@ class ItemHandle:
 class ProcessorCache(Protocol):
     """Safe to use from several threads."""
 
-    def is_cached(self, mm_hash: str) -> bool:
-        """Changes neither order nor statistics."""
+    def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
+        """Whether `get_and_update_item` would hit. Changes neither order nor statistics."""
         ...
 
     def get_and_update_item(
-        self, mm_hash: str, item: ProcessedItem | None = None
+        self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
     ) -> ItemHandle | None:
         """A handle for the item, which becomes the most recently used.
 
         If the cache has it: one query, one hit. If not, and `item` is given: one query, and the
         item is kept if there is room for it. If not, and there is none: `None`, and nothing is
-        counted; the caller comes back with the item. An entry without a layout takes over the
-        layout of `item`.
+        counted; the caller comes back with the item.
+
+        With `needs_layout` (the prompt has yet to be expanded) the cache "has" only what has a
+        layout. An entry without one takes over the layout of `item`, and keeps its own tensors.
         """
         ...
 
@@ -91,8 +93,11 @@ class SenderCache(ProcessorCache, Protocol):
         ...
 
     def handle_missing(self, missing: MissingItems) -> None:
-        """The core lacks these: no longer believe that it has them. The caller gets their tensors
-        again, with `get_and_update_item(mm_hash, item)`, and makes another transfer.
+        """The core lacks these: no longer believe that it has them.
+
+        The caller then makes another transfer. A handle that has its tensors serves again; for one
+        of the missing that has none, the caller processes the item again and exchanges the handle:
+        `get_and_update_item(mm_hash, item)`, one more query, then `release` of the old one.
         """
         ...
 

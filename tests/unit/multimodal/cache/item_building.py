@@ -1,0 +1,40 @@
+"""Small items whose content follows from their hash."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
+
+LAYOUT = ItemLayout(text="<image><image>", token_id=7, num_embeds=2)
+
+
+def make_kwargs(mm_hash: str, num_bytes: int = 128) -> MultiModalKwargsItem:
+    """`num_bytes` is a multiple of 64, which is what a tensor takes at least."""
+    content = bytearray(hashlib.shake_256(mm_hash.encode()).digest(num_bytes))
+    if num_bytes < 128:
+        return {"pixels": torch.frombuffer(content, dtype=torch.uint8)} if content else {}
+    return {
+        "pixels": torch.frombuffer(content[64:], dtype=torch.float16).reshape(2, -1),
+        "grid": torch.frombuffer(content[:64], dtype=torch.int32),
+    }
+
+
+def make_item(
+    mm_hash: str, num_bytes: int = 128, *, layout: ItemLayout | None = LAYOUT
+) -> ProcessedItem:
+    return ProcessedItem(
+        modality="image", mm_hash=mm_hash, kwargs=make_kwargs(mm_hash, num_bytes), layout=layout
+    )
+
+
+def is_same(kwargs: MultiModalKwargsItem, other: MultiModalKwargsItem) -> bool:
+    """Bit for bit."""
+    return kwargs.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype
+        and tensor.shape == other[name].shape
+        and tensor.numpy().tobytes() == other[name].numpy().tobytes()
+        for name, tensor in kwargs.items()
+    )

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from sensorium.multimodal.cache.lru import ByteLru, LruEntry
+from sensorium.types.errors import InvariantError
+
+
+def add(lru: ByteLru[LruEntry], key: str, num_bytes: int = 10) -> list[str]:
+    return [victim.key for victim in lru.add(LruEntry(key=key, num_bytes=num_bytes))]
+
+
+def get(lru: ByteLru[LruEntry], key: str) -> LruEntry:
+    entry = lru.get(key)
+    assert entry is not None
+    return entry
+
+
+def make_lru(*keys: str, capacity_bytes: int = 30) -> ByteLru[LruEntry]:
+    lru: ByteLru[LruEntry] = ByteLru(capacity_bytes)
+    for key in keys:
+        add(lru, key)
+    return lru
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    lru = make_lru("a", "b", "c")
+    lru.touch("a")
+    assert add(lru, "d") == ["b"]
+    assert {entry.key for entry in lru} == {"a", "c", "d"}
+
+
+def test_no_more_is_evicted_than_the_room_that_is_needed() -> None:
+    lru = make_lru("a", "b", "c")
+    assert add(lru, "d", 20) == ["a", "b"]
+    assert (len(lru), lru.num_bytes) == (2, 30)
+
+
+def test_what_just_fits_evicts_nothing() -> None:
+    assert add(make_lru("a", "b"), "c") == []
+
+
+def test_queries_change_neither_order_nor_content() -> None:
+    lru = make_lru("a", "b", "c")
+    lru.get("a")
+    assert lru.can_add(30)
+    assert not lru.can_add(31)
+    assert lru.num_bytes == 30
+    assert add(lru, "d") == ["a"]
+
+
+def test_a_pinned_entry_is_passed_over() -> None:
+    lru = make_lru("a", "b", "c")
+    lru.pin(get(lru, "a"))
+    assert add(lru, "d") == ["b"]
+
+
+def test_pinned_bytes_are_no_room() -> None:
+    lru = make_lru("a", "b", "c")
+    lru.pin(get(lru, "a"))
+    assert lru.can_add(20)
+    assert not lru.can_add(21)
+    with pytest.raises(InvariantError):
+        add(lru, "d", 21)
+    assert lru.num_bytes == 30
+
+
+def test_an_entry_with_two_pins_is_held_by_the_second() -> None:
+    lru = make_lru("a", "b", "c")
+    entry = get(lru, "a")
+    lru.pin(entry)
+    lru.pin(entry)
+    lru.unpin(entry)
+    assert not lru.can_add(30)
+    lru.unpin(entry)
+    assert lru.can_add(30)
+
+
+def test_the_end_of_the_last_pin_is_a_use() -> None:
+    lru = make_lru("a", "b", "c")
+    entry = get(lru, "a")
+    lru.pin(entry)
+    lru.unpin(entry)
+    assert add(lru, "d", 20) == ["b", "c"]
+
+
+def test_a_pin_of_a_removed_entry_does_not_hold_its_successor() -> None:
+    lru = make_lru("a")
+    old = get(lru, "a")
+    lru.pin(old)
+    lru.remove(old)
+    assert (len(lru), lru.num_bytes, lru.can_add(30)) == (0, 0, True)
+    add(lru, "a")
+    new = get(lru, "a")
+    lru.pin(new)
+    lru.unpin(old)
+    assert not lru.can_add(30)
+
+
+def test_pins_are_not_taken_back_twice() -> None:
+    lru = make_lru("a")
+    with pytest.raises(InvariantError):
+        lru.unpin(get(lru, "a"))
+
+
+def test_a_key_is_not_added_twice() -> None:
+    lru = make_lru("a")
+    with pytest.raises(InvariantError):
+        add(lru, "a")
+
+
+def test_touching_what_is_pinned_or_not_there_does_nothing() -> None:
+    lru = make_lru("a", "b", "c")
+    lru.pin(get(lru, "c"))
+    lru.touch("c")
+    lru.touch("x")
+    assert add(lru, "d", 20) == ["a", "b"]
