@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
+
+# isort: split
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
