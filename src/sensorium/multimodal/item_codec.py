@@ -74,6 +74,16 @@ def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
         offset += _align(tensor.nbytes)
 
 
+def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
+    """The block in pieces, for a writer that gathers: no copy, where a tensor is contiguous."""
+    buffers = []
+    for tensor in kwargs.values():
+        if tensor.nbytes:
+            buffers.append(as_bytes(tensor).numpy().data)
+            buffers.append(memoryview(bytes(_align(tensor.nbytes) - tensor.nbytes)))
+    return buffers
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Its memory as a flat tensor of bytes: a view, where it is contiguous and on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

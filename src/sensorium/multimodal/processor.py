@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
+
+# isort: split
 import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig

@@ -45,7 +45,7 @@ print("torchvision" in sys.modules, torchvision_shim._library)
     assert run(tmp_path, script) == ["False", "None", "True", "None"]
 
 
-def test_a_broken_one_can_be_imported_as_soon_as_media_or_models_are(tmp_path: Path) -> None:
+def test_a_broken_one_can_be_imported_as_soon_as_models_are(tmp_path: Path) -> None:
     script = """
 import sys
 sys.path.insert(0, "broken")
@@ -53,7 +53,7 @@ try:
     import torchvision
 except RuntimeError as error:
     print("nms" in str(error))
-import sensorium.multimodal
+import sensorium.models
 import torchvision
 print(torchvision.nms is not None, "sensorium.models.torchvision_shim" in sys.modules)
 """

@@ -1,0 +1,86 @@
+"""What the parent and a worker of the pool say to each other. Blocks of bytes go beside these."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sensorium.types.errors import (
+    CapacityError,
+    MediaFetchError,
+    MissingMediaError,
+    ModelError,
+    RequestError,
+    SensoriumError,
+)
+
+NOT_PROCESSED = "it could not be processed"
+_MAX_MESSAGE_LENGTH = 2000
+_KINDS: dict[str, type[SensoriumError]] = {
+    kind.__name__: kind
+    for kind in (RequestError, MediaFetchError, MissingMediaError, ModelError, CapacityError)
+}
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the worker, first of all. `handler` is "package.module:factory"."""
+
+    handler: str
+    settings: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker: the handler was made, jobs may come."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker, its last word: the handler could not be made."""
+
+    reason: str
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the worker; its input is the block beside it."""
+
+    job: bytes
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker. `header` describes the tensors in the block beside it; empty: none."""
+
+    reply: bytes
+    header: bytes
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker: the job failed alone. `kind` is the name of an error of ours."""
+
+    kind: str
+    message: str
+
+
+class Acknowledge(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the worker: its last reply was consumed."""
+
+
+Message = Start | Ready | StartFailed | Job | Reply | Failure | Acknowledge
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(frame: bytes) -> Message:
+    return _decoder.decode(frame)
+
+
+def make_failure(error: RequestError | CapacityError) -> Failure:
+    """Its kind (or the nearest that we know) and its message, and no more of it."""
+    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
+    return Failure(kind, str(error)[:_MAX_MESSAGE_LENGTH])
+
+
+def make_error(failure: Failure) -> SensoriumError:
+    return _KINDS.get(failure.kind, RequestError)(failure.message)

@@ -1,0 +1,178 @@
+"""The parent's hold on one worker process: starts it, gives it jobs, ends it.
+
+Used by one thread, which outlives the process: the process is killed when that thread ends.
+Nothing here retries or replaces; a worker that has failed is of no more use.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sensorium.multimodal.pool.channel import (
+    Buffer,
+    Channel,
+    ChannelError,
+    get_remaining,
+    map_privately,
+)
+from sensorium.multimodal.pool.messages import (
+    Acknowledge,
+    Failure,
+    Job,
+    Message,
+    Ready,
+    Reply,
+    Start,
+    StartFailed,
+    decode_message,
+    encode_message,
+)
+
+_LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other things
+_STANDARD_ERROR = 2
+
+
+class WorkerLostError(Exception):
+    """The process has ended, or can't be understood."""
+
+
+class WorkerInterruptedError(Exception):
+    """The one who waited was told to stop."""
+
+
+class WorkerProcess:
+    """`keep_waiting` is asked again and again while a worker is waited for."""
+
+    def __init__(
+        self,
+        *,
+        handler: str,
+        settings: bytes,
+        inherited_fds: Sequence[int],
+        keep_waiting: Callable[[], bool],
+    ) -> None:
+        self._keep_waiting = keep_waiting
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                self._process = _spawn(theirs.fileno(), inherited_fds)
+        except BaseException:
+            ours.close()
+            raise
+        self._channel = Channel(ours)
+        self._start = encode_message(Start(handler, settings))
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, timeout_s: float) -> str | None:
+        """`None` when it is ready, otherwise the reason why it won't be."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._channel.send(self._start, deadline=deadline)
+            message, _ = self._receive(deadline, map_privately)
+        except TimeoutError:
+            return f"it was not ready within {timeout_s:g} s"
+        except (OSError, ChannelError):
+            return f"it ended with {self._end()} while it started"
+        except WorkerLostError as error:
+            return str(error)
+        if isinstance(message, Ready):
+            return None
+        return message.reason if isinstance(message, StartFailed) else "it made no sense"
+
+    def run(
+        self, job: bytes, blocks: Sequence[Buffer], *, deadline: float
+    ) -> tuple[Reply | Failure, memoryview]:
+        """Its answer and the block of the answer. `TimeoutError` after the deadline."""
+        try:
+            self._channel.send(encode_message(Job(job)), blocks, deadline=deadline)
+            message, block = self._receive(deadline, map_for_long)
+        except TimeoutError:
+            raise
+        except (OSError, ChannelError) as error:
+            raise WorkerLostError(str(error)) from error
+        if not isinstance(message, Reply | Failure):
+            raise WorkerLostError(f"{type(message).__name__} out of turn")
+        return message, block
+
+    def acknowledge(self) -> None:
+        """If it is gone, the next job will tell."""
+        try:
+            self._channel.send(encode_message(Acknowledge()), deadline=time.monotonic() + 1.0)
+        except OSError:
+            self._process.kill()
+
+    def close(self, grace_s: float) -> None:
+        """Let it end by itself, or kill it after that time. It has ended when this returns."""
+        self._channel.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.close(0.0)
+
+    def _receive(
+        self, deadline: float, map_block: Callable[[int, int], memoryview]
+    ) -> tuple[Message, memoryview]:
+        while not self._channel.is_readable(min(_LOOK_UP_S, get_remaining(deadline))):
+            if not self._keep_waiting():
+                raise WorkerInterruptedError
+        frame, block = self._channel.receive(deadline=deadline, map_block=map_block)
+        try:
+            return decode_message(frame), block
+        except msgspec.MsgspecError as error:
+            raise WorkerLostError("a message that can't be read") from error
+
+    def _end(self) -> str:
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return f"status {status}" if status >= 0 else f"signal {-status}"
+
+
+def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
+    """Memory that may be kept in a cache: unlike `map_privately` it holds no descriptor open, of
+    which a process has few.
+    """
+    import torch
+
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        mapping = torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's word for what the system refuses
+        raise OSError(str(error)) from error
+    return mapping.numpy().data
+
+
+def _spawn(descriptor: int, inherited_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    # -P and the path: the worker finds what this process finds, and nothing else.
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "OMP_NUM_THREADS": "1",
+    }
+    module = "sensorium.multimodal.pool.worker"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(descriptor), str(os.getpid())],
+        pass_fds=(descriptor, *inherited_fds),
+        stdin=subprocess.DEVNULL,
+        stdout=_STANDARD_ERROR,  # nothing may write between a program's answers
+        env=environment,
+        process_group=0,  # Ctrl-C is for the parent
+    )

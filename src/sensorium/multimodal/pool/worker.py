@@ -1,0 +1,142 @@
+"""The process of one worker: makes its handler, then answers one job after another.
+
+Run by `process.WorkerProcess`, never imported by the parent. Light on purpose: torch is loaded by
+the handler, or with the first tensors that it gives. Ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
+from sensorium.multimodal.pool.handler import Handler
+from sensorium.multimodal.pool.messages import (
+    NOT_PROCESSED,
+    Acknowledge,
+    Failure,
+    Job,
+    Ready,
+    Reply,
+    Start,
+    StartFailed,
+    decode_message,
+    encode_message,
+    make_failure,
+)
+from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+
+if TYPE_CHECKING:
+    from sensorium.types.multimodal import MultiModalKwargsItem
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MAX_REASON_LENGTH = 2000
+_logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    descriptor, parent_id = map(int, sys.argv[1:])
+    _end_with_parent(parent_id)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    faulthandler.enable()
+    os.set_inheritable(descriptor, False)
+    channel = Channel(socket.socket(fileno=descriptor))
+    handler: Handler | None = None
+    try:
+        handler = _start(channel)
+        while handler is not None:
+            _serve(channel, handler)
+    except (ChannelError, ConnectionError):
+        pass  # the parent is gone, or wants no more
+    finally:
+        if handler is not None:
+            handler.close()
+        channel.close()
+
+
+def _end_with_parent(parent_id: int) -> None:
+    """Also in the middle of a job. The signal comes when the parent's thread that started this
+    process ends; that thread waits for this process before it does.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_id:  # it ended before the line above
+        sys.exit(1)
+
+
+def _start(channel: Channel) -> Handler | None:
+    frame, _ = channel.receive()
+    message = decode_message(frame)
+    if not isinstance(message, Start):
+        raise ChannelError(f"{type(message).__name__} before the start")
+    try:
+        handler = _make_handler(message.handler, message.settings)
+    except Exception as error:  # whatever the handler's modules raise, the parent must hear of it
+        _logger.exception("a worker of the pool could not start")
+        reason = str(error) if isinstance(error, SensoriumError) else _describe(error)
+        channel.send(encode_message(StartFailed(reason[:_MAX_REASON_LENGTH])))
+        return None
+    _limit_threads()
+    channel.send(encode_message(Ready()))
+    return handler
+
+
+def _make_handler(name: str, settings: bytes) -> Handler:
+    module, _, factory = name.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), factory)(settings)
+    return handler
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _limit_threads() -> None:
+    """As many threads as workers: one each. If torch comes later, OMP_NUM_THREADS says it."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+def _serve(channel: Channel, handler: Handler) -> None:
+    frame, block = channel.receive()
+    message = decode_message(frame)
+    if isinstance(message, Acknowledge):
+        handler.acknowledge()
+    elif isinstance(message, Job):
+        _answer(channel, handler, message.job, block)
+    else:
+        raise ChannelError(f"{type(message).__name__} out of turn")
+
+
+def _answer(channel: Channel, handler: Handler, job: bytes, block: memoryview) -> None:
+    try:
+        frame, buffers = _encode_reply(*handler(job, block))
+    except (RequestError, CapacityError) as error:
+        frame, buffers = encode_message(make_failure(error)), []
+    except Exception:  # a job fails alone; its caller hears no internals
+        _logger.exception("a job of the pool failed")
+        frame, buffers = encode_message(Failure(RequestError.__name__, NOT_PROCESSED)), []
+    channel.send(frame, buffers)
+
+
+def _encode_reply(reply: bytes, kwargs: MultiModalKwargsItem) -> tuple[bytes, list[memoryview]]:
+    header, buffers = b"", []
+    if kwargs:
+        from sensorium.multimodal.item_codec import as_buffers, encode_header
+
+        header, buffers = encode_header(kwargs), as_buffers(kwargs)
+    frame = encode_message(Reply(reply, header))
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ValueError(f"a reply of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
+    return frame, buffers
+
+
+if __name__ == "__main__":
+    main()

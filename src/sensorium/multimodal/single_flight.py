@@ -1,0 +1,201 @@
+"""One computation per key at a time: who comes while it runs waits for its result.
+
+Knows neither caches nor pools. It forgets a computation as soon as that has ended: `start` should
+look into the cache once more, for a result that came between the caller's look and its `get`.
+
+Invariants:
+  1. Waiters of one flight get one result, or each its own copy of one error.
+  2. A flight is cancelled when its last waiter has gone, and is joined by nobody from then on.
+  3. Nobody gets a cancellation that was not its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from sensorium.types.errors import CapacityError
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_MAX_FLIGHTS = 3  # that one caller sees cancelled by others, before it gives up
+
+
+class Flight(Protocol):
+    """A computation that has begun. A `PoolJob` is one."""
+
+    @property
+    def future(self) -> Future[Any]: ...
+
+    def cancel(self) -> object:
+        """Nobody waits any more. It may go on, if it can't be stopped."""
+        ...
+
+
+class FinishedFlight:
+    """What was computed in the caller's own thread, within `start`. Nobody can stop that: a caller
+    that is cancelled meanwhile learns of it afterwards. Others wait for it as for any flight.
+    """
+
+    def __init__(self, result: Any) -> None:
+        self.future: Future[Any] = Future()
+        self.future.set_result(result)
+
+    def cancel(self) -> None:
+        """Too late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleFlightStatistics:
+    """Since the start; `num_waiting` is of now."""
+
+    num_flights: int
+    num_joined: int
+    num_waiting: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """`outcome` is cancelled where the flight was, and then its waiters start another."""
+
+    num_waiters: int = 0
+    flight: Flight | None = None
+    outcome: Future[Any] = field(default_factory=Future)
+
+
+class SingleFlight(Generic[K, V]):
+    """Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[K, _Entry] = {}
+        self._num_flights = 0
+        self._num_joined = 0
+        self._num_waiting = 0
+
+    def get(
+        self,
+        key: K,
+        start: Callable[[], Flight],
+        *,
+        timeout_s: float,
+        cancelled: Future[Any] | None = None,
+    ) -> V:
+        """The result of the flight for `key`, which `start` begins if there is none.
+
+        `CancelledError` when `cancelled` completes first, `TimeoutError` after `timeout_s`; neither
+        is noticed within `start`. An error of `start` itself is one of the flight.
+        """
+        deadline = time.monotonic() + timeout_s
+        for _ in range(_MAX_FLIGHTS):
+            if cancelled is not None and cancelled.done():
+                raise CancelledError
+            entry, is_first = self._enter(key)
+            try:
+                if is_first:
+                    self._begin(key, entry, start)
+                _wait(entry.outcome, cancelled, deadline)
+            finally:
+                self._leave(key, entry)
+            if not entry.outcome.cancelled():
+                result: V = _get_own(entry.outcome)
+                return result
+        raise CapacityError("the item was given up by others, again and again")
+
+    def statistics(self) -> SingleFlightStatistics:
+        with self._lock:
+            return SingleFlightStatistics(
+                num_flights=self._num_flights,
+                num_joined=self._num_joined,
+                num_waiting=self._num_waiting,
+            )
+
+    def _enter(self, key: K) -> tuple[_Entry, bool]:
+        with self._lock:
+            entry = self._entries.get(key)
+            is_first = entry is None
+            if entry is None:
+                entry = self._entries[key] = _Entry()
+                self._num_flights += 1
+            else:
+                self._num_joined += 1
+            entry.num_waiters += 1
+            self._num_waiting += 1
+            return entry, is_first
+
+    def _leave(self, key: K, entry: _Entry) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+            entry.num_waiters -= 1
+            if entry.num_waiters or entry.outcome.done():
+                return
+            self._forget(key, entry)
+            flight = entry.flight
+        if flight is not None:
+            flight.cancel()
+
+    def _begin(self, key: K, entry: _Entry, start: Callable[[], Flight]) -> None:
+        try:
+            flight = start()
+        except BaseException as error:
+            self._land(key, entry, error, None)
+            raise
+        entry.flight = flight
+        flight.future.add_done_callback(partial(self._land_future, key, entry))
+
+    def _land_future(self, key: K, entry: _Entry, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._land(key, entry, CancelledError(), None)
+        elif (error := future.exception()) is not None:
+            self._land(key, entry, error, None)
+        else:
+            self._land(key, entry, None, future.result())
+
+    def _land(self, key: K, entry: _Entry, error: BaseException | None, result: Any) -> None:
+        """Under the lock as a whole: no caller may join what has ended, nor find nothing before
+        the others have their result. Callbacks of `outcome` are those of `_wait`: they only wake.
+        """
+        with self._lock:
+            self._forget(key, entry)
+            if error is None:
+                entry.outcome.set_result(result)
+            elif isinstance(error, Exception) and not isinstance(error, CancelledError):
+                entry.outcome.set_exception(error)
+            else:  # an interrupt, say, in the first caller's thread: not the others'
+                entry.outcome.cancel()
+
+    def _forget(self, key: K, entry: _Entry) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
+
+
+def _wait(outcome: Future[Any], cancelled: Future[Any] | None, deadline: float) -> None:
+    awake = threading.Event()
+    outcome.add_done_callback(lambda _: awake.set())
+    if cancelled is not None:
+        cancelled.add_done_callback(lambda _: awake.set())
+    awake.wait(max(0.0, deadline - time.monotonic()))
+    if outcome.done():
+        return
+    if cancelled is not None and cancelled.done():
+        raise CancelledError
+    raise TimeoutError("the item was not ready in time")
+
+
+def _get_own(outcome: Future[Any]) -> Any:
+    """A copy of an error for each waiter: a traceback grows with each raise."""
+    error = outcome.exception()
+    if error is None:
+        return outcome.result()
+    try:
+        own = copy.copy(error)
+    except TypeError:  # made from other arguments than those that it keeps
+        raise error from None
+    raise own from error

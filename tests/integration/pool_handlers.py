@@ -1,0 +1,120 @@
+"""What the workers of `test_pool.py` run. Imports nothing heavy: a worker starts within 0.2 s."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
+
+
+class OddError(MediaFetchError):
+    """A kind that the parent has never heard of."""
+
+
+class Servant:
+    """A job is a word and an argument. `settings` is a directory for notes to the test."""
+
+    def __init__(self, settings: bytes) -> None:
+        self._directory = Path(settings.decode())
+        self._num_acknowledged = 0
+
+    def __call__(self, job: bytes, block: memoryview) -> tuple[bytes, dict[str, Any]]:
+        word, _, argument = job.decode().partition(" ")
+        result = getattr(self, f"do_{word}")(argument, block)
+        return result if isinstance(result, tuple) else (str(result).encode(), {})
+
+    def acknowledge(self) -> None:
+        self._num_acknowledged += 1
+
+    def close(self) -> None:
+        (self._directory / f"closed-{os.getpid()}").touch()
+
+    def do_pid(self, _: str, __: memoryview) -> int:
+        return os.getpid()
+
+    def do_acknowledged(self, _: str, __: memoryview) -> int:
+        return self._num_acknowledged
+
+    def do_double(self, argument: str, _: memoryview) -> int:
+        time.sleep(0.002)
+        return 2 * int(argument)
+
+    def do_touch(self, argument: str, _: memoryview) -> str:
+        (self._directory / argument).touch()
+        return argument
+
+    def do_modules(self, argument: str, _: memoryview) -> bool:
+        return argument in sys.modules
+
+    def do_descriptors(self, _: str, __: memoryview) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def do_read(self, argument: str, _: memoryview) -> str:
+        return os.pread(int(argument), 100, 0).decode()
+
+    def do_sleep(self, argument: str, _: memoryview) -> str:
+        (self._directory / f"sleeping-{os.getpid()}").touch()
+        time.sleep(float(argument))
+        return argument
+
+    def do_abort(self, _: str, __: memoryview) -> None:
+        os.abort()
+
+    def do_abort_once(self, argument: str, _: memoryview) -> str:
+        if not (self._directory / argument).exists():
+            (self._directory / argument).touch()
+            os.abort()
+        return argument
+
+    def do_refuse(self, argument: str, _: memoryview) -> None:
+        kinds = {"request": RequestError, "capacity": CapacityError, "odd": OddError}
+        raise kinds[argument]("a reason for the caller")
+
+    def do_bug(self, _: str, __: memoryview) -> None:
+        raise KeyError("/secret/path")
+
+    def do_long_reply(self, argument: str, _: memoryview) -> tuple[bytes, dict[str, Any]]:
+        return bytes(int(argument)), {}
+
+    def do_echo(self, _: str, block: memoryview) -> tuple[bytes, dict[str, Any]]:
+        return bytes(block), {}
+
+    def do_checksum(self, _: str, block: memoryview) -> int:
+        from zlib import crc32
+
+        block[:1] = block[:1]  # it is writable
+        return crc32(block)
+
+    def do_tensors(self, argument: str, _: memoryview) -> tuple[bytes, dict[str, Any]]:
+        from tests.integration.pool_tensors import make_tensors
+
+        return b"tensors", make_tensors(int(argument))
+
+    def do_num_threads(self, _: str, __: memoryview) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    def do_decode(self, header: str, block: memoryview) -> tuple[bytes, dict[str, Any]]:
+        """Tensors that came as the input go back as they are."""
+        from sensorium.multimodal.item_codec import decode_block
+
+        return b"", dict(decode_block(bytes.fromhex(header), block))
+
+
+def make_servant(settings: bytes) -> Servant:
+    return Servant(settings)
+
+
+def make_nothing(settings: bytes) -> Servant:
+    with (Path(settings.decode()) / "starts").open("a") as file:
+        file.write("x")
+    raise ValueError("no such model")
+
+
+def make_nothing_but_a_crash(_: bytes) -> Servant:
+    os.abort()
