@@ -29,6 +29,8 @@ from sensorium.engine.config import EngineOptions, resolve_limits
 from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.memory import get_free_bytes, plan_memory
 from sensorium.models.adapter import ModelAdapter
+from sensorium.multimodal.cache.uncached import UncachedReceiver
+from sensorium.types.transfer import Transfer
 
 BATCHES = (1, 8, 64)
 NUM_OUTPUT_TOKENS = 128
@@ -68,7 +70,7 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
     start = perf_counter()
     for token_ids, tensors in prompts:
         request = make_request(token_ids, max_tokens=NUM_OUTPUT_TOKENS)
-        core.add_request(request, {request.mm_features[0].mm_hash: tensors})
+        core.add_request(request, Transfer(payloads={request.mm_features[0].mm_hash: tensors}))
         outputs[request.request_id] = []
     while core.has_requests:
         is_decode = all(outputs.values())
@@ -105,7 +107,12 @@ def measure_backend(
     )
     free_bytes = get_free_bytes(adapter.device, options.gpu_memory_utilization)
     core, config = build_engine_core(
-        adapter, options, limits=limits, memory=memory, most_bytes=free_bytes
+        adapter,
+        options,
+        receiver=UncachedReceiver(),
+        limits=limits,
+        memory=memory,
+        most_bytes=free_bytes,
     )
     figures: dict[str, Any] = {
         "attention_backend": config.attention_backend,

@@ -199,7 +199,7 @@ class InputProcessor:
     def _inject(
         self, modality: str, mm_hash: str, kwargs: MultiModalKwargsItem | None, layout: Any
     ) -> Payload | None:
-        if kwargs is None or not self.perceiver.cache.is_enabled:
+        if kwargs is None:
             return None
         self._specs.check(modality, kwargs)
         item = ProcessedItem(

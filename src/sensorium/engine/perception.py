@@ -12,7 +12,7 @@ from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
 from sensorium.multimodal.cache.readonly import SharedReadonlyCache
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.cache.uncached import Uncached, UncachedReceiver
+from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
 from sensorium.multimodal.item_handler import make_settings
@@ -57,7 +57,9 @@ class Perception:
 def build_caches(options: MediaOptions) -> Caches:
     capacity = options.capacity_bytes
     if capacity == 0:
-        return Caches(sender=Uncached(), receiver=UncachedReceiver(), readonly=Uncached())
+        return Caches(
+            sender=UncachedSender(), receiver=UncachedReceiver(), readonly=UncachedSender()
+        )
     if options.mm_processor_cache_type == "lru":
         return Caches(
             sender=MirrorSender(capacity),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import ProcessedRequest
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import CapacityError, RequestError
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import FinishReason
@@ -88,6 +88,9 @@ class Run:
             self._index_of[self._llm._start(entry.future.result())] = entry.index
         except RequestError as error:
             self._refuse(entry, error)
+            bar.update()
+        except CapacityError as error:
+            self._refuse(entry, RequestError(str(error)))
             bar.update()
         except Exception as error:
             # Our bug; the boundary at which one prompt fails and its neighbours don't.

@@ -120,11 +120,15 @@ def _update_scalar(digest: Any, value: object) -> None:
     if isinstance(value, str):
         _frame(digest, b"str", value.encode("utf-8", "surrogatepass"))
     elif value is None or isinstance(value, bool | int | float):
-        # Subclasses may write themselves in other words.
-        kind = next(k for k in (type(None), bool, int, float) if isinstance(value, k))
-        _frame(digest, kind.__name__.encode(), kind.__repr__(value).encode())
+        plain = value if value is None or isinstance(value, bool) else _as_plain(value)
+        _frame(digest, type(plain).__name__.encode(), repr(plain).encode())
     else:
         raise RequestError(f"media options can't hold a {type(value).__name__}")
+
+
+def _as_plain(value: int | float) -> int | float:
+    """Subclasses may write themselves in other words."""
+    return int(value) if isinstance(value, int) else float(value)
 
 
 def _update_image(digest: Any, image: Image.Image) -> None:

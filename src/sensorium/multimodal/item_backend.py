@@ -7,9 +7,10 @@ from typing import Protocol
 from sensorium.multimodal.item_messages import decode_reply, encode_job
 from sensorium.multimodal.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.pool.pool import PoolReply, ProcessPool
+from sensorium.multimodal.pool.jobs import PoolReply
+from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processor import MultiModalProcessor
-from sensorium.multimodal.single_flight import Computation, Done
+from sensorium.multimodal.single_flight import FinishedFlight, Flight
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.transfer import ShmReference
 
@@ -17,8 +18,10 @@ ItemResult = ProcessedItem | ShmReference
 
 
 class ItemBackend(Protocol):
-    def start(self, job: ItemJob, media: object) -> Computation[ItemResult]:
-        """Begin with an item; media is `MediaBytes`, or what a caller in process may give."""
+    def start(self, job: ItemJob, media: object) -> Flight:
+        """Begin with an item, which will be an `ItemResult`; media is `MediaBytes`, or what a
+        caller in process may give.
+        """
         ...
 
 
@@ -28,8 +31,8 @@ class InProcessBackend:
     def __init__(self, worker: ItemWorker) -> None:
         self._worker = worker
 
-    def start(self, job: ItemJob, media: object) -> Computation[ItemResult]:
-        return Done(
+    def start(self, job: ItemJob, media: object) -> Flight:
+        return FinishedFlight(
             self._worker.process(job, media.data if isinstance(media, MediaBytes) else media)
         )
 
@@ -45,7 +48,7 @@ class PoolBackend:
         self._keep = keep
         self._deadline_s = deadline_s
 
-    def start(self, job: ItemJob, media: object) -> Computation[ItemResult]:
+    def start(self, job: ItemJob, media: object) -> Flight:
         message, blocks = encode_job(job, media, processor=self._processor, keep=self._keep)
 
         def as_result(reply: PoolReply) -> ItemResult:

@@ -76,7 +76,7 @@ def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool
     """The job, its media, and whether to keep the result."""
     decoded = _message_decoder.decode(message)
     if decoded.form == "bytes":
-        return decoded.job, block, decoded.keep
+        return decoded.job, bytes(block), decoded.keep
     tensor = decode_block(decoded.header, block)["media"]
     media: object = tensor
     if decoded.form == "numpy":

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sensorium.multimodal.media.decoding import decode
+from sensorium.multimodal.media.frame_sampling import make_frame_chooser
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.multimodal import ProcessedItem
@@ -37,15 +38,24 @@ class ItemWorker:
         """`media`: the bytes of a file, or what a caller in process may give. A `RequestError` if
         it can't be done.
         """
-        if isinstance(media, bytes | memoryview):
-            media = decode(
-                job.modality,
-                media,
-                job.decode_options or {},
-                processor=self._processor,
-                limits=self._limits,
-            )
+        if isinstance(media, bytes):
+            media = self._decode(job, media)
         with self._lock:
             return self._processor.process_item(
                 job.modality, media, job.processor_kwargs, mm_hash=job.mm_hash
             )
+
+    def _decode(self, job: ItemJob, data: bytes) -> object:
+        options = job.decode_options or {}
+        video_processor = self._processor.video_processor
+        media, metadata = decode(
+            job.modality,
+            data,
+            options,
+            limits=self._limits,
+            sampling_rate=self._processor.sampling_rate,
+            choose_frames=None
+            if video_processor is None
+            else make_frame_chooser(video_processor, options),
+        )
+        return media if metadata is None else (media, metadata)

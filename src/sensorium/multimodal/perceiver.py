@@ -23,7 +23,7 @@ from sensorium.multimodal.media.decoding import resolve_decode_options
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
-from sensorium.multimodal.single_flight import SingleFlight, Waiter
+from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
 from sensorium.multimodal.uuid_bindings import UuidBindings
 from sensorium.types.errors import (
     CapacityError,
@@ -36,7 +36,7 @@ from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.transfer import ShmReference
 
 _MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use
-_Result = ProcessedItem | ShmReference
+_Result = ProcessedItem | ShmReference | None  # None: the cache has it by now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class _ItemCall:
         self._perceiver = perceiver
         self._options = options
         self._handle: ItemHandle | None = None
-        self._waiter: Waiter[_Result] | None = None
+        self._waiter: Waiter[str, _Result] | None = None
         self._job: ItemJob | None = None
         self.item = item
         is_here = isinstance(item.media, MediaBytes) or not item.is_encoded
@@ -170,8 +170,11 @@ class _ItemCall:
 
     def _make_job(self, digest: str) -> ItemJob:
         item, options = self.item, self._options
-        given = options.media_io_kwargs.get(item.modality)
-        decode_options = resolve_decode_options(item.modality, given) if item.is_encoded else None
+        decode_options = (
+            resolve_decode_options(item.modality, options.media_io_kwargs)
+            if item.is_encoded
+            else None
+        )
         mm_hash = self._perceiver.hasher.name_item(
             digest,
             modality=item.modality,
@@ -188,32 +191,45 @@ class _ItemCall:
 
     def _look_up_or_join(self) -> None:
         perceiver, job, source = self._perceiver, self._get_job(), self.source
+
+        def start() -> Flight:
+            if perceiver.cache.is_cached(job.mm_hash):  # since we looked
+                return FinishedFlight(None)
+            return perceiver.backend.start(job, source)
+
         self._handle = perceiver.cache.get_and_update_item(job.mm_hash)
         if self._handle is None:
-            self._waiter = perceiver.flights.join(
-                job.mm_hash, lambda: perceiver.backend.start(job, source)
-            )
+            self._waiter = perceiver.flights.join(job.mm_hash, start)
 
     def finish(self, cancelled: Future[None] | None) -> None:
         """Wait for the flight; what it brings becomes a handle of this request's own."""
         for _ in range(_MAX_ATTEMPTS):
             if self._waiter is not None:
-                waiter, self._waiter = self._waiter, None
-                result = waiter.result(timeout_s=self._perceiver.timeout_s, cancelled=cancelled)
-                self._take(result, is_leader=waiter.is_leader)
+                self._take(self._waiter, cancelled)
             if self._handle is not None:
                 return
             self._look_up_or_join()
+        if self._waiter is not None:
+            self._take(self._waiter, cancelled)
         if self._handle is None:
             raise CapacityError("the cache of processed media is too busy to keep this item")
 
-    def _take(self, result: _Result, *, is_leader: bool) -> None:
+    def _take(self, waiter: Waiter[str, _Result], cancelled: Future[None] | None) -> None:
+        """Leaves the flight when the cache has its result: who comes later finds one or the
+        other.
+        """
         perceiver, mm_hash = self._perceiver, self._get_job().mm_hash
+        try:
+            result = waiter.result(timeout_s=perceiver.timeout_s, cancelled=cancelled)
+        except TimeoutError as error:
+            raise RequestError("it could not be processed in time") from error
         if isinstance(result, ProcessedItem):
             self._handle = perceiver.cache.get_and_update_item(mm_hash, result)
-        elif perceiver.shared is not None and is_leader:
+        elif result is not None and perceiver.shared is not None and waiter.is_leader:
             self._handle = perceiver.shared.adopt(mm_hash, result)
-        # Else it is in the store already, where the next look finds it.
+        # Else the cache has it, and the next look finds it.
+        waiter.leave()
+        self._waiter = None
 
     def undo(self) -> None:
         if self._waiter is not None:

@@ -19,6 +19,7 @@ from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.checks import Metadata, check_media
 from sensorium.multimodal.families import PROCESSOR_CALLS
+from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.processor_call import ProcessorCall, call_processor, call_whole
 from sensorium.multimodal.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import ModelError, RequestError
@@ -37,8 +38,14 @@ class MultiModalProcessor:
     """
 
     def __init__(
-        self, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False
+        self,
+        model: str,
+        config: PretrainedConfig,
+        *,
+        limits: MediaLimits | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
+        self._limits = limits or MediaLimits()
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
@@ -142,9 +149,7 @@ class MultiModalProcessor:
         """All that the model's own call takes, for a prompt with at most one item."""
         if modality is None:
             return {"input_ids": torch.tensor([tokenize(self.tokenizer, text)[0]])}
-        checked, metadata = check_media(
-            modality, media, sampling_rate=self.sampling_rate, is_scaled_already=False
-        )
+        checked, metadata = self.check_media(modality, media, {})
         return call_whole(self._processor, text, modality, checked, metadata, {})
 
     def check_media(
@@ -156,6 +161,7 @@ class MultiModalProcessor:
             media,
             sampling_rate=self.sampling_rate,
             is_scaled_already=processor_kwargs.get("do_rescale") is False,
+            limits=self._limits,
         )
 
     def process_item(

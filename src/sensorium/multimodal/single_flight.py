@@ -1,12 +1,14 @@
 """One computation per key at a time: who comes while it runs waits for its result.
 
-Knows neither caches nor pools. It forgets a computation as soon as that has ended: `start` should
-look into the cache once more, for a result that came between the caller's look and its `get`.
+Knows neither caches nor pools. A result is kept until its last waiter has left, so that waiters
+can put it into a cache before the flight is forgotten; `start` looks into that cache once more, for
+what came between a caller's look and its `join`. Then nothing is computed twice.
 
 Invariants:
   1. Waiters of one flight get one result, or each its own copy of one error.
   2. A flight is cancelled when its last waiter has gone, and is joined by nobody from then on.
   3. Nobody gets a cancellation that was not its own.
+  4. A flight that failed is joined by nobody.
 """
 
 from __future__ import annotations
@@ -80,6 +82,19 @@ class SingleFlight(Generic[K, V]):
         self._num_joined = 0
         self._num_waiting = 0
 
+    def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
+        """Wait for the flight of `key`, which `start` begins if there is none. An error of `start`
+        is one of the flight, and raised at once.
+        """
+        entry, is_first = self._enter(key)
+        if is_first:
+            try:
+                self._begin(key, entry, start)
+            except BaseException:
+                self._leave(key, entry)
+                raise
+        return Waiter(self, key, start, entry, is_leader=is_first)
+
     def get(
         self,
         key: K,
@@ -88,26 +103,14 @@ class SingleFlight(Generic[K, V]):
         timeout_s: float,
         cancelled: Future[Any] | None = None,
     ) -> V:
-        """The result of the flight for `key`, which `start` begins if there is none.
-
-        `CancelledError` when `cancelled` completes first, `TimeoutError` after `timeout_s`; neither
-        is noticed within `start`. An error of `start` itself is one of the flight.
-        """
-        deadline = time.monotonic() + timeout_s
-        for _ in range(_MAX_FLIGHTS):
-            if cancelled is not None and cancelled.done():
-                raise CancelledError
-            entry, is_first = self._enter(key)
-            try:
-                if is_first:
-                    self._begin(key, entry, start)
-                _wait(entry.outcome, cancelled, deadline)
-            finally:
-                self._leave(key, entry)
-            if not entry.outcome.cancelled():
-                result: V = _get_own(entry.outcome)
-                return result
-        raise CapacityError("the item was given up by others, again and again")
+        """`join`, wait and leave."""
+        if cancelled is not None and cancelled.done():
+            raise CancelledError
+        waiter = self.join(key, start)
+        try:
+            return waiter.result(timeout_s=timeout_s, cancelled=cancelled)
+        finally:
+            waiter.leave()
 
     def statistics(self) -> SingleFlightStatistics:
         with self._lock:
@@ -134,10 +137,10 @@ class SingleFlight(Generic[K, V]):
         with self._lock:
             self._num_waiting -= 1
             entry.num_waiters -= 1
-            if entry.num_waiters or entry.outcome.done():
+            if entry.num_waiters:
                 return
             self._forget(key, entry)
-            flight = entry.flight
+            flight = None if entry.outcome.done() else entry.flight
         if flight is not None:
             flight.cancel()
 
@@ -163,7 +166,8 @@ class SingleFlight(Generic[K, V]):
         the others have their result. Callbacks of `outcome` are those of `_wait`: they only wake.
         """
         with self._lock:
-            self._forget(key, entry)
+            if error is not None or not entry.num_waiters:
+                self._forget(key, entry)
             if error is None:
                 entry.outcome.set_result(result)
             elif isinstance(error, Exception) and not isinstance(error, CancelledError):
@@ -174,6 +178,51 @@ class SingleFlight(Generic[K, V]):
     def _forget(self, key: K, entry: _Entry) -> None:
         if self._entries.get(key) is entry:
             del self._entries[key]
+
+
+class Waiter(Generic[K, V]):
+    """One caller's part in a flight, until it leaves. `is_leader`: the flight began with it."""
+
+    def __init__(
+        self,
+        flights: SingleFlight[K, V],
+        key: K,
+        start: Callable[[], Flight],
+        entry: _Entry,
+        *,
+        is_leader: bool,
+    ) -> None:
+        self._flights = flights
+        self._key = key
+        self._start = start
+        self._entry: _Entry | None = entry
+        self.is_leader = is_leader
+
+    def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
+        """What the flight brings; of a flight that was given up, of the next one.
+
+        `CancelledError` when `cancelled` completes first, `TimeoutError` after `timeout_s`. Stays
+        in the flight, unless that failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        for _ in range(_MAX_FLIGHTS):
+            entry = self._entry
+            if entry is None:
+                break
+            _wait(entry.outcome, cancelled, deadline)
+            if not entry.outcome.cancelled():
+                result: V = _get_own(entry.outcome)
+                return result
+            self.leave()
+            again = self._flights.join(self._key, self._start)
+            self._entry, self.is_leader = again._entry, again.is_leader
+        raise CapacityError("the item was given up by others, again and again")
+
+    def leave(self) -> None:
+        """The result is no longer needed. Again: nothing."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._flights._leave(self._key, entry)
 
 
 def _wait(outcome: Future[Any], cancelled: Future[Any] | None, deadline: float) -> None:

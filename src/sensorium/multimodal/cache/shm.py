@@ -31,11 +31,18 @@ class ShmSender:
         self._num_resends = 0
         self._missing: set[str] = set()  # what the core could not find, until it is sent
 
-    def is_cached(self, mm_hash: str) -> bool:
-        return self._store.is_cached(mm_hash)
+    def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
+        with self._lock:
+            if mm_hash in self._missing:
+                return False
+        entry = self._store.peek(mm_hash)
+        if entry is None:
+            return False
+        self._store.release(entry.reference)
+        return entry.layout is not None or not needs_layout
 
     def get_and_update_item(
-        self, mm_hash: str, item: ProcessedItem | None = None
+        self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
     ) -> ItemHandle | None:
         with self._lock:
             is_missing = mm_hash in self._missing
@@ -43,8 +50,10 @@ class ShmSender:
             return None if item is None else self._resend(item)
         entry = self._store.acquire(mm_hash)
         if entry is not None:
-            self._count(is_hit=True)
-            return self._add_layout(entry, item)
+            if entry.layout is not None or not needs_layout:
+                self._count(is_hit=True)
+                return self._add_layout(entry, item)
+            self._store.release(entry.reference)
         if item is None:
             return None
         self._count(is_hit=False)
@@ -61,6 +70,8 @@ class ShmSender:
             self._store.release(reference)
             raise InvariantError(f"{reference} is {entry.mm_hash}, not {mm_hash}")
         self._count(is_hit=False)
+        with self._lock:
+            self._missing.discard(mm_hash)
         return _make_entry_handle(entry, is_hit=False)
 
     def touch(self, mm_hash: str) -> None:
