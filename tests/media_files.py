@@ -104,7 +104,10 @@ def make_png(width: int, height: int, *extra_chunks: tuple[bytes, bytes]) -> byt
 
 def _make_chunk(name: bytes, content: bytes) -> bytes:
     return (
-        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        struct.pack(">I", len(content))
+        + name
+        + content
+        + struct.pack(">I", zlib.crc32(name + content))
     )
 
 
