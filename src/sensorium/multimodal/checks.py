@@ -1,11 +1,12 @@
 """What may be given as a media item in process: PIL images, arrays and tensors.
 
-Paths and addresses are not followed here.
+Paths and addresses are not followed here. Images are taken as they are, without a look at their
+EXIF data: whoever has an image object has decided how it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,9 +14,24 @@ import numpy as np
 import torch
 from PIL import Image
 
+from sensorium.multimodal.media.audio import (
+    check_rate,
+    check_samples,
+    mix_down,
+    resample,
+    scale_samples,
+)
+from sensorium.multimodal.media.av_container import refuse_if_longer
+from sensorium.multimodal.media.images import check_num_pixels, to_rgb
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.video import check_num_frames
 from sensorium.types.errors import RequestError
 
-_NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1,)}
+_NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}
+_MAX_CHANNELS = 64  # of a sound; more are no channels
+# Those that processors compute with. With larger unsigned numbers they do so wrongly.
+_INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
+_PIXEL_TYPES = _INTEGERS | {"float16", "bfloat16", "float32", "float64"}
 # What Transformers' `VideoMetadata` has, and what a caller may say of frames.
 _VIDEO_FIELDS = frozenset(
     {"total_num_frames", "fps", "width", "height", "duration", "video_backend", "frames_indices"}
@@ -24,17 +40,22 @@ Metadata = dict[str, object]
 
 
 def check_media(
-    modality: str, media: object, *, sampling_rate: int | None, is_scaled_already: bool
+    modality: str,
+    media: object,
+    *,
+    sampling_rate: int | None,
+    is_scaled_already: bool,
+    limits: MediaLimits | None = None,
 ) -> tuple[object, Metadata | None]:
     """The item in a form that processors understand, and what is known of a video's frames."""
+    limits = MediaLimits() if limits is None else limits
     if modality == "audio":
-        return _check_audio(media, sampling_rate), None
+        return _check_audio(media, sampling_rate, limits), None
     metadata = None
     if modality == "video":
         media, metadata = _split_metadata(media)
-    checked = _check_visual(modality, media)
-    if not is_scaled_already:
-        _check_pixels(checked)
+    checked = _check_visual(modality, media, limits)
+    _check_pixels(checked, is_scaled_already=is_scaled_already)
     if metadata is not None:
         num_frames = len(checked)  # type: ignore[arg-type]
         metadata = _complete_metadata(metadata, num_frames)
@@ -75,48 +96,64 @@ def _is_number(value: object) -> bool:
     return is_number and bool(np.isfinite(float(value)))  # type: ignore[arg-type]
 
 
-def _check_audio(media: object, sampling_rate: int | None) -> np.ndarray[Any, Any]:
-    """Mono samples as float32, from samples or a pair of samples and their rate."""
+def _check_audio(
+    media: object, sampling_rate: int | None, limits: MediaLimits
+) -> np.ndarray[Any, Any]:
+    """Mono samples as float32 at the model's rate, from samples or a pair of samples and their
+    rate. Of two dimensions the smaller one is that of the channels, the first if they are equal.
+    """
+    rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:
-        media, rate = media
-        if rate != sampling_rate:
-            raise RequestError(f"this model hears {sampling_rate} samples a second, not {rate}")
+        media, given_rate = media
+        rate = _as_rate(given_rate)
     if isinstance(media, torch.Tensor):
-        media = media.detach().cpu().numpy()
+        _check_plain(media)
+        is_rare = media.dtype is torch.bfloat16  # which numpy doesn't know
+        media = (media.float() if is_rare else media).detach().cpu().numpy()
     if not isinstance(media, np.ndarray):
         raise RequestError(f"expected an array of samples, not {type(media).__name__}")
-    if media.ndim == 2:
-        raise RequestError(f"sounds are mono, one number a sample, not of shape {media.shape}")
     _check_shape("audio", media)
-    samples = np.ascontiguousarray(media)
-    if samples.dtype.kind == "i":
-        samples = samples / -float(np.iinfo(samples.dtype).min)
-    elif samples.dtype.kind != "f":
+    channels = np.atleast_2d(media)
+    channels = channels.T if channels.shape[0] > channels.shape[1] else channels
+    if len(channels) > _MAX_CHANNELS:
+        raise RequestError(f"{media.shape} is no shape of a sound: one dimension is its channels")
+    if media.dtype.kind not in "if":
         raise RequestError(
             f"samples are numbers from -1 to 1, or signed integers, not {media.dtype}"
         )
-    samples = samples.astype(np.float32)
-    if not np.isfinite(samples).all():
-        raise RequestError("some samples are not finite numbers")
+    if rate is not None:
+        refuse_if_longer(channels.shape[1] / rate, limits.max_duration_s)
+    samples = np.ascontiguousarray(mix_down(scale_samples(channels)))
+    check_samples(samples)
+    if rate is not None and sampling_rate is not None and rate != sampling_rate:
+        samples = resample(samples, rate, sampling_rate)
+        check_samples(samples)
     return samples
 
 
-def _check_visual(modality: str, media: object) -> object:
+def _as_rate(rate: Any) -> int:
+    is_whole = _is_number(rate) and float(rate).is_integer()
+    checked = int(rate) if is_whole else rate
+    check_rate(checked)
+    return int(checked)
+
+
+def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
     if isinstance(media, Image.Image) and modality == "image":
-        return media if media.mode == "RGB" else _as_rgb(media)
+        check_num_pixels(*media.size, limits)
+        return to_rgb(media)
     if modality == "video" and isinstance(media, list | tuple) and media:
-        frames = [np.asarray(_check_visual("image", frame)) for frame in media]
-        sizes = sorted({frame.shape for frame in frames})
-        if len(sizes) > 1:
-            raise RequestError(f"frames of different sizes: {', '.join(map(str, sizes))}")
-        media = np.stack(frames)
+        media = _stack(media, limits)
     if not isinstance(media, np.ndarray | torch.Tensor):
         kinds = (
             "a PIL image, a numpy array or a torch tensor" if modality == "image" else "an array"
         )
         raise RequestError(f"expected {kinds}, not {type(media).__name__}")
     _check_shape(modality, media)
-    if isinstance(media, np.ndarray):
+    _check_size(modality, media, limits)
+    if isinstance(media, torch.Tensor):
+        _check_plain(media)
+    else:
         # Flipped views and foreign byte orders have no tensor form.
         media = np.ascontiguousarray(media, dtype=media.dtype.newbyteorder("="))
     if modality == "image" and media.ndim == 2:
@@ -126,13 +163,28 @@ def _check_visual(modality: str, media: object) -> object:
     return media
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
-    """What is transparent becomes white, as in Transformers' processors."""
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    colours = image.convert("RGBA")
-    white = Image.new("RGBA", colours.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, colours).convert("RGB")
+def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any]:
+    if len(images) > limits.max_frames:
+        raise RequestError(f"{len(images)} frames, {limits.max_frames} is the limit")
+    frames = [np.asarray(_check_visual("image", image, limits)) for image in images]
+    sizes = sorted({frame.shape for frame in frames})
+    if len(sizes) > 1:
+        raise RequestError(f"frames of different sizes: {', '.join(map(str, sizes))}")
+    return np.stack(frames)
+
+
+def _check_size(modality: str, media: Any, limits: MediaLimits) -> None:
+    frame = media.shape[1:] if modality == "video" else media.shape
+    # Colours come first or last.
+    height, width = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
+    check_num_pixels(width, height, limits)
+    if modality == "video":
+        check_num_frames(len(media), width, height, limits)
+
+
+def _check_plain(media: torch.Tensor) -> None:
+    if media.layout is not torch.strided or media.is_meta or media.is_quantized:
+        raise RequestError("expected a plain tensor that holds its values")
 
 
 def _check_shape(modality: str, media: Any) -> None:
@@ -143,14 +195,26 @@ def _check_shape(modality: str, media: Any) -> None:
         )
 
 
-def _check_pixels(media: object) -> None:
-    """Processors divide by 255: values from 0 to 1 would be seen as black, without a word."""
+def _check_pixels(media: object, *, is_scaled_already: bool) -> None:
+    """Processors divide by 255: values from 0 to 1 would be seen as black, those above 255 as
+    white, without a word.
+    """
     if not isinstance(media, np.ndarray | torch.Tensor):
         return
-    kind = str(media.dtype)
-    is_scaled = "float" in kind and 0 < float(media.max()) <= 1
-    if "bool" in kind or is_scaled:
+    dtype = media.dtype
+    kind = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+    if kind not in _PIXEL_TYPES:
+        raise RequestError(f"pixel values are bytes, or numbers from 0 to 255, not {kind}s")
+    if kind == "uint8" or (kind != "bool" and is_scaled_already):
+        return
+    least, most = float(media.min()), float(media.max())
+    if not (np.isfinite(least) and np.isfinite(most)):
+        raise RequestError("some pixel values are not finite numbers")
+    is_scaled = "float" in kind and 0 < most <= 1
+    if (kind == "bool" or is_scaled) and not is_scaled_already:
         raise RequestError(
             f"pixel values go from 0 to 255, not from 0 to 1 ({kind}); for values that are scaled "
             "already say mm_processor_kwargs={'do_rescale': False}"
         )
+    if not (is_scaled_already or (least >= 0 and most <= 255)):
+        raise RequestError(f"pixel values go from 0 to 255, not from {least:g} to {most:g}")

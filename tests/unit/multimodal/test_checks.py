@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import ExifTags, Image
 
 from sensorium.multimodal.checks import check_media
+from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.types.errors import RequestError
+from tests.media_files import make_melody
 
 RATE = 16_000
 SOUND = np.linspace(-0.5, 0.5, 400)
@@ -38,6 +41,87 @@ def test_sounds_become_float32_samples(sound: object) -> None:
     np.testing.assert_allclose(checked, SOUND, atol=1e-7)
 
 
+def test_channels_are_mixed_down_whichever_way_they_stand() -> None:
+    stereo = np.stack([SOUND, np.zeros(400)])
+    for sound in (stereo, stereo.T, torch.from_numpy(stereo), (stereo, RATE)):
+        checked, _ = check("audio", sound)
+        np.testing.assert_allclose(checked, SOUND / 2, atol=1e-7)
+    short = np.array([[1.0, 0.5], [0.0, 0.5]])  # as many channels as samples: channels are rows
+    assert check("audio", short)[0].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100, np.int64(48_000), 44_100.0])
+def test_sounds_of_other_rates_are_resampled(rate: Any) -> None:
+    melody = make_melody(int(rate) // 2, rate=int(rate))
+    checked, _ = check("audio", (melody, rate))
+    expected = make_melody(RATE // 2)
+    assert checked.shape == expected.shape
+    assert checked.dtype == np.float32
+    # A resampler rings where a sound begins and ends, and nowhere else.
+    np.testing.assert_allclose(checked[500:-500], expected[500:-500], atol=1e-3)
+
+
+def test_long_and_large_items_are_refused_by_the_limits() -> None:
+    limits = MediaLimits(max_pixels=100, max_frames=3, max_video_pixels=250, max_duration_s=0.02)
+    cases: list[tuple[str, object, str]] = [
+        ("audio", SOUND, "longer than 0.02 seconds"),
+        ("audio", (SOUND[:200], 8_000), "longer than 0.02 seconds"),
+        ("image", Image.new("RGB", (10, 11)), "more than 100 pixels"),
+        ("image", np.zeros((10, 11, 3), dtype=np.uint8), "more than 100 pixels"),
+        ("image", np.zeros((3, 10, 11), dtype=np.uint8), "more than 100 pixels"),
+        ("image", torch.zeros(10, 11), "more than 100 pixels"),
+        ("video", FRAMES, "4 frames would be used, 3 is the limit"),
+        ("video", list(FRAMES), "4 frames, 3 is the limit"),
+        ("video", np.zeros((3, 10, 10, 3), dtype=np.uint8), "more than 250 pixels"),
+        ("video", np.zeros((3, 3, 10, 10), dtype=np.uint8), "more than 250 pixels"),
+    ]
+    for modality, media, message in cases:
+        with pytest.raises(RequestError, match=message):
+            check_media(modality, media, sampling_rate=RATE, is_scaled_already=False, limits=limits)
+    check_media("video", FRAMES[:3], sampling_rate=RATE, is_scaled_already=False, limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (np.zeros((8, 8, 3), dtype=complex), "not complex128s"),
+        (np.zeros((8, 8, 3), dtype=np.uint16), "not uint16s"),
+        (torch.zeros(3, 8, 8, dtype=torch.complex64), "not complex64s"),
+        (np.full((8, 8, 3), -1), "not from -1 to -1"),
+        (np.full((8, 8, 3), 256.0), "not from 256 to 256"),
+        (torch.full((3, 8, 8), 1000), "not from 1000 to 1000"),
+        (np.full((8, 8, 3), np.nan), "not finite"),
+        (torch.zeros(3, 8, 8, device="meta"), "a plain tensor"),
+        (torch.ones(8, 8).to_sparse(), "a plain tensor"),
+    ],
+)
+def test_what_are_no_pixels_is_refused(pixels: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check("image", pixels)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64, np.float16, np.float64])
+def test_pixels_from_0_to_255_are_taken_as_they_are(dtype: type) -> None:
+    pixels = np.arange(192).reshape(8, 8, 3).astype(dtype)
+    checked, _ = check("image", pixels)
+    assert checked.dtype == dtype
+    np.testing.assert_array_equal(checked, pixels)
+
+
+def test_scaled_pixels_may_be_anything_when_they_are_said_to_be() -> None:
+    pixels = np.linspace(-2, 2, 192).reshape(8, 8, 3)
+    checked, _ = check_media("image", pixels, sampling_rate=RATE, is_scaled_already=True)
+    np.testing.assert_array_equal(checked, pixels)
+
+
+def test_deep_grey_is_scaled_and_exif_is_not_heeded() -> None:
+    deep = Image.fromarray(np.full((4, 4), 32_768, dtype=np.uint16))
+    assert check("image", deep)[0].getpixel((0, 0)) == (128, 128, 128)
+    turned = Image.new("RGB", (4, 8))
+    turned.getexif()[ExifTags.Base.Orientation] = 6
+    assert check("image", turned)[0].size == (4, 8)
+
+
 @pytest.mark.parametrize("dtype", [np.int16, np.int32])
 def test_integer_samples_are_scaled_to_one(dtype: type) -> None:
     least = np.iinfo(dtype).min
@@ -48,9 +132,16 @@ def test_integer_samples_are_scaled_to_one(dtype: type) -> None:
 @pytest.mark.parametrize(
     ("sound", "message"),
     [
-        ((SOUND, 44_100), "16000 samples a second, not 44100"),
-        (SOUND.reshape(2, -1), "sounds are mono"),
-        (np.zeros(0), "expected 1 non-empty dimensions"),
+        ((SOUND, 0), "from 1000 to 768000 samples a second, not 0"),
+        ((SOUND, "fast"), "samples a second, not 'fast'"),
+        ((SOUND, 16_000.5), "samples a second, not 16000.5"),
+        ((SOUND, True), "samples a second, not True"),
+        (np.zeros((300, 300)), r"\(300, 300\) is no shape of a sound"),
+        (np.zeros((2, 2, 400)), "expected 1 or 2 non-empty dimensions"),
+        (np.zeros(0), "expected 1 or 2 non-empty dimensions"),
+        (torch.zeros(400).to_sparse(), "a plain tensor"),
+        (np.array([0.1, np.inf]), "not finite"),
+        (np.array([0.1, 1e300]), "not finite"),
         ([0.0, 0.1], "an array of samples, not list"),
         ("sound.wav", "an array of samples, not str"),
         (np.array([0.1, np.nan]), "not finite"),

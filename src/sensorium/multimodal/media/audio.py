@@ -87,7 +87,8 @@ def _read_mono(frames: Iterator[AudioFrame], rate: int, max_duration_s: float) -
 
 def mix_down(channels: Samples) -> Samples:
     """The mean of the channels, which come as rows."""
-    mixed: Samples = channels[0] if len(channels) == 1 else channels.mean(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused later
+        mixed: Samples = channels[0] if len(channels) == 1 else channels.mean(axis=0)
     return mixed
 
 

@@ -102,15 +102,14 @@ def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimit
     total = metadata["total_num_frames"]
     if not indices or indices != sorted(indices) or indices[0] < 0 or indices[-1] >= total:
         raise InvariantError(f"chosen of {total} frames, in order: {indices[:8]}")
-    if len(indices) > limits.max_frames:
-        raise RequestError(
-            f"{len(indices)} frames of it would be used, {limits.max_frames} is the limit"
-        )
-    _check_kept_pixels(len(indices), metadata["width"], metadata["height"], limits)
+    check_num_frames(len(indices), metadata["width"], metadata["height"], limits)
     return indices
 
 
-def _check_kept_pixels(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
+def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
+    """Of those that are kept of a clip."""
+    if num_frames > limits.max_frames:
+        raise RequestError(f"{num_frames} frames would be used, {limits.max_frames} is the limit")
     if num_frames * width * height > limits.max_video_pixels:
         raise RequestError(
             f"{num_frames} frames of {width} x {height} are more than "
@@ -127,7 +126,7 @@ def _read_frames(data: bytes, indices: list[int], limits: MediaLimits) -> tuple[
             if num_decoded == indices[num_kept]:
                 pixels = _to_pixels(frame, kept)
                 if kept is None:
-                    _check_kept_pixels(len(indices), pixels.shape[1], pixels.shape[0], limits)
+                    check_num_frames(len(indices), pixels.shape[1], pixels.shape[0], limits)
                     kept = np.empty((len(indices), *pixels.shape), dtype=np.uint8)
                 while num_kept < len(indices) and indices[num_kept] == num_decoded:
                     kept[num_kept] = pixels
