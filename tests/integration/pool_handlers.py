@@ -40,7 +40,7 @@ class Servant:
         return self._num_acknowledged
 
     def do_double(self, argument: str, _: memoryview) -> int:
-        time.sleep(0.002)
+        time.sleep(0.005)
         return 2 * int(argument)
 
     def do_touch(self, argument: str, _: memoryview) -> str:

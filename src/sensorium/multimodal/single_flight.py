@@ -148,7 +148,8 @@ class SingleFlight(Generic[K, V]):
         try:
             flight = start()
         except BaseException as error:
-            self._land(key, entry, error, None)
+            # A copy: the error itself holds this frame, and so the entry that would hold it.
+            self._land(key, entry, _copy_error(error), None)
             raise
         entry.flight = flight
         flight.future.add_done_callback(partial(self._land_future, key, entry))
@@ -168,12 +169,13 @@ class SingleFlight(Generic[K, V]):
         with self._lock:
             if error is not None or not entry.num_waiters:
                 self._forget(key, entry)
+            entry.flight = None  # whose future holds this entry
             if error is None:
                 entry.outcome.set_result(result)
-            elif isinstance(error, Exception) and not isinstance(error, CancelledError):
-                entry.outcome.set_exception(error)
-            else:  # an interrupt, say, in the first caller's thread: not the others'
+            elif _is_own(error):
                 entry.outcome.cancel()
+            else:
+                entry.outcome.set_exception(error)
 
     def _forget(self, key: K, entry: _Entry) -> None:
         if self._entries.get(key) is entry:
@@ -225,6 +227,11 @@ class Waiter(Generic[K, V]):
             self._flights._leave(self._key, entry)
 
 
+def _is_own(error: BaseException) -> bool:
+    """Whether it concerns only the caller in whose thread it came: an interrupt, a cancellation."""
+    return isinstance(error, CancelledError) or not isinstance(error, Exception)
+
+
 def _wait(outcome: Future[Any], cancelled: Future[Any] | None, deadline: float) -> None:
     awake = threading.Event()
     outcome.add_done_callback(lambda _: awake.set())
@@ -239,12 +246,22 @@ def _wait(outcome: Future[Any], cancelled: Future[Any] | None, deadline: float) 
 
 
 def _get_own(outcome: Future[Any]) -> Any:
-    """A copy of an error for each waiter: a traceback grows with each raise."""
     error = outcome.exception()
     if error is None:
         return outcome.result()
+    raise _make_own(error)
+
+
+def _make_own(error: BaseException) -> BaseException:
+    """A copy for each waiter: a traceback grows with each raise."""
+    own = _copy_error(error)
+    if own is not error and error.__traceback__ is not None:
+        own.__cause__ = error
+    return own
+
+
+def _copy_error(error: BaseException) -> BaseException:
     try:
-        own = copy.copy(error)
+        return copy.copy(error)
     except TypeError:  # made from other arguments than those that it keeps
-        raise error from None
-    raise own from error
+        return error

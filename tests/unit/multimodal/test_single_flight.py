@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
@@ -160,6 +162,37 @@ def test_an_error_that_can_not_be_copied_is_given_as_it_is(
     with pytest.raises(OddError) as caught:
         single_flight.get("key", start, timeout_s=1.0)
     assert caught.value is error
+
+
+@pytest.mark.parametrize("is_within_start", [True, False])
+def test_an_error_is_freed_without_the_garbage_collector(
+    single_flight: SingleFlight[str, Any], is_within_start: bool
+) -> None:
+    class WatchedError(RequestError):
+        pass
+
+    def start() -> OpenFlight:
+        error = WatchedError("no")
+        watched.append(weakref.ref(error))
+        if is_within_start:
+            try:
+                raise error
+            finally:
+                del error
+        flight = OpenFlight()
+        flight.future.set_exception(error)
+        return flight
+
+    watched: list[weakref.ref[WatchedError]] = []
+    gc.disable()
+    try:
+        with pytest.raises(WatchedError) as caught:
+            single_flight.get("key", start, timeout_s=1.0)
+        watched.append(weakref.ref(caught.value))
+        del caught
+        assert [reference() for reference in watched] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_result_is_forgotten_too(single_flight: SingleFlight[str, Any]) -> None:

@@ -74,7 +74,7 @@ class JobQueue:
 
     def add(self, job: PoolJob) -> None:
         """Waits for room, until the job's deadline."""
-        job.future.add_done_callback(lambda _: self._forget(job))
+        job.future.add_done_callback(self._forget)
         with self._changed:
             while True:
                 self._check_open()
@@ -152,19 +152,20 @@ class JobQueue:
         for job in jobs:
             job.fail(make_error())
 
-    def _forget(self, job: PoolJob) -> None:
-        """Its future is settled, by whomever."""
-        is_cancelled = job.future.cancelled()
+    def _forget(self, future: Future[Any]) -> None:
+        """It is settled, by whomever. Knows the job by its future: a callback that held the job
+        would keep its result alive until the garbage collector comes.
+        """
+        is_cancelled = future.cancelled()
         if is_cancelled:
-            job.future.set_running_or_notify_cancel()  # or `concurrent.futures.wait` won't see it
+            future.set_running_or_notify_cancel()  # or `concurrent.futures.wait` won't see it
         with self._changed:
-            job.blocks = ()
-            if job in self._jobs:
+            for job in [job for job in self._jobs if job.future is future]:
                 self._jobs.remove(job)
                 self._changed.notify_all()
             if is_cancelled:
                 self.num_cancelled += 1
-            elif job.future.exception() is not None:
+            elif future.exception() is not None:
                 self.num_failed += 1
             else:
                 self.num_done += 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sensorium.multimodal.pool.jobs import JobQueue, PoolJob, PoolReply
 from sensorium.multimodal.pool.messages import NOT_PROCESSED, Failure, Reply, make_error
@@ -179,13 +180,22 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
     if isinstance(message, Failure):
         job.fail(make_error(message))
         return
-    try:
-        reply = PoolReply(reply=message.reply, kwargs=_decode(message.header, block))
-        result = job.on_reply(reply)
-    except Exception as error:  # of a callback that is not ours: its caller's, not this thread's
-        job.fail(error)
-    else:
+    result, error = _call_back(job.on_reply, message, block)
+    if error is None:
         job.finish(result)
+    else:
+        job.fail(error)
+
+
+def _call_back(
+    on_reply: Callable[[PoolReply], Any], message: Reply, block: memoryview
+) -> tuple[Any, Exception | None]:
+    """Apart from `_settle`, so that the error's traceback doesn't hold the job that holds it."""
+    try:
+        kwargs = _decode(message.header, block)
+        return on_reply(PoolReply(reply=message.reply, kwargs=kwargs)), None
+    except Exception as error:  # the caller's callback: its error, not this thread's
+        return None, error
 
 
 def _decode(header: bytes, block: memoryview) -> MultiModalKwargsItem:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
@@ -44,6 +45,7 @@ _logger = logging.getLogger(__name__)
 def main() -> None:
     descriptor, parent_id = map(int, sys.argv[1:])
     _end_with_parent(parent_id)
+    _prefer_to_be_killed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     faulthandler.enable()
     os.set_inheritable(descriptor, False)
@@ -51,8 +53,10 @@ def main() -> None:
     handler: Handler | None = None
     try:
         handler = _start(channel)
-        while handler is not None:
-            _serve(channel, handler)
+        if handler is not None:
+            channel.send(encode_message(Ready()))
+            while True:
+                _serve(channel, handler)
     except (ChannelError, ConnectionError):
         pass  # the parent is gone, or wants no more
     finally:
@@ -70,6 +74,12 @@ def _end_with_parent(parent_id: int) -> None:
         sys.exit(1)
 
 
+def _prefer_to_be_killed() -> None:
+    """Where memory runs out, a worker can be replaced; the parent can't."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+
+
 def _start(channel: Channel) -> Handler | None:
     frame, _ = channel.receive()
     message = decode_message(frame)
@@ -83,7 +93,6 @@ def _start(channel: Channel) -> Handler | None:
         channel.send(encode_message(StartFailed(reason[:_MAX_REASON_LENGTH])))
         return None
     _limit_threads()
-    channel.send(encode_message(Ready()))
     return handler
 
 
