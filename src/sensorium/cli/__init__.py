@@ -16,10 +16,12 @@ from sensorium.types.errors import SensoriumError
 
 
 def main() -> None:
-    arguments = _make_parser().parse_args()
     try:
-        arguments.run(arguments)
-        sys.stdout.flush()
+        try:
+            arguments = _make_parser().parse_args()
+            arguments.run(arguments)
+        finally:
+            sys.stdout.flush()
     except SensoriumError as error:
         sys.exit(f"sensorium: {error}")
     except KeyboardInterrupt:
