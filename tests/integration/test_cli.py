@@ -17,6 +17,12 @@ from PIL import Image
 from sensorium import SamplingParams, cli
 from sensorium.cli.flags import read_media
 from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.types.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    RequestDelta,
+    RequestOutput,
+)
 from tests.parity.cases import make_image
 from tests.parity.driver import make_llm
 
@@ -104,7 +110,7 @@ def test_chat_prints_the_answer_and_on_demand_its_counts(
     params = SamplingParams(max_tokens=8)
     (output,) = make_llm(directory).chat(messages, params, use_tqdm=False)
     flags = [f"--image={files[0]}", "--system=be brief", f"--image={files[1]}", "--max-tokens=8"]
-    chat(monkeypatch, directory, "what is this?", *flags)
+    chat(monkeypatch, directory, *flags, "what is this?")
     shown = capsys.readouterr()
     assert shown.out == output.outputs[0].text + "\n"
     assert "prompt tokens" not in shown.err
@@ -187,6 +193,8 @@ def get_text(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) -
         ("generate", ["hello", "--audio=/nowhere.wav"], "sensorium: /nowhere.wav: No such file"),
         ("generate", ["a", "b", "--video=x.mp4"], "sensorium: --video goes with one prompt only"),
         ("chat", [], "sensorium: there is no question"),
+        ("chat", ["hello", "world"], "2"),
+        ("chat", ["hello", "--colour"], "2"),
         ("chat", ["hello", "--top-p=7"], "sensorium: top_p must be"),
     ],
 )
@@ -208,6 +216,43 @@ def test_an_interruption_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit) as caught:
         chat(monkeypatch, "/no/model", "hello")
     assert caught.value.code == 130
+
+
+class InterruptedLLM:
+    """Is interrupted in the middle of its first answer, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, Any]]] = []
+
+    def stream_chat(self, messages: list[dict[str, Any]], *_: Any, **__: Any) -> Any:
+        self.asked.append(messages)
+        completion = CompletionOutput(index=0, text="yes", token_ids=(1,), finish_reason=None)
+        output = RequestOutput(
+            request_id="r", prompt=None, prompt_token_ids=(), outputs=(completion,), finished=True
+        )
+        delta = CompletionDelta(index=0, text="yes", token_ids=(1,))
+        yield RequestDelta(request_id="r", deltas=(delta,))
+        if len(self.asked) == 1:
+            raise KeyboardInterrupt
+        yield RequestDelta(request_id="r", deltas=(), final=output)
+
+
+def test_an_interrupted_answer_is_forgotten_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = InterruptedLLM()
+    monkeypatch.setattr("sensorium.cli.chat.load_llm", lambda _: llm)
+    monkeypatch.setattr("builtins.input", Lines(["one", "two", "three", "/quit", "four"]))
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    chat(monkeypatch, "/no/model", "--system=be")
+    asked = [[get_words(message) for message in messages] for messages in llm.asked]
+    assert asked == [["be", "one"], ["be", "two"], ["be", "two", "yes", "three"]]
+    assert "(interrupted)" in capsys.readouterr().err
+
+
+def get_words(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return str(content if isinstance(content, str) else content[0]["text"])
 
 
 def test_a_reader_who_leaves_is_no_error() -> None:

@@ -18,7 +18,7 @@ from sensorium.types.errors import SensoriumError
 def main() -> None:
     try:
         try:
-            arguments = _make_parser().parse_args()
+            arguments = _parse_arguments()
             arguments.run(arguments)
         finally:
             sys.stdout.flush()
@@ -30,6 +30,16 @@ def main() -> None:
         # What is still buffered must not raise once more when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = _make_parser()
+    arguments, rest = parser.parse_known_args()
+    if arguments.run is chat.run:
+        chat.take_late_text(arguments, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
 
 
 def _make_parser() -> argparse.ArgumentParser:

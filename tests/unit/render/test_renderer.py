@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sensorium.render.chat_options import ChatOptions
 from sensorium.render.renderer import ChatRenderer
@@ -147,3 +149,42 @@ def test_templates_that_callers_bring_are_kept_in_bounds() -> None:
     for index in range(100):
         renderer.render(ask("a"), ChatOptions(chat_template=f"template {index}"))
     assert renderer._get_template.cache_info().currsize == 16
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["", "a", "<image>", "data:,"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["url", "data", "text", "function"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+PARTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url", "image", "input_audio", "audio", "x"]) | JSON},
+    optional={name: JSON for name in ("text", "image_url", "image", "input_audio", "uuid", "url")},
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | JSON},
+    optional={
+        "content": JSON | st.lists(PARTS | JSON, max_size=3),
+        "tool_calls": JSON,
+        "name": JSON,
+    },
+)
+RENDERERS = [
+    make_renderer(source, modalities=("image", "audio"))
+    for source in (templates.COUNTED, templates.STRINGS, templates.STRICT, templates.TOOLS)
+]
+
+
+@given(messages=st.lists(MESSAGES | JSON, max_size=3), renderer=st.sampled_from(RENDERERS))
+def test_anything_gives_a_prompt_with_a_marker_per_item_or_a_request_error(
+    messages: list[Any], renderer: ChatRenderer
+) -> None:
+    try:
+        prompt = renderer.render(messages)
+    except RequestError:
+        return
+    media = prompt.get("multi_modal_data", {})
+    for modality, marker in MARKERS.items():
+        assert prompt["prompt"].count(marker) == len(media.get(modality, []))
