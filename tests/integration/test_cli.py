@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from sensorium import SamplingParams, cli
+from sensorium.cli.flags import read_media
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.types.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    RequestDelta,
+    RequestOutput,
+)
+from tests.parity.cases import make_image
 from tests.parity.driver import make_llm
 
 PROMPTS = ["hello world", "the lazy dog"]
@@ -49,3 +65,209 @@ def test_flags_are_sampling_parameters_and_every_answer_is_printed(
 def test_a_bad_value_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="sensorium: min_p must be a number"):
         run(monkeypatch, "/nowhere", "hello", "--min-p=2")
+
+
+@pytest.fixture
+def decode_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes encoded files."""
+    process_item = MultiModalProcessor.process_item
+
+    def decode_and_process(self: MultiModalProcessor, modality: str, media: Any, *rest: Any) -> Any:
+        if isinstance(media, bytes):
+            media = Image.open(io.BytesIO(media)).convert("RGB")
+        return process_item(self, modality, media, *rest)
+
+    monkeypatch.setattr(MultiModalProcessor, "process_item", decode_and_process)
+
+
+LOADING = ("--max-model-len=512", "--dtype=float32", "--device=cpu")
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", "chat", *arguments, *LOADING])
+    cli.main()
+
+
+def make_file(path: Path, *, seed: int) -> str:
+    make_image(60, 60, seed=seed).save(path)
+    return str(path)
+
+
+@pytest.mark.usefixtures("decode_images")
+def test_chat_prints_the_answer_and_on_demand_its_counts(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    directory = tiny_model("llava")
+    files = [make_file(tmp_path / f"{seed}.png", seed=seed) for seed in (1, 2)]
+    parts = [{"type": "image", "image": make_image(60, 60, seed=seed)} for seed in (1, 2)]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [*parts, {"type": "text", "text": "what is this?"}]},
+    ]
+    params = SamplingParams(max_tokens=8)
+    (output,) = make_llm(directory).chat(messages, params, use_tqdm=False)
+    flags = [f"--image={files[0]}", "--system=be brief", f"--image={files[1]}", "--max-tokens=8"]
+    chat(monkeypatch, directory, *flags, "what is this?")
+    shown = capsys.readouterr()
+    assert shown.out == output.outputs[0].text + "\n"
+    assert "prompt tokens" not in shown.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is this?\n"))
+    chat(monkeypatch, directory, *flags, "-v")  # the question comes on stdin
+    shown = capsys.readouterr()
+    assert shown.out == output.outputs[0].text + "\n"
+    assert f"{len(output.prompt_token_ids)} prompt tokens" in shown.err
+    assert "8 new tokens; length" in shown.err
+
+
+@pytest.mark.usefixtures("decode_images")
+def test_a_conversation_remembers_what_was_said_and_shown(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    directory = tiny_model("llava")
+    file = make_file(tmp_path / "one.png", seed=1)
+    lines = [
+        f"/image {file}",
+        "what is this?",
+        "/image /nowhere.png",
+        "<image>",
+        "and now?",
+        "/what",
+        "/reset",
+        "hello",
+    ]
+    monkeypatch.setattr("builtins.input", Lines(lines))
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    chat(monkeypatch, directory, "--max-tokens=8", "-v")
+    shown = capsys.readouterr()
+    llm = make_llm(directory)
+    params = SamplingParams(max_tokens=8)
+    image = {"type": "image", "image": make_image(60, 60, seed=1)}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [image, "what is this?"]}]
+    answers = [get_text(llm, messages, params)]
+    messages.append({"role": "assistant", "content": answers[0]})
+    messages.append({"role": "user", "content": ["and now?"]})
+    answers.append(get_text(llm, messages, params))
+    answers.append(get_text(llm, [{"role": "user", "content": "hello"}], params))
+    assert shown.out == "".join(f"{answer}\n" for answer in answers)
+    assert "sensorium: /nowhere.png: No such file or directory" in shown.err
+    assert "holds '<image>'" in shown.err
+    assert shown.err.count("/reset; /quit") == 2
+    assert re.search(r"[1-9]\d* of them from the prefix cache", shown.err)  # in the second round
+
+
+class Lines:
+    """A user who types these and then ends."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = iter(lines)
+
+    def __call__(self, prompt: str) -> str:
+        del prompt
+        line = next(self._lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def get_text(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) -> str:
+    (output,) = llm.chat(messages, params, use_tqdm=False)
+    text: str = output.outputs[0].text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("chat", ["hello", "--image=/nowhere.png"], "sensorium: /nowhere.png: No such file"),
+        ("generate", ["hello", "--audio=/nowhere.wav"], "sensorium: /nowhere.wav: No such file"),
+        ("generate", ["a", "b", "--video=x.mp4"], "sensorium: --video goes with one prompt only"),
+        ("chat", [], "sensorium: there is no question"),
+        ("chat", ["hello", "world"], "2"),
+        ("chat", ["hello", "--colour"], "2"),
+        ("chat", ["hello", "--top-p=7"], "sensorium: top_p must be"),
+    ],
+)
+def test_an_error_is_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    monkeypatch.setattr(sys, "argv", ["sensorium", command, "/no/model", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert str(caught.value.code).startswith(message)
+
+
+def test_an_interruption_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sensorium.cli.chat.load_llm", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        chat(monkeypatch, "/no/model", "hello")
+    assert caught.value.code == 130
+
+
+class InterruptedLLM:
+    """Is interrupted in the middle of its first answer, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, Any]]] = []
+
+    def stream_chat(self, messages: list[dict[str, Any]], *_: Any, **__: Any) -> Any:
+        self.asked.append(messages)
+        completion = CompletionOutput(index=0, text="yes", token_ids=(1,), finish_reason=None)
+        output = RequestOutput(
+            request_id="r", prompt=None, prompt_token_ids=(), outputs=(completion,), finished=True
+        )
+        delta = CompletionDelta(index=0, text="yes", token_ids=(1,))
+        yield RequestDelta(request_id="r", deltas=(delta,))
+        if len(self.asked) == 1:
+            raise KeyboardInterrupt
+        yield RequestDelta(request_id="r", deltas=(), final=output)
+
+
+def test_an_interrupted_answer_is_forgotten_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = InterruptedLLM()
+    monkeypatch.setattr("sensorium.cli.chat.load_llm", lambda _: llm)
+    monkeypatch.setattr("builtins.input", Lines(["one", "two", "three", "/quit", "four"]))
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    chat(monkeypatch, "/no/model", "--system=be")
+    asked = [[get_words(message) for message in messages] for messages in llm.asked]
+    assert asked == [["be", "one"], ["be", "two"], ["be", "two", "yes", "three"]]
+    assert "(interrupted)" in capsys.readouterr().err
+
+
+def get_words(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return str(content if isinstance(content, str) else content[0]["text"])
+
+
+def test_a_reader_who_leaves_is_no_error() -> None:
+    """`sensorium … | head`."""
+    command = [sys.executable, "-c", "from sensorium.cli import main; main()", "chat", "--help"]
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_urls_are_left_to_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    assert read_media(str(tmp_path / "a.bin")) == b"abc"
+    for url in ("https://example.com/a.png", "http://example.com/a", "data:image/png;base64,AA"):
+        assert read_media(url) is url

@@ -16,10 +16,12 @@ from sensorium.types.errors import SensoriumError
 
 
 def main() -> None:
-    arguments = _make_parser().parse_args()
     try:
-        arguments.run(arguments)
-        sys.stdout.flush()
+        try:
+            arguments = _parse_arguments()
+            arguments.run(arguments)
+        finally:
+            sys.stdout.flush()
     except SensoriumError as error:
         sys.exit(f"sensorium: {error}")
     except KeyboardInterrupt:
@@ -28,6 +30,16 @@ def main() -> None:
         # What is still buffered must not raise once more when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = _make_parser()
+    arguments, rest = parser.parse_known_args()
+    if arguments.run is chat.run:
+        chat.take_late_text(arguments, rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
 
 
 def _make_parser() -> argparse.ArgumentParser:

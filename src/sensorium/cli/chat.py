@@ -61,10 +61,16 @@ def add_command(commands: Any) -> None:
     )
     add_sampling_flags(chat, max_tokens=256)
     add_loading_flags(chat)
-    chat.set_defaults(run=_chat)
+    chat.set_defaults(run=run)
 
 
-def _chat(arguments: argparse.Namespace) -> None:
+def take_late_text(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """The question may come behind flags, where argparse no longer expects it (before 3.12)."""
+    if arguments.text is None and rest and not rest[0].startswith("-"):
+        arguments.text = rest.pop(0)
+
+
+def run(arguments: argparse.Namespace) -> None:
     params = make_sampling_params(arguments)
     parts = [_make_part(m, source) for m in MEDIA_FLAGS for source in getattr(arguments, m)]
     is_conversation = arguments.text is None and sys.stdin.isatty()
