@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import CapacityError, InvariantError
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -207,17 +207,18 @@ class Waiter(Generic[K, V]):
         in the flight, unless that failed.
         """
         deadline = time.monotonic() + timeout_s
-        for _ in range(_MAX_FLIGHTS):
-            entry = self._entry
-            if entry is None:
-                break
-            _wait(entry.outcome, cancelled, deadline)
-            if not entry.outcome.cancelled():
-                result: V = _get_own(entry.outcome)
+        for attempt in range(_MAX_FLIGHTS):
+            if attempt:
+                again = self._flights.join(self._key, self._start)
+                self._entry, self.is_leader = again._entry, again.is_leader
+            if self._entry is None:
+                raise InvariantError("who has left a flight gets nothing from it")
+            outcome = self._entry.outcome
+            _wait(outcome, cancelled, deadline)
+            if not outcome.cancelled():
+                result: V = _get_own(outcome)
                 return result
             self.leave()
-            again = self._flights.join(self._key, self._start)
-            self._entry, self.is_leader = again._entry, again.is_leader
         raise CapacityError("the item was given up by others, again and again")
 
     def leave(self) -> None:
