@@ -24,6 +24,7 @@ from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.run import Run
 from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError, SensoriumError
 from sensorium.types.outputs import RequestDelta, RequestOutput
@@ -136,7 +137,8 @@ class LLM:
         self._sender = engine.perception.caches.sender
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
-        self._outputs, self._siblings = OutputProcessor(engine.processor.tokenizer), Siblings()
+        self._outputs = OutputProcessor(engine.processor.tokenizer)
+        self._siblings = Siblings(self._release)
         self._ids = count()
 
     def close(self) -> None:
@@ -286,20 +288,23 @@ class LLM:
         self._outputs.add_request(request, processed.prompt, is_streamed=is_streamed)
         if is_streamed:
             self._streams[request_id] = deque()
+        is_kept = False
         try:
             first = self._siblings.add(request, items)
+            is_kept = first is not request  # by the siblings
             reports = self._delivery.deliver(first, items)
             self._outputs.add_reports(request_id, reports)
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._abort((request_id,))
             raise
         finally:
-            self._release(processed)
+            if not is_kept:
+                self._release(items)
         return request_id
 
-    def _release(self, processed: ProcessedRequest) -> None:
-        """Its media may be evicted again."""
-        self._sender.release([item.handle for item in processed.items])
+    def _release(self, items: Sequence[PerceivedItem]) -> None:
+        """They may be evicted again."""
+        self._sender.release([item.handle for item in items])
 
     def _is_alive(self, request_id: str) -> bool:
         child_ids = self._outputs.get_child_ids((request_id,))
@@ -318,9 +323,10 @@ class LLM:
     def _start_siblings(self, news: Sequence[EngineCoreOutput]) -> list[RequestOutput]:
         """The requests that failed at it."""
         failed: list[RequestOutput] = []
-        for child, items in self._siblings.take_ready(news):
+        for children, items in self._siblings.take_ready(news):
             try:
-                self._delivery.deliver(child, items)
+                for child in children:
+                    self._delivery.deliver(child, items)
             except SensoriumError as error:
                 end = EngineCoreOutput(
                     request_id=child.request_id,
@@ -330,6 +336,8 @@ class LLM:
                 ended, stopped = self._outputs.process([end])
                 self.core.abort_requests(stopped)
                 failed += ended
+            finally:
+                self._release(items)
         return failed
 
     def _abort(self, request_ids: Sequence[str]) -> None:

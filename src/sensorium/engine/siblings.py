@@ -2,12 +2,12 @@
 
 The first child starts alone; the others start with its first token. By then its prompt is in the
 prefix cache and its media in the encoder cache, so that they cost a prompt's last tokens only.
-Owns the children that have not started, with what leads to their media.
+Owns the children that have not started, and the handles of their media until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -48,23 +48,29 @@ def _derive_seed(seed: int | None, index: int) -> int:
 
 
 class Siblings:
-    def __init__(self) -> None:
+    """`release` ends the hold on items that were not taken over."""
+
+    def __init__(self, release: Callable[[Items], None]) -> None:
+        self._release = release
         self._waiting: dict[str, tuple[tuple[EngineCoreRequest, ...], Items]] = {}
 
     def add(self, request: EngineCoreRequest, items: Items) -> EngineCoreRequest:
-        """The child to start at once; the others are kept."""
+        """The child to start at once: the request itself, if it is the only one. Otherwise the
+        others are kept, with the items.
+        """
         first, *rest = make_children(request)
         if rest:
             self._waiting[first.request_id] = tuple(rest), items
         return first
 
-    def take_ready(self, news: Iterable[EngineCoreOutput]) -> list[tuple[EngineCoreRequest, Items]]:
-        """The children to start after the core's news."""
-        ready: list[tuple[EngineCoreRequest, Items]] = []
+    def take_ready(
+        self, news: Iterable[EngineCoreOutput]
+    ) -> list[tuple[tuple[EngineCoreRequest, ...], Items]]:
+        """The children to start after the core's news, with items that the caller releases."""
+        ready = []
         for output in news if self._waiting else ():
-            if output.new_token_ids:
-                rest, items = self._waiting.pop(output.request_id, ((), ()))
-                ready.extend((child, items) for child in rest)
+            if output.new_token_ids and output.request_id in self._waiting:
+                ready.append(self._waiting.pop(output.request_id))
             elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self.drop((output.request_id,))
         return ready
@@ -72,7 +78,9 @@ class Siblings:
     def drop(self, request_ids: Iterable[str]) -> None:
         """The siblings of these children are not wanted any more."""
         for request_id in request_ids:
-            self._waiting.pop(request_id, None)
+            if request_id in self._waiting:
+                _, items = self._waiting.pop(request_id)
+                self._release(items)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -59,38 +59,56 @@ def news(request_id: str, *tokens: int, reason: FinishReason | None = None) -> E
     return EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason)
 
 
+class Released(list[object]):
+    """Items whose hold was ended, in that order."""
+
+    def __call__(self, items: object) -> None:
+        self.append(items)
+
+
 def take_ids(siblings: Siblings, *outputs: EngineCoreOutput) -> list[str]:
-    return [child.request_id for child, _ in siblings.take_ready(outputs)]
+    ready = siblings.take_ready(outputs)
+    return [child.request_id for children, _ in ready for child in children]
 
 
 def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
-    siblings = Siblings()
-    first = siblings.add(make_request(n=3), {"media": {}})
+    released = Released()
+    siblings = Siblings(released)
+    items: Any = ["an item"]
+    first = siblings.add(make_request(n=3), items)
     assert first.request_id == "r#0"
     assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
-    ready = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
-    assert [child.request_id for child, _ in ready] == ["r#1", "r#2"]
-    assert all(payloads == {"media": {}} for _, payloads in ready)
+    ((children, taken),) = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
+    assert [child.request_id for child in children] == ["r#1", "r#2"]
+    assert taken is items
     assert take_ids(siblings, news("r#0", 6)) == []
     assert len(siblings) == 0
+    assert released == []  # that is the caller's now
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
-    siblings = Siblings()
-    siblings.add(make_request(n=3), {})
+    released = Released()
+    siblings = Siblings(released)
+    siblings.add(make_request(n=3), ())
     assert take_ids(siblings, news("r#0", reason=reason)) == []
     assert len(siblings) == 0
+    assert released == [()]
 
 
 def test_dropped_siblings_never_start() -> None:
-    siblings = Siblings()
-    siblings.add(make_request(n=2), {})
+    released = Released()
+    siblings = Siblings(released)
+    siblings.add(make_request(n=2), ())
     siblings.drop(("r#0", "unknown"))
     assert take_ids(siblings, news("r#0", 5)) == []
+    assert released == [()]
 
 
 def test_a_single_request_keeps_nothing() -> None:
-    siblings = Siblings()
-    assert siblings.add(make_request(), {}).request_id == "r"
+    released = Released()
+    siblings = Siblings(released)
+    request = make_request()
+    assert siblings.add(request, ()) is request
     assert len(siblings) == 0
+    assert released == []
