@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sensorium.engine.prompt_fields import get_media_items, normalise
-from sensorium.engine.rendered_prompt import as_layout, check_hash, read_items
+from sensorium.engine.rendered_prompt import RenderedItem, as_layout, check_hash, read_items
+from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
 from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
@@ -141,20 +142,11 @@ class InputProcessor:
         entries = read_items(fields, self.processor, self._specs)
         self._check_counts([entry.feature.modality for entry in entries])
         items: list[PerceivedItem] = []
-        missing: list[str] = []
-        for entry in entries:
-            mm_hash = entry.feature.mm_hash
-            handle = perceiver.cache.get_and_update_item(mm_hash, entry.item, needs_layout=False)
-            if handle is None:
-                missing.append(mm_hash)
-                continue
-            items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
-        if missing:
+        try:
+            _take_items(perceiver.cache, entries, items)
+        except BaseException:
             perceiver.cache.release([item.handle for item in items])
-            raise MissingMediaError(
-                f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",
-                tuple(missing),
-            )
+            raise
         return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
 
     def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
@@ -237,3 +229,22 @@ class InputProcessor:
                     f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one "
                     "prompt"
                 )
+
+
+def _take_items(
+    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
+) -> None:
+    """Add the items of a prompt that was rendered before."""
+    missing: list[str] = []
+    for entry in entries:
+        mm_hash = entry.feature.mm_hash
+        handle = cache.get_and_update_item(mm_hash, entry.item, needs_layout=False)
+        if handle is None:
+            missing.append(mm_hash)
+        else:
+            items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
+    if missing:
+        raise MissingMediaError(
+            f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",
+            tuple(missing),
+        )

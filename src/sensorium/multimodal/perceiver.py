@@ -24,7 +24,7 @@ from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
-from sensorium.multimodal.uuid_bindings import UuidBindings
+from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings
 from sensorium.types.errors import (
     CapacityError,
     InvariantError,
@@ -90,6 +90,8 @@ class Perceiver:
                 call.run(call.start)
             for call in calls:
                 call.run(lambda call=call: call.finish(cancelled))  # type: ignore[misc]
+            for call in calls:
+                call.run(call.bind)
         except BaseException:  # a refusal, a cancellation or a bug: nothing is left behind
             for call in calls:
                 call.undo()
@@ -129,6 +131,7 @@ class _ItemCall:
         self._handle: ItemHandle | None = None
         self._waiter: Waiter[str, _Result] | None = None
         self._job: ItemJob | None = None
+        self._bound: BoundSource | None = None
         self.item = item
         is_here = isinstance(item.media, MediaBytes) or not item.is_encoded
         self.source: object | None = item.media if is_here else None
@@ -148,9 +151,9 @@ class _ItemCall:
         item, perceiver = self.item, self._perceiver
         if item.uuid is not None and (item.media is None or item.is_remote):
             salt = self._options.cache_salt
-            digest = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
-            if digest is not None:
-                self._job = self._make_job(digest)
+            source = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
+            if source is not None:
+                self._job = self._make_job(source)
                 self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
         if item.media is None and self._handle is None:
             if item.uuid is None:
@@ -162,21 +165,22 @@ class _ItemCall:
             return
         perceiver, item = self._perceiver, self.item
         digest = perceiver.hasher.digest_source(self.source)
+        self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
         if item.uuid is not None:
             salt = self._options.cache_salt
-            perceiver.uuids.bind(item.uuid, digest, modality=item.modality, cache_salt=salt)
-        self._job = self._make_job(digest)
+            perceiver.uuids.check(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
+        self._job = self._make_job(self._bound)
         self._look_up_or_join()
 
-    def _make_job(self, digest: str) -> ItemJob:
+    def _make_job(self, source: BoundSource) -> ItemJob:
         item, options = self.item, self._options
         decode_options = (
             resolve_decode_options(item.modality, options.media_io_kwargs)
-            if item.is_encoded
+            if source.is_encoded
             else None
         )
         mm_hash = self._perceiver.hasher.name_item(
-            digest,
+            source.digest,
             modality=item.modality,
             decode_options=decode_options,
             processor_kwargs=options.processor_kwargs,
@@ -230,6 +234,12 @@ class _ItemCall:
         # Else the cache has it, and the next look finds it.
         waiter.leave()
         self._waiter = None
+
+    def bind(self) -> None:
+        item, uuids = self.item, self._perceiver.uuids
+        if item.uuid is not None and self._bound is not None:
+            salt = self._options.cache_salt
+            uuids.bind(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
 
     def undo(self) -> None:
         if self._waiter is not None:
