@@ -155,6 +155,7 @@ class _ItemCall:
             if source is not None:
                 self._job = self._make_job(source)
                 self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
+                self._bound = None if self._handle is None else source
         if item.media is None and self._handle is None:
             if item.uuid is None:
                 raise RequestError("there is neither media nor a uuid")

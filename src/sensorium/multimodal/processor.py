@@ -30,6 +30,7 @@ _PARTS = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
+_OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 
 
 class MultiModalProcessor:
@@ -71,11 +72,12 @@ class MultiModalProcessor:
 
     @property
     def option_names(self) -> frozenset[str]:
-        """What the processor's parts may be told; empty if it doesn't say."""
+        """What the processor's parts may be told of media; empty if it doesn't say."""
         if self._processor is None:
             return frozenset()
         kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
-        groups = [] if kinds is None else list(kinds.__annotations__.values())
+        own = {} if kinds is None else kinds.__annotations__
+        groups = [own.get(_OPTION_GROUPS[modality]) for modality in self.modalities]
         groups += [getattr(part, "valid_kwargs", None) for part in self._get_parts()]
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
