@@ -56,8 +56,9 @@ class ShmSender:
             self._store.release(entry.reference)
         if item is None:
             return None
-        self._count(is_hit=False)
-        return _make_item_handle(item, self._store.put(item), is_hit=False)
+        reference, is_found = self._store.put_or_find(item)  # another thread may have put it
+        self._count(is_hit=is_found)
+        return _make_item_handle(item, reference, is_hit=is_found)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
         """The handle of an item that another process has put: one query, no hit. `None`, and
