@@ -61,9 +61,10 @@ def build_caches(options: MediaOptions) -> Caches:
             sender=UncachedSender(), receiver=UncachedReceiver(), readonly=UncachedSender()
         )
     if options.mm_processor_cache_type == "lru":
+        receiver = MirrorReceiver()
         return Caches(
-            sender=MirrorSender(capacity),
-            receiver=MirrorReceiver(),
+            sender=MirrorSender(capacity, epoch=receiver.epoch),
+            receiver=receiver,
             readonly=ProcessorOnlyCache(capacity),
         )
     store = ShmStore.create(capacity_bytes=capacity, max_object_bytes=options.max_object_bytes)
