@@ -65,12 +65,12 @@ def take_ids(siblings: Siblings, *outputs: EngineCoreOutput) -> list[str]:
 
 def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
     siblings = Siblings()
-    first = siblings.add(make_request(n=3), {"media": {}})
+    first = siblings.add(make_request(n=3), ["media"])  # type: ignore[list-item]
     assert first.request_id == "r#0"
     assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
     ready = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
     assert [child.request_id for child, _ in ready] == ["r#1", "r#2"]
-    assert all(payloads == {"media": {}} for _, payloads in ready)
+    assert all(items == ["media"] for _, items in ready)
     assert take_ids(siblings, news("r#0", 6)) == []
     assert len(siblings) == 0
 
@@ -78,19 +78,19 @@ def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
     siblings = Siblings()
-    siblings.add(make_request(n=3), {})
+    siblings.add(make_request(n=3), ())
     assert take_ids(siblings, news("r#0", reason=reason)) == []
     assert len(siblings) == 0
 
 
 def test_dropped_siblings_never_start() -> None:
     siblings = Siblings()
-    siblings.add(make_request(n=2), {})
+    siblings.add(make_request(n=2), ())
     siblings.drop(("r#0", "unknown"))
     assert take_ids(siblings, news("r#0", 5)) == []
 
 
 def test_a_single_request_keeps_nothing() -> None:
     siblings = Siblings()
-    assert siblings.add(make_request(), {}).request_id == "r"
+    assert siblings.add(make_request(), ()).request_id == "r"
     assert len(siblings) == 0
