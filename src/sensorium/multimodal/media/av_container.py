@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FORMATS = (
     "aac,aiff,apng,avi,caf,flac,flv,gif,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,"
-    "w64,wav,webp"
+    "w64,wav"
 )
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the duration of a container
 _MAX_STREAMS = 32

@@ -10,6 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from sensorium.multimodal.media import video
 from sensorium.multimodal.media.limits import MediaLimits
@@ -20,6 +21,7 @@ from tests.media_files import (
     make_clip,
     make_melody,
     make_videos,
+    write_image,
     write_sound,
     write_video,
 )
@@ -62,6 +64,15 @@ def test_every_kind_of_file_is_decoded(kind: str) -> None:
         "video_backend": "pyav",
         "frames_indices": list(range(6)),
     }
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG"])
+def test_animated_images_are_clips_too(kind: str) -> None:
+    images = [Image.fromarray(pixels) for pixels in make_clip(4)]
+    data = write_image(images[0], kind, save_all=True, append_images=images[1:], duration=100)
+    frames, metadata = decode(data)
+    assert_are(frames, range(4))
+    assert metadata["fps"] == pytest.approx(10, rel=0.05)
 
 
 @pytest.mark.parametrize("indices", [[0], [5], [1, 4], [0, 0, 3, 5, 5], [2, 2]])
