@@ -1,6 +1,8 @@
-"""Decodes thousands of damaged files, to be run in a process of its own: prints what happened.
+"""Decodes files that do damage and files that are damaged, in a process of its own, and prints what
+happened: a crash of a decoder ends this process, and with it the test that started it.
 
-A crash of a decoder ends this process, and with it the test that started it.
+The harmful files come packed from the process that made them, so that making them takes no memory
+of this one.
 """
 
 from __future__ import annotations
@@ -16,14 +18,42 @@ import numpy as np
 
 from sensorium.multimodal.media.decoding import decode, resolve_decode_options
 from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.memory_limit import limit_memory_growth
 from sensorium.types.errors import RequestError
 from tests.media_files import make_images, make_sounds, make_videos
 
-LIMITS = MediaLimits(max_pixels=1_000_000, max_frames=64, max_duration_s=60.0)
+SMALL = MediaLimits(max_pixels=1_000_000, max_frames=64, max_duration_s=60.0)
+CEILING_MB = 256
+
+
+def try_to_decode(modality: str, data: bytes, limits: MediaLimits) -> str:
+    """An empty string if it was decoded, or why it was not."""
+    try:
+        decode(
+            modality,
+            data,
+            resolve_decode_options(modality, None),
+            limits=limits,
+            sampling_rate=16_000,
+            choose_frames=lambda metadata: range(min(4, metadata["total_num_frames"])),
+        )
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def get_peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def try_bomb(modality: str, data: bytes) -> dict[str, object]:
+    before = get_peak_mb()
+    outcome = try_to_decode(modality, data, MediaLimits())
+    return {"outcome": outcome, "num_bytes": len(data), "grown_mb": get_peak_mb() - before}
 
 
 def damage(data: bytes, generator: np.random.Generator) -> bytes:
-    """Cut short, with some bytes changed, with a piece missing, or with a piece twice."""
+    """Cut short, with a piece missing, with a piece twice, or with some bytes changed."""
     kind = generator.integers(5)
     start, end = sorted(generator.integers(0, len(data) + 1, 2).tolist())
     if kind == 0:
@@ -33,7 +63,7 @@ def damage(data: bytes, generator: np.random.Generator) -> bytes:
     if kind == 2:
         return data[:end] + data[start:]
     changed = bytearray(data)
-    # Headers steer decoders, so that half of the changes are there.
+    # Headers steer decoders, so half of the changes are there.
     most = len(data) if kind == 3 else min(len(data), 200)
     for place in generator.integers(0, most, generator.integers(1, 9)).tolist():
         changed[place] = int(generator.choice([0, 1, 0x7F, 0x80, 0xFF, generator.integers(256)]))
@@ -49,31 +79,37 @@ def make_damaged(num_of_each: int, seed: int) -> Iterator[tuple[str, str, bytes]
                 yield modality, kind, damage(data, generator)
 
 
-def main(num_of_each: int, seed: int) -> None:
+def try_damaged(num_of_each: int, seed: int) -> dict[str, object]:
     outcomes: Counter[str] = Counter()
-    slowest = 0.0
-    before_kb = None
+    slowest_s = 0.0
+    before = get_peak_mb()
     for modality, kind, data in make_damaged(num_of_each, seed):
-        before_kb = before_kb or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         started = time.process_time()
         try:
-            decode(
-                modality,
-                data,
-                resolve_decode_options(modality, None),
-                limits=LIMITS,
-                sampling_rate=16_000,
-                choose_frames=lambda metadata: range(min(4, metadata["total_num_frames"])),
-            )
-            outcome = "decoded"
-        except RequestError:
-            outcome = "refused"
+            outcome = "refused" if try_to_decode(modality, data, SMALL) else "decoded"
         except Exception as error:
             outcome = f"{modality} {kind}: {type(error).__name__}: {error}"
         outcomes[outcome] += 1
-        slowest = max(slowest, time.process_time() - started)
-    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - (before_kb or 0)
-    print(json.dumps({"outcomes": outcomes, "slowest_s": slowest, "grown_mb": grown_kb / 1024}))
+        slowest_s = max(slowest_s, time.process_time() - started)
+    return {"outcomes": outcomes, "slowest_s": slowest_s, "grown_mb": get_peak_mb() - before}
+
+
+def main(num_of_each: int, seed: int) -> None:
+    """The last bomb is tried below a ceiling."""
+    for modality, kinds in (("image", make_images()), ("video", make_videos())):
+        for data in kinds.values():  # libraries are loaded before the count begins
+            try_to_decode(modality, data, SMALL)
+    bombs = []
+    while header := sys.stdin.buffer.read(16):
+        modality, num_bytes = header[:8].decode().strip(), int.from_bytes(header[8:], "big")
+        data = sys.stdin.buffer.read(num_bytes)
+        if not sys.stdin.buffer.peek(1):
+            break
+        bombs.append(try_bomb(modality, data))
+    damaged = try_damaged(num_of_each, seed)
+    limit_memory_growth(CEILING_MB * 2**20)
+    table = try_bomb(modality, data)
+    print(json.dumps({"bombs": bombs, "damaged": damaged, "table": table}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,12 @@ import torch
 from sensorium import LLM, RequestError, SamplingParams
 from sensorium.types.multimodal import MultiModalKwargsItem
 from tests.parity.cases import make_image
-from tests.parity.driver import assert_nothing_is_left, get_token_ids
+from tests.parity.driver import (
+    add_with_tensors,
+    assert_nothing_is_left,
+    get_token_ids,
+    process_with_tensors,
+)
 
 OPTIONS = {"max_model_len": 256, "encoder_cache_size": 48, "limit_mm_per_prompt": {"image": 2}}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -78,9 +83,9 @@ class Neighbours:
 
     def _add_with_tensors(self, prompt: Any, change: Change) -> str:
         request_id = f"bad-{next(self.llm._ids)}"
-        processed = self.llm.input_processor.process(request_id, prompt, PARAMS)
-        payloads = {name: change({**item}) for name, item in processed.payloads.items()}
-        self.llm.core.add_request(processed.request, payloads)
+        processed, tensors = process_with_tensors(self.llm, request_id, prompt, PARAMS)
+        payloads = {name: change({**item}) for name, item in tensors.items()}
+        add_with_tensors(self.llm, processed.request, payloads)
         self.llm._outputs.add_request(processed.request, processed.prompt)
         return request_id
 

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from sensorium import RequestError
+from sensorium.types.transfer import Transfer
 from tests.integration.neighbours import PARAMS, Change, Neighbours, make_prompt
 from tests.parity.cases import make_image
-from tests.parity.driver import assert_nothing_is_left
+from tests.parity.driver import (
+    add_with_tensors,
+    assert_nothing_is_left,
+    process_with_tensors,
+)
 
 NeighboursOf = Callable[[str], Neighbours]
 
@@ -69,21 +74,21 @@ def test_grids_that_do_not_fit_fail_alone(
     assert re.search(message, neighbours.fail_with_tensors(make_bad_image("qwen2_5_vl"), change))
 
 
-def test_tensors_that_never_came_are_named(neighbours_of: NeighboursOf) -> None:
+def test_tensors_that_never_came_are_asked_for(neighbours_of: NeighboursOf) -> None:
     llm = neighbours_of("llava").llm
-    processed = llm.input_processor.process("bad", make_bad_image("llava"), PARAMS)
-    mm_hash = processed.request.mm_features[0].mm_hash
-    with pytest.raises(RequestError, match=f"{mm_hash} did not come"):
-        llm.core.add_request(processed.request, {})
+    processed, _ = process_with_tensors(llm, "bad", make_bad_image("llava"), PARAMS)
+    missing = llm.core.add_request(processed.request, Transfer())
+    assert missing is not None
+    assert missing.mm_hashes == (processed.request.mm_features[0].mm_hash,)
     assert_nothing_is_left(llm)
 
 
 def test_a_request_id_in_use_is_refused(neighbours_of: NeighboursOf) -> None:
     llm = neighbours_of("llava").llm
-    processed = llm.input_processor.process("twice", make_bad_image("llava"), PARAMS)
-    llm.core.add_request(processed.request, processed.payloads)
+    processed, tensors = process_with_tensors(llm, "twice", make_bad_image("llava"), PARAMS)
+    add_with_tensors(llm, processed.request, tensors)
     with pytest.raises(RequestError, match="'twice' is in use"):
-        llm.core.add_request(processed.request, processed.payloads)
+        add_with_tensors(llm, processed.request, tensors)
     assert len(llm.core.payloads) == 1
     llm.core.abort_requests(["twice"])
     assert_nothing_is_left(llm)
@@ -95,10 +100,10 @@ def test_a_bad_item_fails_everyone_who_shares_it_and_is_not_kept(
     llm = neighbours_of("llava").llm
     prompt = make_bad_image("llava")
     for request_id in ("first", "second"):
-        processed = llm.input_processor.process(request_id, prompt, PARAMS)
-        (mm_hash,) = processed.payloads
-        broken = {"pixel_values": processed.payloads[mm_hash]["pixel_values"] * torch.nan}
-        llm.core.add_request(processed.request, {mm_hash: broken})
+        processed, tensors = process_with_tensors(llm, request_id, prompt, PARAMS)
+        (mm_hash,) = tensors
+        broken = {"pixel_values": tensors[mm_hash]["pixel_values"] * torch.nan}
+        add_with_tensors(llm, processed.request, {mm_hash: broken})
     outputs = llm.core.step()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [
         ("first", "error"),
@@ -118,10 +123,11 @@ def test_wrong_counts_that_add_up_are_found(neighbours_of: NeighboursOf) -> None
     llm.core.scheduler.kv_cache.clear_cache()
     good_tokens = []
     for name, image, count in zip(("two", "good", "none"), images, (2, 1, 0), strict=True):
-        processed = llm.input_processor.process(name, make_prompt("llava", image), PARAMS)
-        (mm_hash,) = processed.payloads
-        pixels = processed.payloads[mm_hash]["pixel_values"].repeat(count, 1, 1, 1)
-        llm.core.add_request(processed.request, {mm_hash: {"pixel_values": pixels}})
+        prompt = make_prompt("llava", image)
+        processed, tensors = process_with_tensors(llm, name, prompt, PARAMS)
+        (mm_hash,) = tensors
+        pixels = tensors[mm_hash]["pixel_values"].repeat(count, 1, 1, 1)
+        add_with_tensors(llm, processed.request, {mm_hash: {"pixel_values": pixels}})
     while llm.core.has_requests:
         for output in llm.core.step():
             good_tokens.extend(output.new_token_ids if output.request_id == "good" else ())

@@ -72,10 +72,10 @@ def test_media_is_processed_and_encoded_once(tiny_model: TinyModel, family: str)
     num_calls = 0
     process_item = llm.input_processor.processor.process_item
 
-    def count_and_process(*arguments: Any) -> Any:
+    def count_and_process(*arguments: Any, **options: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        return process_item(*arguments)
+        return process_item(*arguments, **options)
 
     llm.input_processor.processor.process_item = count_and_process  # type: ignore[method-assign]
     trace = Trace(llm)

@@ -88,10 +88,11 @@ def test_more_prompts_than_fit_come_back_in_their_order(tiny_model: TinyModel) -
     most_in_flight = 0
     add_request = llm.core.add_request
 
-    def add_and_count(*arguments: Any) -> None:
+    def add_and_count(*arguments: Any) -> Any:
         nonlocal most_in_flight
-        add_request(*arguments)
+        missing = add_request(*arguments)
         most_in_flight = max(most_in_flight, len(llm.core.scheduler.requests))
+        return missing
 
     llm.core.add_request = add_and_count  # type: ignore[method-assign]
     prompts = [make_text(2 + seed % 7, seed=seed) for seed in range(25)]

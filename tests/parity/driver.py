@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sensorium import LLM, RequestOutput, SamplingParams
+from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+from sensorium.types.transfer import Transfer
 
 MAX_STEPS = 5000
 # Tokens that a KV cache has beside those of the longest request: with one of these it is just too
@@ -111,8 +115,8 @@ def get_token_ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 def get_largest_item(llm: LLM, prompts: Sequence[Any]) -> int:
     """The most embeddings that an item of these prompts has."""
     params = SamplingParams(max_tokens=1)
-    requests = [llm.input_processor.process("any", prompt, params).request for prompt in prompts]
-    features = [feature for request in requests for feature in request.mm_features]
+    processed = [process_with_tensors(llm, "any", prompt, params)[0] for prompt in prompts]
+    features = [feature for entry in processed for feature in entry.request.mm_features]
     return max(feature.mm_position.get_num_embeds() for feature in features)
 
 
@@ -125,6 +129,22 @@ def get_kv_bytes(llm: LLM, num_tokens: int) -> int:
     element_size = runner._adapter.dtype.itemsize
     per_token = sum(layer.num_elements_per_token for layer in layers) * element_size
     return num_blocks * block_size * per_token
+
+
+def process_with_tensors(
+    llm: LLM, request_id: str, prompt: Any, params: SamplingParams
+) -> tuple[ProcessedRequest, dict[str, MultiModalKwargsItem]]:
+    """A request that is ready, and the tensors of its media by hash: nothing of it is cached."""
+    processed = llm.input_processor.process(request_id, prompt, params, skip_mm_cache=True)
+    handles = [item.handle for item in processed.items]
+    llm.perception.readonly.cache.release(handles)
+    return processed, {handle.mm_hash: handle.kwargs or {} for handle in handles}
+
+
+def add_with_tensors(
+    llm: LLM, request: EngineCoreRequest, payloads: Mapping[str, MultiModalKwargsItem]
+) -> None:
+    assert llm.core.add_request(request, Transfer(payloads=payloads)) is None
 
 
 def assert_nothing_is_left(llm: LLM) -> None:
@@ -150,3 +170,5 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert llm._outputs._states == {}
     assert llm._outputs._owners == {}
     assert len(llm._siblings) == 0
+    sender = llm.perception.caches.sender
+    assert not isinstance(sender, MirrorSender) or sender.num_handles == 0

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from sensorium import LLM
-from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.request import EngineCoreRequest
 from tests.parity.cases import FAMILIES, MODALITIES, MROPE_FAMILIES, MULTIMODAL_FAMILIES
 from tests.parity.decoder_inputs import get_decoder_inputs, get_our_decoder_inputs
-from tests.parity.driver import make_llm
+from tests.parity.driver import add_with_tensors, make_llm, process_with_tensors
 from tests.parity.reference import GREEDY, Expected, Reference, ReferenceOf
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
-def process(llm: LLM, reference: Reference) -> Iterator[tuple[ProcessedRequest, Expected]]:
+@dataclass(frozen=True)
+class Processed:
+    request: EngineCoreRequest
+    payloads: dict[str, MultiModalKwargsItem]
+
+
+def process(llm: LLM, reference: Reference) -> Iterator[tuple[Processed, Expected]]:
     for entry in reference.expected:
-        yield llm.input_processor.process(entry.case.name, entry.prompt, GREEDY), entry
+        processed, tensors = process_with_tensors(llm, entry.case.name, entry.prompt, GREEDY)
+        yield Processed(processed.request, tensors), entry
 
 
 @pytest.mark.check("processor")
@@ -116,7 +124,7 @@ def test_positions_behind_the_prompt_equal_those_of_the_model(
     runner: Any = llm.core.runner
     num_shifted = 0
     for processed, entry in process(llm, reference):
-        llm.core.add_request(processed.request, processed.payloads)
+        add_with_tensors(llm, processed.request, processed.payloads)
         delta = runner._mrope[processed.request.request_id].delta
         if not processed.request.mm_features:
             assert not delta.any()

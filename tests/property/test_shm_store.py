@@ -187,6 +187,14 @@ class ShmStoreMachine(RuleBasedStateMachine):
         self.forget(child)
 
     @rule(data=st.data())
+    def kill_and_replace(self, data: st.DataObject) -> None:
+        """The new one gets the number of the dead, and none of its leases."""
+        child = self.pick(data)
+        child.kill()
+        self.forget(child)
+        self.start_child()
+
+    @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         child = self.pick(data)
         child.leave()

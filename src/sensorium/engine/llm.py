@@ -198,8 +198,7 @@ class LLM:
         request that fails later raises its `RequestError`. Closing the iterator ends the request.
         """
         (params,) = as_params(sampling_params, 1)
-        processed = self._make_ready(prompt, params)()
-        request_id = self._start(processed, is_streamed=True)
+        request_id = self._add(prompt, params, is_streamed=True)
         news = self._streams[request_id]
         try:
             is_ended = False
@@ -260,6 +259,12 @@ class LLM:
             error.outputs = tuple(outputs)
             raise error from output.error
         return outputs
+
+    def _add(
+        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
+    ) -> str:
+        """Start one request; its id."""
+        return self._start(self._make_ready(prompt, params)(), is_streamed=is_streamed)
 
     def _make_ready(
         self,

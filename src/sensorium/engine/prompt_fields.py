@@ -48,6 +48,8 @@ def normalise(prompt: Prompt) -> dict[str, Any]:
             raise RequestError(
                 f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
             )
+    if not isinstance(prompt.get("add_special_tokens"), bool | None):
+        raise RequestError("prompt field 'add_special_tokens' must be true or false")
     fields: dict[str, Any] = {**prompt}
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = check_token_ids(fields["prompt_token_ids"])

@@ -146,6 +146,8 @@ def _make_features(
         layout = _get_layout(item)
         is_embed = tuple(token_id == layout.token_id for token_id in token_ids[start:end])
         position = PlaceholderRange(start, end - start, None if all(is_embed) else is_embed)
+        if position.get_num_embeds() == 0:
+            raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")
         if position.get_num_embeds() != layout.num_embeds:
             raise RequestError(
                 f"the layout of a {item.modality} promises {layout.num_embeds} embeddings, but its "

@@ -10,11 +10,13 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.payload_store import PayloadStore
+from sensorium.multimodal.cache.uncached import UncachedReceiver
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
+from sensorium.types.transfer import Transfer
 
 
 class FakeRunner:
@@ -61,7 +63,7 @@ def core(runner: FakeRunner) -> EngineCore:
         kv_cache=KVCacheManager([KVCacheGroup(num_blocks=17)], block_size=4),
         encoder_cache=EncoderCacheManager(8),
     )
-    return EngineCore(scheduler, runner, PayloadStore())
+    return EngineCore(scheduler, runner, PayloadStore(UncachedReceiver()))
 
 
 def make_request(
@@ -82,7 +84,8 @@ def make_request(
 
 def add(core: EngineCore, *requests: EngineCoreRequest) -> None:
     for request in requests:
-        core.add_request(request, {feature.mm_hash: {} for feature in request.mm_features})
+        payloads = {feature.mm_hash: {} for feature in request.mm_features}
+        assert core.add_request(request, Transfer(payloads=payloads)) is None
 
 
 def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
@@ -172,11 +175,12 @@ def test_a_request_that_the_scheduler_refuses_leaves_nothing(
     check_idle(core, runner)
 
 
-def test_a_request_whose_tensors_did_not_come_leaves_nothing(
+def test_a_request_whose_tensors_did_not_come_is_told_so_and_leaves_nothing(
     core: EngineCore, runner: FakeRunner
 ) -> None:
-    with pytest.raises(RequestError, match="media item y"):
-        core.add_request(make_request("a", "x", "y"), {"x": {}})
+    missing = core.add_request(make_request("a", "x", "y"), Transfer(payloads={"x": {}}))
+    assert missing is not None
+    assert missing.mm_hashes == ("y",)
     check_idle(core, runner)
 
 

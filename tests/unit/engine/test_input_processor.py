@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
-from sensorium.multimodal.processor import ProcessedItem
+from sensorium.multimodal.cache.interface import ItemHandle
+from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import ItemLayout
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 
 DEFAULTS = GenerationDefaults(temperature=0.5, top_p=0.9, top_k=3, eos_token_ids=(7, 8))
@@ -40,8 +43,10 @@ class FakeProcessor:
     modalities = ("image", "video")
     tokenizer = LetterTokenizer()
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, object, Mapping[str, object]]] = []
+    option_names = frozenset({"size"})
+
+    def get_option_default(self, path: str) -> None:
+        del path
 
     def get_marker(self, modality: str) -> str:
         return modality[0].upper()
@@ -49,30 +54,57 @@ class FakeProcessor:
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
         return (ord(modality[0]),)
 
-    def process_item(
-        self, modality: str, media: object, processor_kwargs: Mapping[str, object]
-    ) -> ProcessedItem:
-        self.calls.append((modality, media, processor_kwargs))
-        if isinstance(media, str) and media == "bad":
-            raise RequestError("cannot be read")
-        return ProcessedItem(
-            modality=modality, mm_hash=f"hash-{media}", kwargs={}, replacement=modality[0] * 2
-        )
+
+class FakePerceiver:
+    """Items are named after their media; notes what is asked for and what is held."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[MediaItem, PerceptionOptions]] = []
+        self.held: list[ItemHandle] = []
+        self.cache = self
+
+    def perceive(
+        self, items: Sequence[MediaItem], options: PerceptionOptions, *, cancelled: object
+    ) -> list[PerceivedItem]:
+        del cancelled
+        self.calls += [(item, options) for item in items]
+        for item in items:
+            if isinstance(item.media, str) and item.media == "bad":
+                raise RequestError(f"{item.label}: cannot be read")
+        handles = [
+            ItemHandle(
+                modality=item.modality,
+                mm_hash=f"hash-{item.media}",
+                layout=ItemLayout(
+                    text=item.modality[0] * 2, token_id=ord(item.modality[0]), num_embeds=2
+                ),
+                num_bytes=0,
+                is_hit=False,
+            )
+            for item in items
+        ]
+        self.held += handles
+        return [PerceivedItem(handle=handle, label="") for handle in handles]
+
+    def release(self, handles: Sequence[ItemHandle]) -> None:
+        for handle in handles:
+            self.held.remove(handle)
 
 
 @pytest.fixture
-def fake() -> FakeProcessor:
-    return FakeProcessor()
+def fake() -> FakePerceiver:
+    return FakePerceiver()
 
 
 @pytest.fixture
-def inputs(fake: FakeProcessor) -> InputProcessor:
+def inputs(fake: FakePerceiver) -> InputProcessor:
     return make_inputs(fake)
 
 
-def make_inputs(fake: FakeProcessor, *, seed: int = 0) -> InputProcessor:
+def make_inputs(fake: FakePerceiver, *, seed: int = 0) -> InputProcessor:
     return InputProcessor(
-        fake,  # type: ignore[arg-type]
+        FakeProcessor(),  # type: ignore[arg-type]
+        perceiver=fake,  # type: ignore[arg-type]
         defaults=DEFAULTS,
         limit_mm_per_prompt={"image": 2},
         seed=seed,
@@ -102,7 +134,7 @@ def test_text_and_token_ids_give_the_same_request(inputs: InputProcessor) -> Non
     assert process(inputs, token_ids).prompt is None
 
 
-def test_media_become_features_and_payloads(inputs: InputProcessor, fake: FakeProcessor) -> None:
+def test_media_become_features_and_handles(inputs: InputProcessor, fake: FakePerceiver) -> None:
     processed = process(
         inputs,
         {
@@ -117,8 +149,9 @@ def test_media_become_features_and_payloads(inputs: InputProcessor, fake: FakePr
         ("image", "hash-x", 1),
         ("video", "hash-v", 4),
     ]
-    assert processed.payloads.keys() == {"hash-x", "hash-v"}
-    assert all(kwargs == {"size": 4} for _, _, kwargs in fake.calls)
+    assert [item.handle for item in processed.items] == fake.held
+    assert [handle.mm_hash for handle in fake.held] == ["hash-v", "hash-x"]
+    assert all(options.processor_kwargs == {"size": 4} for _, options in fake.calls)
 
 
 def test_what_a_request_leaves_open_comes_from_the_model(inputs: InputProcessor) -> None:
@@ -130,7 +163,7 @@ def test_what_a_request_leaves_open_comes_from_the_model(inputs: InputProcessor)
 
 
 def test_requests_without_a_seed_get_different_ones_that_an_engine_repeats(
-    fake: FakeProcessor,
+    fake: FakePerceiver,
 ) -> None:
     first, second = make_inputs(fake, seed=1), make_inputs(fake, seed=1)
     seeds = [process(first, "a").request.sampling_params.seed for _ in range(5)]
@@ -186,14 +219,31 @@ def test_salt_and_priority_are_passed_on(inputs: InputProcessor) -> None:
     ],
 )
 def test_a_prompt_that_makes_no_sense_is_refused_by_name(
-    inputs: InputProcessor, prompt: Any, message: str
+    inputs: InputProcessor, fake: FakePerceiver, prompt: Any, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         process(inputs, prompt)
+    assert fake.held == []
+
+
+def test_what_fails_behind_its_media_releases_them(
+    inputs: InputProcessor, fake: FakePerceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LetterTokenizer, "__call__", lambda *_, **__: Encoding(input_ids=[105] * 2))
+    prompt = {"prompt": "I", "multi_modal_data": {"image": "x"}}
+    assert len(process(inputs, prompt).items) == len(fake.held) == 1
+    monkeypatch.setattr(inputs, "_get_bad_sequences", raise_error)
+    with pytest.raises(RequestError, match="bad_words"):
+        process(inputs, prompt)
+    assert len(fake.held) == 1
+
+
+def raise_error(words: object) -> None:
+    raise RequestError(f"bad_words: {words}")
 
 
 def test_items_over_the_limit_are_refused_before_any_is_processed(
-    inputs: InputProcessor, fake: FakeProcessor
+    inputs: InputProcessor, fake: FakePerceiver
 ) -> None:
     with pytest.raises(RequestError, match="limit_mm_per_prompt"):
         process(inputs, {"prompt": "III", "multi_modal_data": {"image": ["x"] * 3}})
@@ -213,7 +263,7 @@ def test_items_over_the_limit_are_refused_before_any_is_processed(
     ids=["an array", "arrays", "frames", "lists of frames", "none of them", "nothing"],
 )
 def test_a_list_of_frames_is_one_video(
-    inputs: InputProcessor, fake: FakeProcessor, media: Any, num_videos: int
+    inputs: InputProcessor, fake: FakePerceiver, media: Any, num_videos: int
 ) -> None:
     process(inputs, {"prompt": "V" * num_videos, "multi_modal_data": {"video": media}})
     assert len(fake.calls) == num_videos
@@ -225,7 +275,7 @@ def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(inputs: InputP
     assert words == {"no", " no", "x", " x"}
 
 
-def test_bans_of_the_model_hold_for_every_request(fake: FakeProcessor) -> None:
+def test_bans_of_the_model_hold_for_every_request(fake: FakePerceiver) -> None:
     inputs = make_inputs(fake)
     inputs.defaults = replace(DEFAULTS, bans=TokenBans(sequences=((5,),), first_token_ids=(6,)))
     assert process(inputs, "a").request.bans == inputs.defaults.bans
@@ -235,7 +285,7 @@ def test_bans_of_the_model_hold_for_every_request(fake: FakeProcessor) -> None:
 
 
 def test_a_bad_word_without_tokens_is_refused_by_name(
-    fake: FakeProcessor, monkeypatch: pytest.MonkeyPatch
+    fake: FakePerceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LetterTokenizer, "__call__", lambda *_, **__: Encoding(input_ids=[]))
     with pytest.raises(RequestError, match="bad_words: the tokenizer has no tokens for 'zz'"):

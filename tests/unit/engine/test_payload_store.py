@@ -1,16 +1,21 @@
-"""Processed tensors live as long as a request needs them, once for all that do."""
+"""Processed tensors live as long as a request needs them."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.engine.payload_store import PayloadStore
-from sensorium.types.errors import InvariantError, RequestError
+from sensorium.multimodal.cache.uncached import UncachedReceiver
+from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
+from sensorium.types.transfer import MissingItems, Transfer
 
 
 def make_request(request_id: str, *hashes: str) -> EngineCoreRequest:
@@ -27,51 +32,92 @@ def make_request(request_id: str, *hashes: str) -> EngineCoreRequest:
     )
 
 
-def payloads(*hashes: str) -> dict[str, MultiModalKwargsItem]:
-    return {mm_hash: {} for mm_hash in hashes}
+def payloads(*hashes: str) -> Transfer:
+    return Transfer(payloads={mm_hash: {} for mm_hash in hashes})
 
 
-def test_a_shared_item_stays_until_its_last_request_goes() -> None:
-    store = PayloadStore()
-    items = payloads("x", "y")
-    store.add(make_request("a", "x", "y"), items)
+class CountingReceiver(UncachedReceiver):
+    """Notes what is held."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+
+    def receive(
+        self, mm_hashes: Sequence[str], transfer: Transfer
+    ) -> dict[str, MultiModalKwargsItem] | MissingItems:
+        received = super().receive(mm_hashes, transfer)
+        if not isinstance(received, MissingItems):
+            self.held.update(received.keys())
+        return received
+
+    def release(self, mm_hashes: Iterable[str]) -> None:
+        self.held -= Counter(mm_hashes)
+
+
+@pytest.fixture
+def receiver() -> CountingReceiver:
+    return CountingReceiver()
+
+
+@pytest.fixture
+def store(receiver: CountingReceiver) -> PayloadStore:
+    return PayloadStore(receiver)
+
+
+def test_a_shared_item_stays_until_its_last_request_goes(
+    store: PayloadStore, receiver: CountingReceiver
+) -> None:
+    store.add(make_request("a", "x", "y"), payloads("x", "y"))
     store.add(make_request("b", "x"), payloads("x"))
-    assert store["x"] is items["x"]
+    assert receiver.held == {"x": 2, "y": 1}
     store.release("a")
     assert set(store) == {"x"}
+    assert receiver.held == {"x": 1}
     store.release("b")
-    assert len(store) == 0
+    store.release("b")
+    assert len(store) == receiver.held.total() == 0
 
 
-def test_an_item_twice_in_one_request_is_released_once() -> None:
-    store = PayloadStore()
+def test_what_is_read_belongs_to_a_request_that_has_not_ended(store: PayloadStore) -> None:
+    """Equal tensors may lie in two places, each leased for its own request."""
+    places: list[MultiModalKwargsItem] = [{}, {}]
+    for request_id, place in zip("ab", places, strict=True):
+        store.add(make_request(request_id, "x"), Transfer(payloads={"x": place}))
+    store.release("a")
+    assert store["x"] is places[1]
+    store.add(make_request("c", "x"), Transfer(payloads={"x": places[0]}))
+    store.release("b")
+    assert store["x"] is places[0]
+
+
+def test_an_item_twice_in_one_request_is_held_once(
+    store: PayloadStore, receiver: CountingReceiver
+) -> None:
     store.add(make_request("a", "x", "x"), payloads("x"))
-    store.add(make_request("b", "x"), {})
+    assert receiver.held == {"x": 1}
     store.release("a")
-    assert "x" in store
+    assert len(store) == receiver.held.total() == 0
 
 
-def test_an_item_that_is_here_need_not_come_again_but_another_must() -> None:
-    store = PayloadStore()
-    store.add(make_request("a", "x"), payloads("x"))
-    with pytest.raises(RequestError, match="media item y"):
-        store.add(make_request("b", "x", "y"), {})
+def test_what_did_not_come_is_asked_for_and_nothing_is_kept(
+    store: PayloadStore, receiver: CountingReceiver
+) -> None:
+    missing = store.add(make_request("b", "x", "y"), payloads("x"))
+    assert missing is not None
+    assert missing.mm_hashes == ("y",)
     store.release("b")
-    store.release("a")
-    assert len(store) == 0
+    assert len(store) == receiver.held.total() == 0
 
 
-def test_items_that_the_request_does_not_name_are_not_kept() -> None:
-    store = PayloadStore()
+def test_items_that_the_request_does_not_name_are_not_kept(store: PayloadStore) -> None:
     store.add(make_request("a", "x"), payloads("x", "stray"))
     assert set(store) == {"x"}
 
 
-def test_adding_a_request_twice_is_our_bug() -> None:
-    store = PayloadStore()
+def test_adding_a_request_twice_is_our_bug(store: PayloadStore) -> None:
     store.add(make_request("a", "x"), payloads("x"))
     with pytest.raises(InvariantError, match="'a' were added twice"):
-        store.add(make_request("a", "x"), {})
+        store.add(make_request("a", "x"), payloads("x"))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.lists(st.sampled_from("xyz"), max_size=3))))
@@ -80,7 +126,7 @@ def test_it_holds_exactly_the_items_of_the_requests_it_has(
     events: list[tuple[str, list[str]]],
 ) -> None:
     """A request that comes a second time leaves instead."""
-    store = PayloadStore()
+    store = PayloadStore(UncachedReceiver())
     held: dict[str, set[str]] = {}
     for request_id, hashes in events:
         if request_id in held:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import re
+from enum import IntEnum
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sensorium.multimodal.hasher import hash_media
-from sensorium.types.errors import RequestError
+from sensorium.multimodal.hasher import ALGORITHMS, MediaHasher
+from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.types.errors import ModelError, RequestError
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+VECTORS = Path(__file__).with_name("digest_vectors.json")
+HASHER = MediaHasher(model_revision="r", processor_fingerprint="p")
 
 
-def name(options: object = None, media: object = b"") -> str:
-    return hash_media(media, {"options": options})
+def name(options: object = None, media: object = b"", hasher: MediaHasher = HASHER) -> str:
+    return hasher.name_item(
+        hasher.digest_source(media),
+        modality="image",
+        decode_options=None,
+        processor_kwargs={"options": options},
+        cache_salt=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,9 +76,101 @@ def test_the_order_of_keys_is_of_no_importance_at_any_depth() -> None:
     assert name(one) == name(other)
 
 
-def test_a_name_is_256_bits_and_the_same_in_every_process() -> None:
-    expected = "df90fa0f61cb5b40c10b1e3605f17e7c9e1dce858e8705c65718bc0008b2033c"
-    assert hash_media(PIXELS, {"modality": "image", "kwargs": {"size": 56}}) == expected
+def make_vectors() -> dict[str, str]:
+    """Names of one of each kind, by algorithm: what other processes and later versions must give.
+
+    `python -m tests.unit.multimodal.test_hasher` writes the file anew, when the format's version
+    has changed.
+    """
+    media: dict[str, object] = {
+        "bytes": b"\x89PNG",
+        "array": PIXELS,
+        "tensor": torch.tensor(PIXELS),
+        "image": Image.fromarray(PIXELS),
+        "frames": [PIXELS, PIXELS[::-1]],
+        "video": (PIXELS[None], {"fps": 2.0, "frames_indices": [0]}),
+        "sound": (np.linspace(-1, 1, 5, dtype=np.float32), 16_000),
+    }
+    options = {"size": {"shortest_edge": 56}, "x": [None, True, 1, -2.5, "é", 2**70]}
+    vectors = {}
+    for algorithm in ALGORITHMS:
+        hasher = MediaHasher(algorithm, model_revision="r1", processor_fingerprint='{"a": 1}')
+        for kind, item in media.items():
+            vectors[f"{algorithm}/{kind}/source"] = hasher.digest_source(item)
+            vectors[f"{algorithm}/{kind}/item"] = hasher.name_item(
+                hasher.digest_source(item),
+                modality="image",
+                decode_options={"version": 1},
+                processor_kwargs=options,
+                cache_salt="salt",
+            )
+        vectors[f"{algorithm}/external"] = hasher.name_external("theirs", None)
+    return vectors
+
+
+def test_names_are_256_bits_and_the_same_in_every_process_and_version() -> None:
+    vectors = make_vectors()
+    assert vectors == json.loads(VECTORS.read_text())
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in vectors.values())
+    assert len(set(vectors.values())) == len(vectors)
+
+
+def test_everything_that_a_result_depends_on_is_part_of_its_name() -> None:
+    plain: dict[str, Any] = {
+        "modality": "image",
+        "decode_options": {"background": [255, 255, 255]},
+        "processor_kwargs": {"size": 4},
+        "cache_salt": None,
+    }
+    changes: list[dict[str, Any]] = [
+        {},
+        {"modality": "video"},
+        {"decode_options": {"background": [0, 0, 0]}},
+        {"decode_options": None},
+        {"processor_kwargs": {"size": 5}},
+        {"processor_kwargs": {}},
+        {"cache_salt": ""},
+        {"cache_salt": "None"},
+    ]
+    names = [HASHER.name_item("d", **{**plain, **change}) for change in changes]
+    names += [HASHER.name_item("e", **plain)]
+    for others in (
+        {"model_revision": "s", "processor_fingerprint": "p"},
+        {"model_revision": "r", "processor_fingerprint": "q"},
+        {"model_revision": "rp", "processor_fingerprint": ""},
+    ):
+        names.append(MediaHasher(**others).name_item("d", **plain))
+    names += [MediaHasher(algorithm).name_item("d", **plain) for algorithm in ALGORITHMS]
+    names += [HASHER.name_external("d", None), HASHER.name_external("d", "")]
+    assert len(set(names)) == len(names)
+
+
+def test_the_bytes_of_a_file_are_digested_once() -> None:
+    media = MediaBytes(b"abc")
+    digest = HASHER.digest_source(media)
+    assert digest == HASHER.digest_source(b"abc") == HASHER.digest_source(bytearray(b"abc"))
+    media.data = b"never looked at"
+    assert HASHER.digest_source(media) == digest
+
+
+def test_an_unknown_algorithm_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="unknown mm_hasher_algorithm 'md5'"):
+        MediaHasher("md5")
+
+
+def test_options_that_are_nested_without_end_are_refused() -> None:
+    options: list[Any] = []
+    options.append(options)
+    with pytest.raises(RequestError, match="nested more than 32 deep"):
+        name(options)
+
+
+def test_numbers_of_a_kind_of_their_own_are_numbers() -> None:
+    class Size(IntEnum):
+        SMALL = 3
+
+    assert name(Size.SMALL) == name(3)
+    assert name(np.float64(0.5)) == name(0.5)
 
 
 def test_media_and_options_are_both_part_of_the_name() -> None:
@@ -195,3 +300,7 @@ def freeze(value: object) -> object:
 @settings(deadline=None)
 def test_names_are_equal_if_and_only_if_the_values_are(one: object, other: object) -> None:
     assert (name(one) == name(other)) == (freeze(one) == freeze(other))
+
+
+if __name__ == "__main__":
+    VECTORS.write_text(json.dumps(make_vectors(), indent=1) + "\n")

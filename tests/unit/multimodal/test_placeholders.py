@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.multimodal.placeholders import ExpandedPrompt, expand_text, expand_token_ids
-from sensorium.multimodal.processor import ProcessedItem
 from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import ItemLayout, ProcessedItem
 
 Expand = Callable[..., ExpandedPrompt]
 
@@ -62,12 +62,18 @@ class FakeProcessor:
         return (ord("v"), ord("i")) if modality == "video" else (ord("i"),)
 
 
+def make_item(modality: str, text: str, name: str) -> ProcessedItem:
+    marker = "v" if modality == "video" and "v" in text else "i"
+    layout = ItemLayout(text=text, token_id=ord(marker), num_embeds=text.count(marker))
+    return ProcessedItem(modality=modality, mm_hash=name, kwargs={}, layout=layout)
+
+
 def image(replacement: str = "ii", name: str = "x") -> ProcessedItem:
-    return ProcessedItem(modality="image", mm_hash=name, kwargs={}, replacement=replacement)
+    return make_item("image", replacement, name)
 
 
 def video(replacement: str = "vv", name: str = "y") -> ProcessedItem:
-    return ProcessedItem(modality="video", mm_hash=name, kwargs={}, replacement=replacement)
+    return make_item("video", replacement, name)
 
 
 def expand(text: str, *items: ProcessedItem) -> ExpandedPrompt:
@@ -201,7 +207,7 @@ def test_features_are_sorted_disjoint_and_hold_exactly_the_placeholders(
         place = feature.mm_position
         assert place.offset >= end
         end = place.end
-        assert place.get_num_embeds() == len(re.findall("[iv]", item.replacement))
+        assert place.get_num_embeds() == len(re.findall("[iv]", item.layout.text))
         for first, last in place.extract_embeds_range():
             placed.update(range(first, last))
     assert placed == {i for i, t in enumerate(token_ids) if t in (ord("i"), ord("v"))}

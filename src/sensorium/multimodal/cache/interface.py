@@ -95,9 +95,10 @@ class SenderCache(ProcessorCache, Protocol):
     def handle_missing(self, missing: MissingItems) -> None:
         """The core lacks these: no longer believe that it has them.
 
-        The caller then makes another transfer. A handle that has its tensors serves again; for one
-        of the missing that has none, the caller processes the item again and exchanges the handle:
-        `get_and_update_item(mm_hash, item)`, one more query, then `release` of the old one.
+        The caller then makes another transfer. A handle that has its tensors serves again. For one
+        of the missing that has none, the caller asks for the item as if it were new (another
+        request may have brought it back; if not, it is processed again), and releases the old
+        handle: one more query.
         """
         ...
 

@@ -14,7 +14,7 @@ Invariants, at every instruction:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -131,9 +131,8 @@ class ShmIndex:
         return bool(self._has_layout[slot])
 
     def get_members(self) -> Iterator[int]:
-        """Everyone who has a lease."""
-        used = self._states != SlotState.FREE
-        for word, bits in enumerate(np.bitwise_or.reduce(self._leases[:, used], axis=1).tolist()):
+        """Everyone who has a lease, or left one in a FREE slot."""
+        for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
             for bit in range(_WORD_BITS):
                 if bits >> bit & 1:
                     yield word * _WORD_BITS + bit
@@ -225,19 +224,20 @@ class ShmIndex:
     def free_orphans(self) -> None:
         """Free what nobody will finish or free."""
         is_pending = (self._states == SlotState.WRITING) | (self._states == SlotState.RETIRED)
-        for slot in np.flatnonzero(is_pending & ~self._leases.any(axis=0)):
-            self.free(int(slot))
+        for slot in np.flatnonzero(is_pending):
+            if not self._leases[:, slot].any():
+                self.free(int(slot))
 
     # Room.
 
-    def _plan(self, size: int) -> tuple[int, list[int]] | None:
-        """Where `size` bytes fit, and the slots to evict for that.
+    def _plan(self, room: int) -> tuple[int, list[int]] | None:
+        """Where `room` bytes fit, and the slots to evict for that.
 
         The fewest oldest unleased items are found whose absence would leave a large enough gap; of
         these only those that lie in the way have to go.
         """
-        slots = np.flatnonzero(self._states != SlotState.FREE)
-        slots = slots[np.argsort(self._offsets[slots])]
+        slots = np.flatnonzero(self._states)  # FREE is 0
+        slots = slots[np.argsort(self._offsets[slots], kind="stable")]
         starts = self._offsets[slots].astype(np.int64)
         ends = starts + self._rooms[slots].astype(np.int64)
         evictable = self._get_evictable(slots)
@@ -246,19 +246,18 @@ class ShmIndex:
         def find_gap(num_evicted: int) -> int | None:
             is_kept = np.ones(len(slots), dtype=bool)
             is_kept[evictable[:num_evicted]] = False
-            return _find_gap(starts[is_kept], ends[is_kept], self.capacity_bytes, size)
+            return _find_gap(starts[is_kept], ends[is_kept], self.capacity_bytes, room)
 
-        counts = range(num_slots_lacking, len(evictable) + 1)
-        nth = bisect_left(counts, True, key=lambda count: find_gap(count) is not None)
-        if nth == len(counts):
-            return None
-        offset = find_gap(counts[nth])
+        num_evicted = _find_smallest(
+            lambda count: find_gap(count) is not None, num_slots_lacking, len(evictable)
+        )
+        offset = None if num_evicted is None else find_gap(num_evicted)
         if offset is None:
-            raise InvariantError("a gap is gone that was there")
-        candidates = evictable[: counts[nth]]
-        in_the_way = (starts[candidates] < offset + size) & (ends[candidates] > offset)
-        victims = slots[candidates[in_the_way]].tolist()
-        return offset, victims or slots[candidates[:num_slots_lacking]].tolist()
+            return None
+        oldest = evictable[:num_evicted]
+        is_in_the_way = (starts[oldest] < offset + room) & (ends[oldest] > offset)
+        victims = slots[oldest[is_in_the_way]].tolist()
+        return offset, victims or slots[oldest[:num_slots_lacking]].tolist()
 
     def _get_evictable(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Positions in `slots` of what may be evicted, the oldest first."""
@@ -267,11 +266,25 @@ class ShmIndex:
         return positions[np.argsort(self._last_used[slots[positions]])]
 
 
+def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> int | None:
+    """The smallest number in `[lower, upper]` that is enough. Mostly it is near `lower`, so the
+    steps double.
+    """
+    step = 1
+    while lower <= upper:
+        probe = min(lower + step - 1, upper)
+        if is_enough(probe):
+            return bisect_left(range(probe), True, lo=lower, key=is_enough)
+        lower = probe + 1
+        step *= 2
+    return None
+
+
 def _find_gap(
-    starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, size: int
+    starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
 ) -> int | None:
-    """The first place of `size` free bytes between the extents `[start, end)`, which are sorted."""
+    """The first place of `room` free bytes between the extents `[start, end)`, which are sorted."""
     gap_starts = np.append(np.int64(0), ends)
     gap_ends = np.append(starts, np.int64(capacity))
-    fits = np.flatnonzero(gap_ends - gap_starts >= size)
+    fits = np.flatnonzero(gap_ends - gap_starts >= room)
     return int(gap_starts[fits[0]]) if len(fits) else None

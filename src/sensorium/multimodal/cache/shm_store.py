@@ -44,9 +44,9 @@ from sensorium.types.transfer import ShmReference
 
 # A slot for each so many bytes of capacity, between these numbers of slots: smaller items fill the
 # table before the memory, and every search reads the whole table.
-_BYTES_PER_SLOT = 64 * 1024
+_BYTES_PER_SLOT = 128 * 1024
 _MIN_SLOTS = 64
-_MAX_SLOTS = 16 * 1024
+_MAX_SLOTS = 8 * 1024
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FORMATS = (
     "aac,aiff,apng,avi,caf,flac,flv,gif,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,"
-    "w64,wav,webp"
+    "w64,wav"
 )
 _MICROSECONDS = 1_000_000  # FFmpeg's unit for the duration of a container
 _MAX_STREAMS = 32
@@ -35,7 +35,7 @@ def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[Input
         "format_whitelist": _FORMATS,
         "protocol_whitelist": "none",
         "max_streams": str(_MAX_STREAMS),
-        "max_pixels": str(max_pixels),  # no decoder allocates a larger frame, not even to probe
+        **get_decoder_options(max_pixels),  # the container is probed by decoding, too
         "threads": "1",
     }
     with refuse_damaged(kind):
@@ -49,6 +49,13 @@ def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[Input
             ) from error
         with container:
             yield container
+
+
+def get_decoder_options(max_pixels: int) -> dict[str, str]:
+    """No larger frame is allocated. Decoders round sizes up to whole blocks, so that the exact
+    limit is for whoever sees the frame.
+    """
+    return {"max_pixels": str(2 * max_pixels)}
 
 
 def check_duration(container: InputContainer, stream: Stream, max_duration_s: float) -> None:

@@ -7,7 +7,7 @@ number, spread by that same rule.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ _DEFAULT_NUM_FRAMES = 32
 def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
     """`options` may hold the `fps` or the `num_frames` that the request asks for.
 
-    Where the rule fails (most do for a clip of fewer frames than they want) it is asked for a
-    number of frames that there are, and if that fails too, the frames are spread evenly.
+    The rule is asked as the processor itself would ask it, with its own settings beside those of
+    the request. Where it fails (for a clip of fewer frames than it wants, or if it can't have both
+    a rate and a number) it is asked for a number of frames that there are, and if that fails too,
+    the frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -32,13 +34,19 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
     def choose_frames(metadata: Mapping[str, Any]) -> Sequence[int]:
         num_frames = _count_frames(metadata, **(asked or own))
-        for arguments in (_limit(metadata, asked), {"num_frames": num_frames}):
-            indices = _ask(video_processor, metadata, arguments)
-            if indices is not None:
-                return indices
+        if _takes(video_processor.sample_frames, asked):
+            for arguments in ({**own, **_limit(metadata, asked)}, {"num_frames": num_frames}):
+                indices = _ask(video_processor, metadata, arguments)
+                if indices is not None:
+                    return indices
         return _spread(metadata["total_num_frames"], num_frames)
 
     return choose_frames
+
+
+def _takes(sample_frames: Callable[..., object], asked: Mapping[str, object]) -> bool:
+    """Arguments without a name are taken by all rules, and not heeded."""
+    return inspect.signature(sample_frames).parameters.keys() >= asked.keys()
 
 
 def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,12 +58,9 @@ def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
 def _ask(
     video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> list[int] | None:
-    """`None` if the rule can't do it, or has no such argument and would not heed it."""
+    """`None` if the rule can't do it."""
     from transformers.video_utils import VideoMetadata
 
-    known = inspect.signature(video_processor.sample_frames).parameters
-    if not known.keys() >= arguments.keys():
-        return None
     try:
         chosen = video_processor.sample_frames(VideoMetadata(**metadata), **arguments)
     except (ValueError, TypeError, ZeroDivisionError):  # too few frames, or a setting is missing

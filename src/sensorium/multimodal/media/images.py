@@ -48,7 +48,9 @@ def decode_image(data: bytes, *, limits: MediaLimits, background: Colour = WHITE
                 image.load()
             except Image.DecompressionBombError as error:
                 raise RequestError(_too_many_pixels(limits)) from error
-            return to_rgb(_turn_upright(image), background=background)
+            upright = to_rgb(_turn_upright(image), background=background)
+            upright.info = {}  # nobody turns it again
+            return upright
 
 
 def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from sensorium.multimodal.media.av_container import (
     check_duration,
+    get_decoder_options,
     open_container,
     refuse_if_longer,
 )
@@ -58,7 +59,12 @@ def decode_video(
 
 def _read_metadata(data: bytes, limits: MediaLimits) -> Metadata:
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
-        stream = _get_stream(container)
+        stream = _get_stream(container, limits)
+        if not (stream.width and stream.height):
+            raise RequestError(
+                f"its frames can't be read, or have more than {limits.max_pixels} pixels, "
+                "which is the limit"
+            )
         check_num_pixels(stream.width, stream.height, limits)
         check_duration(container, stream, limits.max_duration_s)
         num_frames = sum(
@@ -81,11 +87,12 @@ def _read_metadata(data: bytes, limits: MediaLimits) -> Metadata:
     }
 
 
-def _get_stream(container: InputContainer) -> VideoStream:
+def _get_stream(container: InputContainer, limits: MediaLimits) -> VideoStream:
     if not container.streams.video:
         raise RequestError("there are no pictures in this file")
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1  # several clips are decoded at once, in processes
+    stream.codec_context.options = get_decoder_options(limits.max_pixels)
     return stream
 
 
@@ -122,7 +129,8 @@ def _read_frames(data: bytes, indices: list[int], limits: MediaLimits) -> tuple[
     kept: Frames | None = None
     num_kept = num_decoded = 0
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
-        for frame in container.decode(_get_stream(container)):
+        for frame in container.decode(_get_stream(container, limits)):
+            check_num_pixels(frame.width, frame.height, limits)
             if num_decoded == indices[num_kept]:
                 pixels = _to_pixels(frame, kept)
                 if kept is None:

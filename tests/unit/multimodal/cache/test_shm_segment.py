@@ -1,0 +1,118 @@
+"""Shared memory whose mutex and memberships are the kernel's."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from sensorium.multimodal.cache import shm_segment
+from sensorium.multimodal.cache.shm_segment import ShmSegment
+from sensorium.types.errors import CapacityError, InvariantError, ModelError
+
+
+def close(*segments: ShmSegment) -> None:
+    for segment in segments:
+        with segment:
+            segment.close()
+
+
+def test_what_one_instance_writes_the_other_reads() -> None:
+    first = ShmSegment.create(8192)
+    second = ShmSegment.attach(first.fd)
+    first.buffer[8000:8003] = b"abc"
+    assert bytes(second.buffer[8000:8003]) == b"abc"
+    close(first, second)
+
+
+def test_memory_outlives_the_one_who_made_it() -> None:
+    first = ShmSegment.create(4096)
+    first.buffer[0:1] = b"x"
+    second = ShmSegment.attach(first.fd)
+    close(first)
+    assert bytes(second.buffer[0:1]) == b"x"
+    close(second)
+
+
+def test_more_than_the_system_has_is_an_error_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shm_segment, "get_free_system_bytes", lambda: 4095)
+    with pytest.raises(ModelError, match="needs 4096 bytes, and the system has 4095"):
+        ShmSegment.create(4096)
+
+
+def test_a_failed_reservation_is_an_error_at_the_start_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ModelError, match="can't reserve 4096 bytes: No space left"):
+        ShmSegment.create(4096)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_memory_is_really_reserved_and_can_not_be_cut_off() -> None:
+    segment = ShmSegment.create(1 << 20)
+    assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 4096)
+    close(segment)
+
+
+def test_mutex_keeps_instances_and_threads_apart() -> None:
+    first = ShmSegment.create(4096)
+    second = ShmSegment.attach(first.fd)
+    entered = threading.Event()
+
+    def enter(segment: ShmSegment) -> None:
+        with segment:
+            entered.set()
+
+    for segment in (first, second):
+        entered.clear()
+        with first:
+            thread = threading.Thread(target=enter, args=(segment,))
+            thread.start()
+            assert not entered.wait(0.05)
+        assert entered.wait(5)
+        thread.join()
+    close(first, second)
+
+
+def test_numbers_of_members_are_unique_and_free_again_after_close() -> None:
+    first = ShmSegment.create(4096)
+    second, third = ShmSegment.attach(first.fd), ShmSegment.attach(first.fd)
+    assert [first.join(2), second.join(2)] == [0, 1]
+    with pytest.raises(CapacityError, match="2 members"):
+        third.join(2)
+    assert third.is_member(0)
+    close(first)
+    assert not third.is_member(0)
+    assert third.join(2) == 0
+    close(second, third)
+
+
+def test_a_descriptor_for_children_carries_no_lock() -> None:
+    """A child that holds it must not keep the locks of a dead parent."""
+    first = ShmSegment.create(4096)
+    second = ShmSegment.attach(first.fd)
+    first.join(2)
+    inherited = os.dup(first.fd)
+    close(first)
+    assert not second.is_member(0)
+    with second:
+        pass
+    os.close(inherited)
+    close(second)
+
+
+def test_a_closed_segment_can_not_be_entered() -> None:
+    segment = ShmSegment.create(4096)
+    close(segment)
+    with pytest.raises(InvariantError, match="closed"), segment:
+        pass

@@ -1,0 +1,359 @@
+"""The shared-memory store, with several instances in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sensorium.multimodal.cache.shm_index import MAX_MEMBERS, SlotState
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.types.errors import CapacityError, InvariantError, ModelError, RequestError
+from sensorium.types.multimodal import ItemLayout, ProcessedItem
+from sensorium.types.transfer import ShmReference
+
+CAPACITY = 16 * 1024
+SIZE = 4096 - 128  # with its metadata a quarter of the capacity
+LAYOUT = ItemLayout(text="<image>" * 3, token_id=7, num_embeds=3)
+
+
+def make_hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def make_item(
+    name: str, size: int = SIZE, *, layout: ItemLayout | None = None, fill: int = 1
+) -> ProcessedItem:
+    return ProcessedItem(
+        modality="image",
+        mm_hash=make_hash(name),
+        kwargs={"pixel_values": torch.full((size,), fill, dtype=torch.uint8)},
+        layout=layout,
+    )
+
+
+def put(store: ShmStore, item: ProcessedItem) -> ShmReference:
+    reference = store.put(item)
+    assert reference is not None
+    return reference
+
+
+def keep(store: ShmStore, *names: str) -> None:
+    """Put items and don't lease them."""
+    for name in names:
+        store.release(put(store, make_item(name)))
+
+
+def get_cached(store: ShmStore) -> str:
+    return "".join(name for name in "abcdefgh" if store.is_cached(make_hash(name)))
+
+
+@pytest.fixture
+def store() -> Iterator[ShmStore]:
+    with ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=CAPACITY) as store:
+        yield store
+
+
+@pytest.fixture
+def other(store: ShmStore) -> Iterator[ShmStore]:
+    with ShmStore.attach(store.fd) as other:
+        yield other
+
+
+def test_another_instance_reads_what_was_put_without_a_copy(
+    store: ShmStore, other: ShmStore
+) -> None:
+    kwargs = {
+        "pixel_values": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "grid": torch.tensor([[1, 2, 3]]),
+        "empty": torch.empty(0, 4),
+    }
+    item = ProcessedItem(modality="image", mm_hash="any string", kwargs=kwargs, layout=LAYOUT)
+    reference = put(store, item)
+    entry = other.lease(reference)
+    assert entry is not None
+    assert (entry.reference, entry.modality, entry.mm_hash) == (reference, "image", "any string")
+    assert (entry.layout, entry.num_bytes) == (LAYOUT, 128)
+    opened = other.open(reference)
+    assert opened.keys() == kwargs.keys()
+    assert all(torch.equal(opened[name], kwargs[name]) for name in kwargs)
+    assert opened["grid"].data_ptr() == other.open(reference)["grid"].data_ptr()
+
+
+def test_what_is_there_is_leased_and_not_stored_again(store: ShmStore, other: ShmStore) -> None:
+    reference = put(store, make_item("a", fill=1))
+    assert put(other, make_item("a", fill=2)) == reference
+    assert other.open(reference)["pixel_values"][0] == 1
+    assert store.statistics().num_items == 1
+
+
+def test_least_recently_used_item_is_evicted(store: ShmStore) -> None:
+    keep(store, *"abcd")
+    assert get_cached(store) == "abcd"
+    store.touch(make_hash("a"))
+    keep(store, "b")
+    keep(store, "e", "f")
+    assert get_cached(store) == "abef"
+    assert store.statistics().num_evictions == 2
+
+
+def test_acquire_counts_as_use_and_peek_does_not(store: ShmStore) -> None:
+    keep(store, *"abcd")
+    for find, name in ((store.acquire, "a"), (store.peek, "b")):
+        entry = find(make_hash(name))
+        assert entry is not None
+        store.release(entry.reference)
+    keep(store, "e")
+    assert get_cached(store) == "acde"
+
+
+def test_leased_items_are_never_evicted(store: ShmStore, other: ShmStore) -> None:
+    reference = put(other, make_item("a", fill=9))
+    keep(store, *"bcdefgh")
+    assert get_cached(store) == "afgh"
+    assert (other.open(reference)["pixel_values"] == 9).all()
+    other.release(reference)
+    keep(store, "b")
+    assert get_cached(store) == "bfgh"
+
+
+def test_item_without_room_is_not_stored(store: ShmStore) -> None:
+    assert store.put(make_item("a", CAPACITY + 1)) is None
+    references = [put(store, make_item(name)) for name in "bcde"]
+    assert store.put(make_item("a")) is None
+    assert store.statistics().num_oversize == 2
+    store.release(references[0])
+    assert store.put(make_item("a")) is not None
+
+
+def test_object_above_the_limit_is_not_stored() -> None:
+    with ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=1024) as store:
+        assert store.put(make_item("a", 1025)) is None
+        assert store.put(make_item("a", 1024)) is not None
+
+
+def test_large_item_takes_the_place_of_neighbours_only(store: ShmStore) -> None:
+    """Of the old ones, those that don't lie in the way stay."""
+    keep(store, *"abcd")
+    for name in "cabd":
+        store.touch(make_hash(name))
+    # The two oldest, c and a, are no neighbours. With b there is room: that of a and b.
+    store.release(put(store, make_item("e", 2 * SIZE)))
+    assert get_cached(store) == "cde"
+
+
+def test_slots_run_out_before_memory() -> None:
+    with ShmStore.create(capacity_bytes=64 * 1024, max_object_bytes=1024) as store:
+        for number in range(65):
+            store.release(put(store, make_item(str(number), 1)))
+        assert store.statistics().num_items == 64
+        assert not store.is_cached(make_hash("0"))
+        assert store.is_cached(make_hash("1"))
+
+
+def test_references_of_an_earlier_item_are_recognised(store: ShmStore, other: ShmStore) -> None:
+    reference = put(store, make_item("a"))
+    store.release(reference)
+    store.clear_cache()
+    again = put(store, make_item("b"))
+    assert again.slot == reference.slot
+    assert other.lease(reference) is None
+    assert other.lease(ShmReference(slot=10_000, generation=1)) is None
+
+
+def test_cleared_items_stay_good_for_their_leaseholders(store: ShmStore, other: ShmStore) -> None:
+    reference = put(store, make_item("a", fill=3))
+    keep(store, "b")
+    other.clear_cache()
+    assert get_cached(store) == ""
+    assert other.lease(reference) is not None
+    keep(store, *"cdefgh")
+    assert (other.open(reference)["pixel_values"] == 3).all()
+    store.release(reference)
+    other.release(reference)
+    assert other.lease(reference) is None
+    keep(store, *"abcd")
+    assert get_cached(store) == "abcd"
+
+
+def test_item_put_while_the_cache_is_cleared_is_not_found_afterwards(
+    store: ShmStore, other: ShmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = store._write
+
+    def clear_and_write(*arguments: object) -> None:
+        other.clear_cache()
+        write(*arguments)
+
+    monkeypatch.setattr(store, "_write", clear_and_write)
+    reference = put(store, make_item("a", fill=5))
+    assert not other.is_cached(make_hash("a"))
+    assert other.lease(reference) is not None
+    assert (other.open(reference)["pixel_values"] == 5).all()
+
+
+def test_of_two_writers_the_faster_one_wins(
+    store: ShmStore, other: ShmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = []
+    write = store._write
+
+    def write_second(*arguments: object) -> None:
+        references.append(put(other, make_item("a")))
+        write(*arguments)
+
+    monkeypatch.setattr(store, "_write", write_second)
+    assert put(store, make_item("a")) == references[0]
+    monkeypatch.undo()
+    # The loser's room is free, and its lease on it forgotten.
+    store.release(references[0])
+    other.release(references[0])
+    store.clear_cache()
+    for name in "bcd":
+        put(other, make_item(name))
+    assert list(store._index.get_members()) == [other._member]
+
+
+def test_item_whose_copy_fails_leaves_nothing(
+    store: ShmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_write", fail)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(make_item("a"))
+    assert (store._index._states == SlotState.FREE).all()
+    put(store, make_item("a"))
+
+
+def test_tensors_of_an_unknown_kind_are_refused(store: ShmStore) -> None:
+    item = ProcessedItem(
+        modality="image", mm_hash="a", kwargs={"x": torch.zeros(1, dtype=torch.cfloat)}, layout=None
+    )
+    with pytest.raises(RequestError, match="complex64"):
+        store.put(item)
+
+
+def test_item_with_a_layout_replaces_one_without(store: ShmStore, other: ShmStore) -> None:
+    bare = put(store, make_item("a"))
+    whole = put(store, make_item("a", layout=LAYOUT))
+    assert whole != bare
+    entry = other.acquire(make_hash("a"))
+    assert entry is not None
+    assert (entry.reference, entry.layout) == (whole, LAYOUT)
+    assert other.lease(bare) is not None
+    assert put(store, make_item("a")) == whole
+    assert store.statistics().num_items == 1
+
+
+def test_strings_that_look_alike_have_keys_of_their_own(store: ShmStore) -> None:
+    digest = make_hash("a")
+    put(store, make_item("a"))
+    for mm_hash in (digest.upper(), digest + "\n", digest[:-1], ""):
+        assert not store.is_cached(mm_hash)
+
+
+def test_a_lease_lasts_for_as_many_releases_as_it_was_taken(
+    store: ShmStore, other: ShmStore
+) -> None:
+    reference = put(store, make_item("a"))
+    store.lease(reference)
+    store.release(reference)
+    other.clear_cache()
+    assert other.lease(reference) is not None
+    other.release(reference)
+    store.release(reference)
+    assert other.lease(reference) is None
+    with pytest.raises(InvariantError, match="more often"):
+        store.release(reference)
+    with pytest.raises(InvariantError, match="not leased here"):
+        store.open(reference)
+
+
+def test_close_gives_leases_back(store: ShmStore) -> None:
+    other = ShmStore.attach(store.fd)
+    put(other, make_item("a"))
+    other.close()
+    other.close()
+    assert list(store._index.get_members()) == []
+    with pytest.raises(InvariantError, match="closed"):
+        other.put(make_item("b"))
+
+
+def test_close_waits_for_a_thread_that_is_writing(
+    store: ShmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ShmStore.attach(store.fd)
+    writing, go_on = threading.Event(), threading.Event()
+    write = other._write
+
+    def write_slowly(*arguments: object) -> None:
+        writing.set()
+        assert go_on.wait(10)
+        write(*arguments)
+
+    monkeypatch.setattr(other, "_write", write_slowly)
+    threads = [
+        threading.Thread(target=other.put, args=(make_item("a"),)),
+        threading.Thread(target=other.close),
+    ]
+    threads[0].start()
+    assert writing.wait(10)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert get_cached(store) == "a"
+
+
+def test_members_are_limited(store: ShmStore) -> None:
+    others = [ShmStore.attach(store.fd) for _ in range(MAX_MEMBERS - 1)]
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError):
+        ShmStore.attach(store.fd)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    reference = put(others[-1], make_item("a"))
+    store.clear_cache()
+    assert store.lease(reference) is not None
+    for other in others:
+        other.close()
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ModelError, match=">= 1 byte"):
+        ShmStore.create(capacity_bytes=0, max_object_bytes=1)
+    fd = os.memfd_create("other")
+    os.ftruncate(fd, 8192)
+    with pytest.raises(InvariantError, match="not a shared-memory store"):
+        ShmStore.attach(fd)
+    os.close(fd)
+
+
+def test_threads_share_an_instance(store: ShmStore) -> None:
+    errors = []
+
+    def work(seed: int) -> None:
+        for number in range(100):
+            name = "abcdef"[(seed * number) % 6]
+            reference = store.put(make_item(name, fill=ord(name)))
+            if reference is None:
+                continue
+            if not (store.open(reference)["pixel_values"] == ord(name)).all():
+                errors.append(name)
+            store.release(reference)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 5, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    assert list(store._index.get_members()) == []
