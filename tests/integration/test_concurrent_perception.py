@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,7 +224,8 @@ def test_an_item_that_takes_too_long_is_refused(
     llm, backend = llm_of("lru"), EndlessBackend()
     perceiver = llm.perception.perceiver
     monkeypatch.setattr(perceiver, "backend", backend)
-    monkeypatch.setattr(perceiver, "timeout_s", 0.05)
+    limits = replace(perceiver.limits, process_deadline_s=0.02)
+    monkeypatch.setattr(perceiver, "limits", limits)
     with pytest.raises(RequestError, match="image 0: it could not be processed in time"):
         process(llm, make_prompt(make_new_png()))
     assert backend.num_cancelled == 1
