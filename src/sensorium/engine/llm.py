@@ -24,11 +24,12 @@ from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.run import Run
 from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError, SensoriumError
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreOutput, FinishReason
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
 
@@ -136,7 +137,8 @@ class LLM:
         self._sender = engine.perception.caches.sender
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
-        self._outputs, self._siblings = OutputProcessor(engine.processor.tokenizer), Siblings()
+        self._outputs = OutputProcessor(engine.processor.tokenizer)
+        self._siblings = Siblings(self._release)
         self._ids = count()
 
     def close(self) -> None:
@@ -291,20 +293,22 @@ class LLM:
         self._outputs.add_request(request, processed.prompt, is_streamed=is_streamed)
         if is_streamed:
             self._streams[request_id] = deque()
+        has_siblings = False
         try:
-            first = self._siblings.add(request, items)
+            first, has_siblings = self._siblings.add(request, items)
             reports = self._delivery.deliver(first, items)
             self._outputs.add_reports(request_id, reports)
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._abort((request_id,))
             raise
         finally:
-            self._release(processed)
+            if not has_siblings:
+                self._release(items)
         return request_id
 
-    def _release(self, processed: ProcessedRequest) -> None:
-        """Its media may be evicted again."""
-        self._sender.release([item.handle for item in processed.items])
+    def _release(self, items: Sequence[PerceivedItem]) -> None:
+        """They have been sent: they may be evicted again."""
+        self._sender.release([item.handle for item in items])
 
     def _is_alive(self, request_id: str) -> bool:
         child_ids = self._outputs.get_child_ids((request_id,))
@@ -323,19 +327,27 @@ class LLM:
     def _start_siblings(self, news: Sequence[EngineCoreOutput]) -> list[RequestOutput]:
         """The requests that failed at it."""
         failed: list[RequestOutput] = []
-        for child, items in self._siblings.take_ready(news):
+        for children, items in self._siblings.take_ready(news):
             try:
-                self._delivery.deliver(child, items)
-            except SensoriumError as error:
-                end = EngineCoreOutput(
-                    request_id=child.request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error=str(error),
-                )
-                ended, stopped = self._outputs.process([end])
-                self.core.abort_requests(stopped)
-                failed += ended
+                for child in children:
+                    failed += self._start_sibling(child, items)
+            finally:
+                self._release(items)
         return failed
+
+    def _start_sibling(
+        self, child: EngineCoreRequest, items: Sequence[PerceivedItem]
+    ) -> list[RequestOutput]:
+        try:
+            self._delivery.deliver(child, items)
+        except SensoriumError as error:
+            end = EngineCoreOutput(
+                request_id=child.request_id, finish_reason=FinishReason.ERROR, error=str(error)
+            )
+            ended, stopped = self._outputs.process([end])
+            self.core.abort_requests(stopped)
+            return ended
+        return []
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """By the callers' ids, or the core's."""

@@ -116,7 +116,7 @@ class Run:
             self._executor.shutdown(cancel_futures=True)
         for entry in self._ahead:
             if not entry.future.cancelled() and entry.future.exception() is None:
-                self._llm._release(entry.future.result())
+                self._llm._release(entry.future.result().items)
         llm = self._llm
         kept = {*llm._streams, *llm._outputs.get_child_ids(llm._streams)}
         request_ids = (*llm._outputs.request_ids, *llm.core.scheduler.requests)
