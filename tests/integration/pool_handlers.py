@@ -110,6 +110,12 @@ def make_servant(settings: bytes) -> Servant:
     return Servant(settings)
 
 
+def make_servant_unless_broken(settings: bytes) -> Servant:
+    if (Path(settings.decode()) / "broken").exists():
+        raise RequestError("it is broken")
+    return Servant(settings)
+
+
 def make_nothing(settings: bytes) -> Servant:
     with (Path(settings.decode()) / "starts").open("a") as file:
         file.write("x")

@@ -67,19 +67,6 @@ def test_a_bad_value_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
         run(monkeypatch, "/nowhere", "hello", "--min-p=2")
 
 
-@pytest.fixture
-def decode_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine takes encoded files."""
-    process_item = MultiModalProcessor.process_item
-
-    def decode_and_process(self: MultiModalProcessor, modality: str, media: Any, *rest: Any) -> Any:
-        if isinstance(media, bytes):
-            media = Image.open(io.BytesIO(media)).convert("RGB")
-        return process_item(self, modality, media, *rest)
-
-    monkeypatch.setattr(MultiModalProcessor, "process_item", decode_and_process)
-
-
 LOADING = ("--max-model-len=512", "--dtype=float32", "--device=cpu")
 
 
@@ -93,7 +80,6 @@ def make_file(path: Path, *, seed: int) -> str:
     return str(path)
 
 
-@pytest.mark.usefixtures("decode_images")
 def test_chat_prints_the_answer_and_on_demand_its_counts(
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
@@ -122,7 +108,6 @@ def test_chat_prints_the_answer_and_on_demand_its_counts(
     assert "8 new tokens; length" in shown.err
 
 
-@pytest.mark.usefixtures("decode_images")
 def test_a_conversation_remembers_what_was_said_and_shown(
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,

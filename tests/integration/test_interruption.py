@@ -18,12 +18,12 @@ def interrupt(owner: Any, name: str, *, call: int, is_after: bool) -> None:
     """Raise once, at the n-th call of a method: before it does its work, or after."""
     method, num_calls = getattr(owner, name), 0
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == call and not is_after:
             raise KeyboardInterrupt
-        result = method(*arguments)
+        result = method(*arguments, **options)
         if num_calls == call:
             raise KeyboardInterrupt
         return result

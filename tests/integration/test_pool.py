@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from sensorium.multimodal.item_codec import as_buffers, encode_header
+from sensorium.multimodal.pool import slot
 from sensorium.multimodal.pool.pool import PoolReply, ProcessPool
 from sensorium.multimodal.single_flight import SingleFlight
 from sensorium.types.errors import (
@@ -98,9 +99,6 @@ def sleep_in(pool: ProcessPool, directory: Path, seconds: float, **options: Any)
     job = pool.submit(f"sleep {seconds}".encode(), deadline_s=SOON_S, **options)
     wait_until(lambda: set(directory.glob("sleeping-*")) != before)
     return job
-
-
-# What crosses
 
 
 @pytest.mark.parametrize("num_floats", [10, 2_500_000], ids=["40 B", "10 MB"])
@@ -214,9 +212,6 @@ def test_a_job_that_is_no_job_is_refused_at_once(servants: ProcessPool) -> None:
         servants.submit(b"echo", [memoryview(b"abcdef")[::2]], deadline_s=SOON_S)
 
 
-# Death and delay
-
-
 def test_a_worker_that_dies_idle_is_replaced_and_no_job_notices(make_pool: MakePool) -> None:
     pool = make_pool(max_retries=0)
     first = int(ask(pool, "pid"))
@@ -299,6 +294,19 @@ def test_a_worker_that_can_not_start_fails_the_jobs_with_its_reason(
     time.sleep(0.7)  # no start is tried while there is no job
     if factory == "make_nothing":
         assert (tmp_path / "starts").read_text() == "xxx"
+
+
+def test_workers_are_tried_again_when_a_job_comes_later(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot, "_MAX_PAUSE_S", 0.3)
+    (tmp_path / "broken").touch()
+    pool = make_pool(factory="make_servant_unless_broken")
+    with pytest.raises(ModelError, match=r"^media can't be processed: it is broken$"):
+        ask(pool, "double 1")
+    (tmp_path / "broken").unlink()
+    time.sleep(0.3)
+    assert ask(pool, "double 1") == "2"
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -386,9 +394,6 @@ def test_random_deaths_lose_no_job_and_leak_nothing(make_pool: MakePool) -> None
     assert not any(map(is_running, seen))
     assert threading.active_count() == num_threads
     assert count_descriptors() == num_descriptors
-
-
-# Cancelling, bounds, ends
 
 
 def test_a_job_that_is_cancelled_before_its_turn_never_runs(
@@ -528,9 +533,6 @@ def test_a_result_is_freed_without_the_garbage_collector(servants: ProcessPool) 
         wait_until(lambda: watched() is None, timeout_s=2.0)
     finally:
         gc.enable()
-
-
-# What a worker loads
 
 
 def test_a_worker_starts_without_torch_and_transformers(make_pool: MakePool) -> None:

@@ -29,7 +29,7 @@ from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError, SensoriumError
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreOutput, FinishReason
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
 
@@ -293,22 +293,21 @@ class LLM:
         self._outputs.add_request(request, processed.prompt, is_streamed=is_streamed)
         if is_streamed:
             self._streams[request_id] = deque()
-        is_kept = False
+        has_siblings = False
         try:
-            first = self._siblings.add(request, items)
-            is_kept = first is not request  # by the siblings
+            first, has_siblings = self._siblings.add(request, items)
             reports = self._delivery.deliver(first, items)
             self._outputs.add_reports(request_id, reports)
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._abort((request_id,))
             raise
         finally:
-            if not is_kept:
+            if not has_siblings:
                 self._release(items)
         return request_id
 
     def _release(self, items: Sequence[PerceivedItem]) -> None:
-        """They may be evicted again."""
+        """They have been sent: they may be evicted again."""
         self._sender.release([item.handle for item in items])
 
     def _is_alive(self, request_id: str) -> bool:
@@ -331,19 +330,24 @@ class LLM:
         for children, items in self._siblings.take_ready(news):
             try:
                 for child in children:
-                    self._delivery.deliver(child, items)
-            except SensoriumError as error:
-                end = EngineCoreOutput(
-                    request_id=child.request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error=str(error),
-                )
-                ended, stopped = self._outputs.process([end])
-                self.core.abort_requests(stopped)
-                failed += ended
+                    failed += self._start_sibling(child, items)
             finally:
                 self._release(items)
         return failed
+
+    def _start_sibling(
+        self, child: EngineCoreRequest, items: Sequence[PerceivedItem]
+    ) -> list[RequestOutput]:
+        try:
+            self._delivery.deliver(child, items)
+        except SensoriumError as error:
+            end = EngineCoreOutput(
+                request_id=child.request_id, finish_reason=FinishReason.ERROR, error=str(error)
+            )
+            ended, stopped = self._outputs.process([end])
+            self.core.abort_requests(stopped)
+            return ended
+        return []
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """By the callers' ids, or the core's."""

@@ -120,7 +120,7 @@ def build_perception(
             loader=loader,
             backend=make_backend(keep=keep),
             uuids=uuids,
-            timeout_s=2 * limits.process_deadline_s,
+            limits=limits,
         )
 
     return Perception(

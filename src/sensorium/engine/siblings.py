@@ -2,7 +2,7 @@
 
 The first child starts alone; the others start with its first token. By then its prompt is in the
 prefix cache and its media in the encoder cache, so that they cost a prompt's last tokens only.
-Owns the children that have not started, and the handles of their media until then.
+Owns the children that have not started, with what leads to their media.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 Items = Sequence[PerceivedItem]
+_Waiting = tuple[tuple[EngineCoreRequest, ...], Items]
 
 
 def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
@@ -48,29 +49,28 @@ def _derive_seed(seed: int | None, index: int) -> int:
 
 
 class Siblings:
-    """`release` ends the hold on items that were not taken over."""
+    """`release` is called with the items of siblings that never start."""
 
     def __init__(self, release: Callable[[Items], None]) -> None:
         self._release = release
-        self._waiting: dict[str, tuple[tuple[EngineCoreRequest, ...], Items]] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
-    def add(self, request: EngineCoreRequest, items: Items) -> EngineCoreRequest:
-        """The child to start at once: the request itself, if it is the only one. Otherwise the
-        others are kept, with the items.
-        """
+    def add(self, request: EngineCoreRequest, items: Items) -> tuple[EngineCoreRequest, bool]:
+        """The child to start at once, and whether others are kept, with the items."""
         first, *rest = make_children(request)
         if rest:
             self._waiting[first.request_id] = tuple(rest), items
-        return first
+        return first, bool(rest)
 
-    def take_ready(
-        self, news: Iterable[EngineCoreOutput]
-    ) -> list[tuple[tuple[EngineCoreRequest, ...], Items]]:
-        """The children to start after the core's news, with items that the caller releases."""
-        ready = []
+    def take_ready(self, news: Iterable[EngineCoreOutput]) -> list[_Waiting]:
+        """The children to start after the core's news, with their items: the caller's from now
+        on.
+        """
+        ready: list[_Waiting] = []
         for output in news if self._waiting else ():
-            if output.new_token_ids and output.request_id in self._waiting:
-                ready.append(self._waiting.pop(output.request_id))
+            if output.new_token_ids:
+                waiting = self._waiting.pop(output.request_id, None)
+                ready += [] if waiting is None else [waiting]
             elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self.drop((output.request_id,))
         return ready
@@ -78,9 +78,9 @@ class Siblings:
     def drop(self, request_ids: Iterable[str]) -> None:
         """The siblings of these children are not wanted any more."""
         for request_id in request_ids:
-            if request_id in self._waiting:
-                _, items = self._waiting.pop(request_id)
-                self._release(items)
+            waiting = self._waiting.pop(request_id, None)
+            if waiting is not None:
+                self._release(waiting[1])
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -132,6 +132,10 @@ def _as_plain(value: int | float) -> int | float:
 
 
 def _update_image(digest: Any, image: Image.Image) -> None:
+    try:
+        image.load()
+    except Exception as error:  # PIL reads a file when its pixels are needed, and raises anything
+        raise RequestError("the image can't be read: it is damaged or truncated") from error
     _frame(digest, b"image", f"{image.mode}:{image.size}".encode())
     width, height = image.size
     rows = max(1, _STRIP_PIXELS // max(1, width))

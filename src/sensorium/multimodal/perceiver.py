@@ -15,11 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from PIL import Image
+
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import ItemBackend
 from sensorium.multimodal.item_worker import ItemJob
 from sensorium.multimodal.media.decoding import resolve_decode_options
+from sensorium.multimodal.media.images import check_num_pixels
+from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
@@ -62,7 +66,7 @@ class Perceiver:
         loader: MediaLoader,
         backend: ItemBackend,
         uuids: UuidBindings,
-        timeout_s: float,
+        limits: MediaLimits,
     ) -> None:
         self.cache = cache
         self.shared = shared
@@ -70,7 +74,7 @@ class Perceiver:
         self.loader = loader
         self.backend = backend
         self.uuids = uuids
-        self.timeout_s = timeout_s
+        self.limits = limits
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
     def perceive(
@@ -165,6 +169,8 @@ class _ItemCall:
         if self._handle is not None:
             return
         perceiver, item = self._perceiver, self.item
+        if isinstance(self.source, Image.Image):  # whose pixels may not be there yet
+            check_num_pixels(*self.source.size, perceiver.limits)
         digest = perceiver.hasher.digest_source(self.source)
         self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
         if item.uuid is not None:
@@ -225,7 +231,9 @@ class _ItemCall:
         """
         perceiver, mm_hash = self._perceiver, self._get_job().mm_hash
         try:
-            result = waiter.result(timeout_s=perceiver.timeout_s, cancelled=cancelled)
+            # A flight has a deadline of its own, but may begin anew.
+            timeout_s = 2 * perceiver.limits.process_deadline_s
+            result = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
         except TimeoutError as error:
             raise RequestError("it could not be processed in time") from error
         if isinstance(result, ProcessedItem):

@@ -59,56 +59,52 @@ def news(request_id: str, *tokens: int, reason: FinishReason | None = None) -> E
     return EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason)
 
 
-class Released(list[object]):
-    """Items whose hold was ended, in that order."""
+MEDIA: Any = ("media",)
+RELEASED: list[Any] = []
 
-    def __call__(self, items: object) -> None:
-        self.append(items)
+
+def make_siblings() -> Siblings:
+    RELEASED.clear()
+    return Siblings(RELEASED.append)
 
 
 def take_ids(siblings: Siblings, *outputs: EngineCoreOutput) -> list[str]:
-    ready = siblings.take_ready(outputs)
-    return [child.request_id for children, _ in ready for child in children]
+    groups = siblings.take_ready(outputs)
+    return [child.request_id for children, _ in groups for child in children]
 
 
 def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
-    released = Released()
-    siblings = Siblings(released)
-    items: Any = ["an item"]
-    first = siblings.add(make_request(n=3), items)
-    assert first.request_id == "r#0"
+    siblings = make_siblings()
+    first, has_siblings = siblings.add(make_request(n=3), MEDIA)
+    assert (first.request_id, has_siblings) == ("r#0", True)
     assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
-    ((children, taken),) = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
-    assert [child.request_id for child in children] == ["r#1", "r#2"]
-    assert taken is items
+    (ready,) = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
+    assert [child.request_id for child in ready[0]] == ["r#1", "r#2"]
+    assert ready[1] is MEDIA
+    assert RELEASED == []  # the caller's now
     assert take_ids(siblings, news("r#0", 6)) == []
     assert len(siblings) == 0
-    assert released == []  # that is the caller's now
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
-    released = Released()
-    siblings = Siblings(released)
-    siblings.add(make_request(n=3), ())
+    siblings = make_siblings()
+    siblings.add(make_request(n=3), MEDIA)
     assert take_ids(siblings, news("r#0", reason=reason)) == []
     assert len(siblings) == 0
-    assert released == [()]
+    assert RELEASED == [MEDIA]
 
 
 def test_dropped_siblings_never_start() -> None:
-    released = Released()
-    siblings = Siblings(released)
-    siblings.add(make_request(n=2), ())
+    siblings = make_siblings()
+    siblings.add(make_request(n=2), MEDIA)
     siblings.drop(("r#0", "unknown"))
+    assert RELEASED == [MEDIA]
     assert take_ids(siblings, news("r#0", 5)) == []
-    assert released == [()]
 
 
 def test_a_single_request_keeps_nothing() -> None:
-    released = Released()
-    siblings = Siblings(released)
-    request = make_request()
-    assert siblings.add(request, ()) is request
+    siblings = make_siblings()
+    first, has_siblings = siblings.add(make_request(), MEDIA)
+    assert (first.request_id, has_siblings) == ("r", False)
     assert len(siblings) == 0
-    assert released == []

@@ -224,6 +224,23 @@ def test_the_computation_goes_on_until_the_last_waiter_has_gone(
     assert flight.future.cancelled()
 
 
+def test_a_flight_that_was_given_up_is_joined_by_nobody(
+    single_flight: SingleFlight[str, Any],
+) -> None:
+    class Unstoppable(OpenFlight):
+        def cancel(self) -> bool:
+            cancelled.append(self)
+            return False
+
+    cancelled: list[Unstoppable] = []
+    given_up = Unstoppable()
+    with pytest.raises(TimeoutError):
+        single_flight.get("key", lambda: given_up, timeout_s=0.01)
+    assert cancelled == [given_up]
+    assert single_flight.get("key", lambda: FinishedFlight("new"), timeout_s=1.0) == "new"
+    given_up.future.set_result("too late")
+
+
 def test_one_that_has_waited_long_enough_leaves_the_others(
     single_flight: SingleFlight[str, Any], executor: ThreadPoolExecutor
 ) -> None:

@@ -36,11 +36,13 @@ Words = NDArray[np.uint64]
 Key = bytes  # of 32 bytes
 
 
-class SlotState(IntEnum):
-    FREE = 0
-    WRITING = 1  # its only leaseholder copies the bytes
-    READY = 2
-    RETIRED = 3  # can't be found any more; freed with its last lease
+class SlotState:
+    """Words, not an enum: comparing a column with anything else costs many times as much."""
+
+    FREE = np.uint64(0)
+    WRITING = np.uint64(1)  # its only leaseholder copies the bytes
+    READY = np.uint64(2)
+    RETIRED = np.uint64(3)  # can't be found any more; freed with its last lease
 
 
 class _Field(IntEnum):
@@ -104,7 +106,7 @@ class ShmIndex:
     def find(self, key: Key) -> int | None:
         """The READY slot of a key. There is one at most."""
         words = np.frombuffer(key, np.uint64)
-        for slot in np.flatnonzero(self._keys[0] == words[0]):
+        for slot in (self._keys[0] == words[0]).nonzero()[0]:
             if self._states[slot] == SlotState.READY and (self._keys[:, slot] == words).all():
                 return int(slot)
         return None
