@@ -187,6 +187,16 @@ class MultiModalProcessor:
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
 
+    def check_layout(self, modality: str, layout: ItemLayout) -> None:
+        """A `RequestError` for a layout that no item of this model can have."""
+        is_own = layout.token_id in self.get_token_ids(modality)
+        num_embeds = tokenize_fragment(self.tokenizer, layout.text).count(layout.token_id)
+        if not is_own or not 0 < num_embeds == layout.num_embeds:
+            raise RequestError(
+                f"the layout of a {modality} has {num_embeds} tokens {layout.token_id} in its "
+                f"text, and says {layout.num_embeds}"
+            )
+
     def _make_layout(self, modality: str, text: str) -> ItemLayout:
         token_ids = tokenize_fragment(self.tokenizer, text)
         for token_id in self.get_token_ids(modality):
