@@ -12,22 +12,15 @@ from urllib.parse import unquote_to_bytes
 
 import pybase64
 
-from sensorium.multimodal.media.refusal import refuse_above
+from sensorium.multimodal.media.refusal import RefusedMediaError, refuse_above
 from sensorium.types.errors import RequestError
 
 _MAX_HEADER_CHARACTERS = 1024
 # Percent-decoding costs many times the memory of its input, and is for short texts.
 _MAX_PERCENT_ENCODED = 4 * 2**20
-_URL_SAFE = bytes.maketrans(b"-_", b"+/")
-_ESCAPES = {
-    b"%2b": b"+",
-    b"%2f": b"/",
-    b"%3d": b"=",
-    b"%20": b"",
-    b"%09": b"",
-    b"%0a": b"",
-    b"%0d": b"",
-}
+# Replaced one after the other: some passes of `bytes.replace` are faster than one `translate`.
+_ESCAPES = {b"%2b": b"+", b"%2f": b"/", b"%3d": b"=", b"%20": b"", b"%0a": b"", b"%0d": b""}
+_SPELLINGS = {b"\n": b"", b"\r": b"", b" ": b"", b"\t": b"", b"\f": b"", b"-": b"+", b"_": b"/"}
 
 
 def decode_data_url(source: str, max_bytes: int) -> bytes:
@@ -41,7 +34,9 @@ def decode_data_url(source: str, max_bytes: int) -> bytes:
         refuse_above(max_bytes, num_characters * 3 // 4 - 2)
         media = _decode_base64(source[comma + 1 :])
     else:
-        refuse_above(min(max_bytes * 3, _MAX_PERCENT_ENCODED), num_characters)
+        refuse_above(max_bytes, num_characters // 3)
+        if num_characters > _MAX_PERCENT_ENCODED:
+            raise RefusedMediaError("a data URL of this size has to be base64", "size")
         media = _decode_percent(source[comma + 1 :])
     refuse_above(max_bytes, len(media))
     return media
@@ -63,7 +58,9 @@ def _tidy(payload: str) -> bytes:
     if b"%" in encoded:
         for escape, character in _ESCAPES.items():
             encoded = encoded.replace(escape, character).replace(escape.upper(), character)
-    encoded = encoded.translate(_URL_SAFE, delete=b" \t\r\n\f").rstrip(b"=")
+    for spelling, character in _SPELLINGS.items():
+        encoded = encoded.replace(spelling, character)
+    encoded = encoded.rstrip(b"=")
     return encoded + b"=" * (-len(encoded) % 4)
 
 
