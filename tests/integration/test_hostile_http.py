@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -57,7 +58,7 @@ def make_loader(network: Network) -> Iterator[Callable[..., MediaLoader]]:
         loader.close()
 
 
-def refuse(loader: MediaLoader, url: str = f"http://{HOST}/", within_s: float = 3.0) -> str:
+def refuse(loader: MediaLoader, url: str = f"http://{HOST}/", within_s: float = 8.0) -> str:
     """Loads what can't be had; returns the text for the client."""
     begin = time.monotonic()
     with pytest.raises(RequestError) as caught:
@@ -249,6 +250,14 @@ ENDLESS = {
         send_endlessly(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0" * 1024),
         "not complete, valid HTTP",
     ),
+    "tiny chunks": (
+        send_endlessly(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 1000),
+        "too small pieces",
+    ),
+    "interim answers": (
+        send_endlessly(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000),
+        "not complete, valid HTTP",
+    ),
     "headers": (send_endlessly(HEAD, b"X-More: and more\r\n" * 100), "not complete, valid HTTP"),
     "header line": (send_endlessly(HEAD + b"X: ", b"y" * 65536), "not complete, valid HTTP"),
     "status line": (send_endlessly(b"HTTP/1.1 200 ", b"y" * 65536), "not complete, valid HTTP"),
@@ -292,7 +301,7 @@ def test_what_comes_too_slowly_is_given_up_at_the_deadline(
 ) -> None:
     server.on("/", SLOW[what])
     loader = make_loader(deadline_s=DEADLINE_S)
-    assert "not delivered within 0.5 s" in refuse(loader, within_s=DEADLINE_S + 1.0)
+    assert "not delivered within 0.5 s" in refuse(loader, within_s=DEADLINE_S + 4.0)
     assert loader.statistics().refusals == {"deadline": 1}
 
 
@@ -301,16 +310,18 @@ def test_a_handshake_that_never_ends_is_given_up_at_the_deadline(
 ) -> None:
     server.greeting = drip(b"\x16\x03\x03\x10\x00", b"\x02")
     loader = make_loader(deadline_s=DEADLINE_S)
-    assert "within 0.5 s" in refuse(loader, f"https://{HOST}/", within_s=DEADLINE_S + 1.0)
+    assert "within 0.5 s" in refuse(loader, f"https://{HOST}/", within_s=DEADLINE_S + 4.0)
 
 
 def test_a_look_up_that_never_ends_is_given_up_at_the_deadline(server: MediaServer) -> None:
     network = Network(server, {})
-    network.resolve = lambda *_: time.sleep(1.5) or [PUBLIC]  # type: ignore[method-assign]
+    over = threading.Event()
+    network.resolve = lambda *_: over.wait(20) and [PUBLIC]  # type: ignore[method-assign]
     loader = network.loader(deadline_s=DEADLINE_S)
-    assert "not delivered within 0.5 s" in refuse(loader, within_s=DEADLINE_S + 0.5)
-    assert network.connected == []
+    assert "not delivered within 0.5 s" in refuse(loader, within_s=DEADLINE_S + 4.0)
+    over.set()
     loader.close()
+    assert network.connected == []
 
 
 BROKEN = {

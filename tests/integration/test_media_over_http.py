@@ -218,35 +218,52 @@ def test_an_answer_above_the_capacity_is_not_kept(server: MediaServer, network: 
     loader.close()
 
 
-def load_in_threads(loader: MediaLoader, num_threads: int) -> list[object]:
-    results: list[object] = []
+class Crowd:
+    """Several threads that ask at the same time; `answer_all` keeps the answer back until then."""
 
-    def load() -> None:
+    def __init__(self, loader: MediaLoader, num_threads: int) -> None:
+        self._loader = loader
+        self._meeting = threading.Barrier(num_threads, action=self._all_here, timeout=WAIT_S)
+        self._here = threading.Event()
+        self._threads = [threading.Thread(target=self._load) for _ in range(num_threads)]
+        self.results: list[object] = []
+
+    def run(self) -> list[object]:
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        return self.results
+
+    def answer_all(self, answer: Callable[[Visit], None]) -> Callable[[Visit], None]:
+        def wait_then_answer(visit: Visit) -> None:
+            self._here.wait(WAIT_S)
+            time.sleep(0.2)  # from the meeting to the flight
+            answer(visit)
+
+        return wait_then_answer
+
+    def _all_here(self) -> None:
+        self._here.set()
+
+    def _load(self) -> None:
+        self._meeting.wait()
         try:
-            results.append(loader.load(URL, "image"))
+            self.results.append(self._loader.load(URL, "image"))
         except MediaFetchError as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=load) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    return results
-
-
-def wait_a_bit_then(answer: Callable[[Visit], None]) -> Callable[[Visit], None]:
-    return lambda visit: (visit.stopping.wait(0.3), answer(visit))[1]
+            self.results.append(error)
 
 
 def test_who_asks_at_the_same_time_shares_one_fetch(
     server: MediaServer, loader: MediaLoader
 ) -> None:
-    server.on("/", wait_a_bit_then(reply(200, b"picture")))
-    results = load_in_threads(loader, 8)
+    crowd = Crowd(loader, 8)
+    server.on("/", crowd.answer_all(reply(200, b"picture")))
+    results = crowd.run()
     assert len(server.visits) == 1
     assert len(results) == 8
     assert all(result is results[0] for result in results)
+    server.on("/", reply(200, b"picture"))
     loader.load(URL, "image")
     assert len(server.visits) == 2
 
@@ -254,8 +271,9 @@ def test_who_asks_at_the_same_time_shares_one_fetch(
 def test_who_asks_at_the_same_time_shares_a_refusal_too(
     server: MediaServer, loader: MediaLoader
 ) -> None:
-    server.on("/", wait_a_bit_then(reply(404)))
-    results = load_in_threads(loader, 4)
+    crowd = Crowd(loader, 4)
+    server.on("/", crowd.answer_all(reply(404)))
+    results = crowd.run()
     assert len(server.visits) == 1
     assert len(set(map(id, results))) == 4
     assert {str(result) for result in results} == {
@@ -267,11 +285,11 @@ def test_who_asks_at_the_same_time_shares_a_refusal_too(
 def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     server: MediaServer, network: Network
 ) -> None:
-    loader = network.loader(deadline_s=0.6)
+    loader = network.loader(deadline_s=1.2)
     server.on("/", lambda visit: visit.drip([b"x"], 1000))
-    early = threading.Thread(target=load_in_threads, args=(loader, 1))
+    early = threading.Thread(target=Crowd(loader, 1).run)
     early.start()
-    time.sleep(0.3)
+    time.sleep(0.6)
     server.on("/", reply(200, b"picture"))
     assert loader.load(URL, "image").data == b"picture"
     early.join(WAIT_S)

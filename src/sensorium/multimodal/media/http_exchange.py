@@ -1,7 +1,7 @@
 """One request to one host, and its answer with the body still to come.
 
 A connection serves one request. Nothing of the environment, no cookie, no credential and no proxy
-has a part in it; the response's head is bounded by httpcore (100 KiB), its body by the reader.
+has a part in it; the head of the answer is bounded by httpcore (100 KiB), its body by the reader.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def open_exchange(
             ) as connection,
             connection.stream("GET", target, headers=sent) as response,
         ):
+            response.extensions["network_stream"].expect_body()
             yield Answer(
                 status=response.status,
                 headers=_join_headers(response.headers),

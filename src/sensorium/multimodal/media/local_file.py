@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 from sensorium.multimodal.media.refusal import RefusedMediaError, refuse_above
 from sensorium.types.errors import RequestError
 
+_MAX_CHARACTERS = 16 * 1024  # a path of PATH_MAX bytes, percent-encoded
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -44,6 +45,8 @@ def _unreadable() -> RefusedMediaError:
 
 def _parse_path(source: str) -> str:
     try:
+        if len(source) > _MAX_CHARACTERS:
+            raise ValueError
         url = urlsplit(source)
         path = os.fsdecode(unquote_to_bytes(url.path))
         host = url.netloc.lower()

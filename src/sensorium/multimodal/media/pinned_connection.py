@@ -6,6 +6,7 @@ name of the URL, since only the dialled address is replaced.
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from sensorium.multimodal.media.fetch import Fetch
 
 Connect = Callable[[str, int, float], socket.socket]
 _MAX_ADDRESSES = 8
+_MAX_HEAD_BYTES = 256 * 1024
 
 
 def connect_socket(address: str, port: int, timeout_s: float) -> socket.socket:
@@ -45,30 +47,39 @@ class PinnedBackend(httpcore.NetworkBackend):
             # A dead address may not use up the time of those behind it.
             timeout_s = self._fetch.remaining_s() / num_left
             try:
-                connection = self._connect(address, port, timeout_s)
+                return DeadlineStream(self._connect(address, port, timeout_s), self._fetch)
             except OSError:
                 continue
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return DeadlineStream(connection, self._fetch)
         self._fetch.remaining_s()
         raise self._fetch.refusal("no connection could be made", "connection")
 
 
 class DeadlineStream(httpcore.NetworkStream):
-    """A socket whose reads and writes take no longer than what its fetch has left."""
+    """A socket whose reads and writes take no longer than what its fetch has left, and that gives
+    a bounded number of bytes until `expect_body`: httpcore bounds the head of an answer, but not
+    how many interim answers may come before it.
+    """
 
     def __init__(self, connection: socket.socket, fetch: Fetch) -> None:
         self._socket = connection
         self._fetch = fetch
+        self._num_head_bytes_left: float = _MAX_HEAD_BYTES
+
+    def expect_body(self) -> None:
+        self._num_head_bytes_left = math.inf
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002
+        if self._num_head_bytes_left <= 0:
+            raise httpcore.RemoteProtocolError
         try:
             self._socket.settimeout(self._fetch.remaining_s())
-            return self._socket.recv(max_bytes)
+            received = self._socket.recv(max_bytes)
         except TimeoutError:
             raise self._fetch.expired() from None
         except OSError as error:
             raise httpcore.ReadError from error
+        self._num_head_bytes_left -= len(received)
+        return received
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
         try:

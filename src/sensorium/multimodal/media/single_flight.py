@@ -54,15 +54,15 @@ class SingleFlight:
 
     @staticmethod
     def _follow(flight: Future[MediaBytes], fetch: Fetch) -> MediaBytes | None:
-        """None: the leader ran out of its time, which says nothing about ours."""
+        """None: the leader ran out of its time or was interrupted, which is nothing to us."""
         try:
             error = flight.exception(timeout=fetch.remaining_s())
         except TimeoutError:
             raise fetch.expired() from None
         if error is None:
             return flight.result()
-        if not isinstance(error, RefusedMediaError):
-            raise error
-        if error.reason == "deadline":
+        if isinstance(error, RefusedMediaError) and error.reason != "deadline":
+            raise RefusedMediaError(str(error), error.reason)
+        if isinstance(error, RefusedMediaError) or not isinstance(error, Exception):
             return None
-        raise RefusedMediaError(str(error), error.reason)
+        raise error

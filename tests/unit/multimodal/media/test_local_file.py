@@ -94,7 +94,15 @@ def test_every_other_file_has_the_same_answer(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["file://other.example/a", "file:a", "file://", "file://[/a", "file:///\ud800"]
+    "source",
+    [
+        "file://other.example/a",
+        "file:a",
+        "file://",
+        "file://[/a",
+        "file:///\ud800",
+        "file:///" + "a" * 20_000,
+    ],
 )
 def test_a_malformed_url_is_the_caller_s_fault(root: Path, source: str) -> None:
     with pytest.raises(RequestError, match="file URL") as caught:
