@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from sensorium import SamplingParams, cli
 from sensorium.cli.flags import read_media
-from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.outputs import (
     CompletionDelta,
     CompletionOutput,
