@@ -8,15 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from sensorium import SamplingParams, cli
 from sensorium.cli.flags import read_media
-from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -226,7 +225,7 @@ def test_an_interrupted_answer_is_forgotten_and_the_conversation_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = InterruptedLLM()
-    monkeypatch.setattr("sensorium.cli.chat.load_llm", lambda _: llm)
+    monkeypatch.setattr("sensorium.cli.chat.load_llm", lambda _: nullcontext(llm))
     monkeypatch.setattr("builtins.input", Lines(["one", "two", "three", "/quit", "four"]))
     monkeypatch.setattr(sys, "stdin", Terminal())
     chat(monkeypatch, "/no/model", "--system=be")

@@ -204,8 +204,10 @@ def test_the_next_address_is_tried_when_one_does_not_answer(server: MediaServer)
     network = Network(server, {HOST: [[ALSO_PUBLIC, PUBLIC]]})
     server.on("/", reply(200, b"picture"))
     connect = network.connect
+    allowed_s: list[float] = []
 
     def connect_to_v4(address: str, port: int, timeout_s: float) -> object:
+        allowed_s.append(timeout_s)
         connection = connect(address, port, timeout_s)
         if ":" in address:
             connection.close()
@@ -213,9 +215,11 @@ def test_the_next_address_is_tried_when_one_does_not_answer(server: MediaServer)
         return connection
 
     network.connect = connect_to_v4  # type: ignore[method-assign,assignment]
-    loader = network.loader()
+    loader = network.loader(deadline_s=100.0)
     assert loader.load(f"http://{HOST}/", "image").data == b"picture"
     assert network.connected == [(ALSO_PUBLIC, 80), (PUBLIC, 80)]
+    # The first may use half of the time, the last all that is left.
+    assert allowed_s[0] <= 50 < allowed_s[1] <= 100
     loader.close()
 
 

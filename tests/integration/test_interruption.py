@@ -72,6 +72,10 @@ def test_an_interruption_while_a_prompt_is_processed_leaves_nothing(
     expected = get_token_ids(
         make_llm(tiny_model("llava")).generate(prompts, PARAMS, use_tqdm=False)
     )
-    llm = make_llm(tiny_model("llava"))
-    interrupt(llm.input_processor, "process", call=3, is_after=True)
-    assert_it_works_on(llm, prompts, expected)
+    for owner, call, is_after in (("input_processor", 3, False), ("processor", 1, True)):
+        llm = make_llm(tiny_model("llava"))
+        inputs = llm.input_processor
+        name = "process" if owner == "input_processor" else "process_item"
+        target = inputs if owner == "input_processor" else inputs.processor
+        interrupt(target, name, call=call, is_after=is_after)
+        assert_it_works_on(llm, prompts, expected)

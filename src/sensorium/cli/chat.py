@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,11 @@ _EXAMPLES = """examples:
   sensorium chat MODEL --image cat.png < question.txt
   sensorium chat MODEL                      (on a terminal: a conversation)
 """
+_TRANSFERS = {
+    "tensors": "sent to the engine",
+    "shared": "read from shared memory",
+    "none": "the engine had it",
+}
 Part = dict[str, Any]
 
 
@@ -82,21 +88,21 @@ def run(arguments: argparse.Namespace) -> None:
             raise RequestError("the question on stdin is not text") from error
         if not text:
             raise RequestError("there is no question: give it as an argument or on stdin")
-    llm = load_llm(arguments)
+    with load_llm(arguments) as llm:
 
-    def answer(messages: list[Part]) -> str:
-        return _answer(
-            llm,
-            messages,
-            params,
-            chat_template=arguments.chat_template,
-            is_verbose=arguments.verbose,
-        )
+        def answer(messages: list[Part]) -> str:
+            return _answer(
+                llm,
+                messages,
+                params,
+                chat_template=arguments.chat_template,
+                is_verbose=arguments.verbose,
+            )
 
-    if is_conversation:
-        _converse(answer, arguments.system, parts)
-    else:
-        answer([*_make_system(arguments.system), _make_question(parts, text)])
+        if is_conversation:
+            _converse(answer, arguments.system, parts)
+        else:
+            answer([*_make_system(arguments.system), _make_question(parts, text)])
 
 
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
@@ -184,4 +190,15 @@ def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> list[
 
 def _describe_media(output: RequestOutput) -> list[str]:
     """One line per media item: which cache level served it."""
-    return [f"{output.num_encoder_hits} media item(s) from the encoder cache"]
+    counts: Counter[str] = Counter()
+    lines = []
+    for item in output.mm_items:
+        processor = "processor cache hit" if item.is_processor_hit else "processed"
+        label = f"{item.modality} {counts[item.modality]}"
+        lines.append(f"{label}: {processor}, {_TRANSFERS[item.transfer]} ({item.mm_hash[:12]})")
+        counts[item.modality] += 1
+    if lines:
+        lines.append(
+            f"{output.num_encoder_hits} of {len(lines)} media item(s) from the encoder cache"
+        )
+    return lines

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sensorium.cli.media_flags import add_media_options, make_media_kwargs
 from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
@@ -39,6 +40,7 @@ def add_loading_flags(command: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of a CUDA device's memory that may be in use (default 0.9)",
     )
+    add_media_options(command)
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
@@ -53,6 +55,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
+        **make_media_kwargs(arguments),
     )
 
 

@@ -48,7 +48,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompts: list[TextPrompt] = [
         {"prompt": text, "multi_modal_data": media} for text in arguments.prompt
     ]
-    llm = load_llm(arguments)
-    for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
-        for completion in output.outputs:
-            print(completion.text)
+    with load_llm(arguments) as llm:
+        for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+            for completion in output.outputs:
+                print(completion.text)

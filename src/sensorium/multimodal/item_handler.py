@@ -12,6 +12,7 @@ from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.item_messages import ItemReply, decode_job, encode_reply
 from sensorium.multimodal.item_worker import ItemWorker
 from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.memory_limit import limit_memory_growth
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalKwargsItem
@@ -45,6 +46,7 @@ def make_handler(settings: bytes) -> ItemHandler:
         given.directory, config, limits=limits, trust_remote_code=given.trust_remote_code
     )
     store = None if given.shm_fd is None else ShmStore.attach(given.shm_fd)
+    limit_memory_growth(limits.max_process_bytes)
     return ItemHandler(ItemWorker(processor, limits), store)
 
 

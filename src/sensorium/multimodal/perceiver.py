@@ -21,7 +21,7 @@ from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, Sha
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import ItemBackend
 from sensorium.multimodal.item_worker import ItemJob
-from sensorium.multimodal.media.decoding import resolve_decode_options
+from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media.images import check_num_pixels
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
@@ -181,23 +181,24 @@ class _ItemCall:
 
     def _make_job(self, source: BoundSource) -> ItemJob:
         item, options = self.item, self._options
-        decode_options = (
-            resolve_decode_options(item.modality, options.media_io_kwargs)
-            if source.is_encoded
-            else None
-        )
+        processor_kwargs = dict(options.processor_kwargs)
+        decode_options = None
+        if source.is_encoded:
+            decode_options = resolve_decode_options(item.modality, options.media_io_kwargs)
+            if item.modality == "video":
+                processor_kwargs = take_sampling(processor_kwargs, decode_options)
         mm_hash = self._perceiver.hasher.name_item(
             source.digest,
             modality=item.modality,
             decode_options=decode_options,
-            processor_kwargs=options.processor_kwargs,
+            processor_kwargs=processor_kwargs,
             cache_salt=options.cache_salt,
         )
         return ItemJob(
             mm_hash=mm_hash,
             modality=item.modality,
             decode_options=decode_options,
-            processor_kwargs=dict(options.processor_kwargs),
+            processor_kwargs=processor_kwargs,
         )
 
     def _look_up_or_join(self) -> None:

@@ -17,6 +17,7 @@ from sensorium.multimodal.media.video import ChooseFrames, decode_video
 from sensorium.types.errors import InvariantError, RequestError
 
 _VERSION = 1
+_SAMPLING = ("fps", "num_frames")
 # Names that clients of this field send, and ours.
 _ALIASES = {"rgba_background_color": "background"}
 DecodeOptions = dict[str, Any]
@@ -45,6 +46,22 @@ def resolve_decode_options(
         if value is not None:
             resolved[canonical] = checks[canonical](f"media_io_kwargs: {modality}: {name}", value)
     return _complete(modality, resolved)
+
+
+def take_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
+    """What a processor is told of a video that is sampled here: how many frames it has is decided
+    before decoding, by `options`, which take over what only the processor was told.
+    """
+    kwargs = dict(processor_kwargs)
+    kwargs.pop("do_sample_frames", None)
+    asked = {name: kwargs.pop(name) for name in _SAMPLING if kwargs.get(name) is not None}
+    if asked and not any(options[name] for name in _SAMPLING):
+        for name, value in asked.items():
+            options[name] = _CHECKS["video"][name](f"mm_processor_kwargs: {name}", value)
+        _complete("video", options)
+    if options["fps"] is not None:
+        kwargs["fps"] = options["fps"]  # some processors count time by it
+    return kwargs
 
 
 def decode(

@@ -16,6 +16,7 @@ class MediaLimits:
     frame. `max_frames`, `max_video_pixels`: that are kept of a video, after sampling.
     `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an item, from the first
     look-up to the last byte. `process_deadline_s`: for decoding and processing it.
+    `max_process_bytes`: that a process of the pool may take for it.
     `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
     `*.example.com`: all below it); none named means any public one.
     `allowed_local_path`: files below it may be read. `allow_private_addresses`: loopback, private
@@ -29,6 +30,7 @@ class MediaLimits:
     max_duration_s: float = 4 * 3600.0
     deadline_s: float = 30.0
     process_deadline_s: float = 120.0
+    max_process_bytes: int = 8 * 2**30
     max_redirects: int = 5
     allowed_domains: frozenset[str] = field(default_factory=frozenset)
     allowed_local_path: Path | None = None

@@ -97,6 +97,16 @@ def test_results_come_in_the_order_of_their_items(loader: MediaLoader) -> None:
     assert loader.load_all([]) == []
 
 
+def test_a_url_that_is_named_twice_is_loaded_once() -> None:
+    loader = MediaLoader(
+        MediaLimits(), resolve=lambda *_: ["8.8.8.8"], connect=refuse_to_connect, num_threads=1
+    )
+    one, other = loader.load_all([("http://host/", "image")] * 2)
+    assert one is other
+    assert loader.statistics().refusals == {"connection": 1}
+    loader.close()
+
+
 def test_what_needs_no_waiting_needs_no_thread(
     loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
