@@ -115,7 +115,7 @@ class InputProcessor:
     def _expand(
         self, fields: Mapping[str, Any], perceiver: Perceiver, cancelled: Future[None] | None
     ) -> _Expanded:
-        if "mm_hashes" in fields:
+        if fields.get("mm_hashes") is not None:
             return self._expand_rendered(fields, perceiver)
         media = get_media_items(fields)
         self._check_counts([item.modality for item in media])

@@ -162,8 +162,15 @@ def _check_tokens(
 ) -> None:
     """An item's embeddings replace the tokens that stand for it, and no others stand alone."""
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
+    previous_end = 0
     for entry in items:
         position = entry.feature.mm_position
+        if position.offset < previous_end:
+            raise RequestError(
+                f"{entry.label} begins at {position.offset}, where the item ahead of it has not "
+                f"ended ({previous_end}): mm_placeholders must not overlap"
+            )
+        previous_end = position.end
         if position.end > len(token_ids):
             raise RequestError(
                 f"{entry.label} ends at {position.end}, beyond the prompt's {len(token_ids)} tokens"
