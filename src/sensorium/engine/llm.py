@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
 
@@ -24,6 +24,7 @@ from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.run import Run
 from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError, SensoriumError
@@ -138,7 +139,7 @@ class LLM:
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
         self._outputs = OutputProcessor(engine.processor.tokenizer)
-        self._siblings = Siblings(self._release)
+        self._siblings = Siblings(partial(_release, self._sender))
         self._ids = count()
 
     def close(self) -> None:
@@ -307,8 +308,7 @@ class LLM:
         return request_id
 
     def _release(self, items: Sequence[PerceivedItem]) -> None:
-        """They have been sent: they may be evicted again."""
-        self._sender.release([item.handle for item in items])
+        _release(self._sender, items)
 
     def _is_alive(self, request_id: str) -> bool:
         child_ids = self._outputs.get_child_ids((request_id,))
@@ -352,6 +352,11 @@ class LLM:
         self._outputs.forget(request_ids)
         for request_id in request_ids:
             self._streams.pop(request_id, None)
+
+
+def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
+    """They have been sent: they may be evicted again."""
+    sender.release([item.handle for item in items])
 
 
 def _as_text(model: object) -> str:
