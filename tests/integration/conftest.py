@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 
+from sensorium import LLM
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
+from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
+from tests.integration.perceiving import assert_idle
 from tests.parity.driver import make_llm
 
 
@@ -21,3 +24,35 @@ def neighbours_of(tiny_model: Callable[[str], str]) -> Callable[[str], Neighbour
         return Neighbours(llm, make_good_prompts(family))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def _perceiving_llms(
+    tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], LLM]]:
+    media_path = tmp_path_factory.mktemp("media")
+    llms: dict[str, LLM] = {}
+
+    def get(name: str) -> LLM:
+        if name not in llms:
+            options = {**CACHE_OPTIONS[name], "allowed_local_media_path": media_path}
+            llms[name] = make_llm(tiny_model("llava"), max_model_len=256, **options)
+        return llms[name]
+
+    yield get
+    for llm in llms.values():
+        llm.close()
+
+
+@pytest.fixture
+def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], LLM]]:
+    """An engine with a cache of this type, or "off". After the test nothing may be left in it."""
+    used: dict[str, LLM] = {}
+
+    def get(name: str) -> LLM:
+        used[name] = _perceiving_llms(name)
+        return used[name]
+
+    yield get
+    for llm in used.values():
+        assert_idle(llm)

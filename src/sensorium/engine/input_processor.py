@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sensorium.engine.prompt_fields import get_media_items, normalise
-from sensorium.engine.rendered_prompt import as_layout, check_hash, read_items
+from sensorium.engine.rendered_prompt import RenderedItem, read_item, read_items
+from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
 from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
@@ -20,7 +21,7 @@ from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.processor_options import check_processor_kwargs
 from sensorium.types.errors import MissingMediaError, RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, ProcessedItem
+from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
@@ -114,7 +115,7 @@ class InputProcessor:
     def _expand(
         self, fields: Mapping[str, Any], perceiver: Perceiver, cancelled: Future[None] | None
     ) -> _Expanded:
-        if "mm_hashes" in fields:
+        if fields.get("mm_hashes") is not None:
             return self._expand_rendered(fields, perceiver)
         media = get_media_items(fields)
         self._check_counts([item.modality for item in media])
@@ -141,20 +142,11 @@ class InputProcessor:
         entries = read_items(fields, self.processor, self._specs)
         self._check_counts([entry.feature.modality for entry in entries])
         items: list[PerceivedItem] = []
-        missing: list[str] = []
-        for entry in entries:
-            mm_hash = entry.feature.mm_hash
-            handle = perceiver.cache.get_and_update_item(mm_hash, entry.item, needs_layout=False)
-            if handle is None:
-                missing.append(mm_hash)
-                continue
-            items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
-        if missing:
+        try:
+            _take_items(perceiver.cache, entries, items)
+        except BaseException:
             perceiver.cache.release([item.handle for item in items])
-            raise MissingMediaError(
-                f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",
-                tuple(missing),
-            )
+            raise
         return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
 
     def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
@@ -189,30 +181,31 @@ class InputProcessor:
             for modality, hashes in mm_hashes.items():
                 items = mm_kwargs.get(modality) or ()
                 layouts = (mm_layouts or {}).get(modality) or [None] * len(hashes)
+                if isinstance(hashes, str):
+                    raise RequestError(f"mm_hashes of {modality} must be a list")
                 if len(hashes) == len(items) == len(layouts):
                     rows = zip(hashes, items, layouts, strict=True)
-                    stored[modality] = [self._inject(modality, *row) for row in rows]
+                    stored[modality] = [self._try_to_inject(modality, *row) for row in rows]
         except Exception:  # the contract: a frontend's serving must not depend on this cache
             logger.warning("media could not be put into the processor cache", exc_info=True)
         return stored
 
-    def _inject(
-        self, modality: str, mm_hash: str, kwargs: MultiModalKwargsItem | None, layout: Any
-    ) -> Payload | None:
+    def _try_to_inject(self, modality: str, *row: Any) -> Payload | None:
+        try:
+            return self._inject(modality, *row)
+        except Exception:  # the same contract, for each item
+            logger.warning("an item could not be put into the processor cache", exc_info=True)
+            return None
+
+    def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
         if kwargs is None:
             return None
-        self._specs.check(modality, kwargs)
-        item = ProcessedItem(
-            modality=modality,
-            mm_hash=check_hash(mm_hash),
-            kwargs=dict(kwargs),
-            layout=as_layout(layout),
-        )
+        item = read_item(modality, mm_hash, kwargs, layout, self.processor, self._specs)
         handle = self.perceiver.cache.get_and_update_item(mm_hash, item, needs_layout=False)
         if handle is None:
             return None
         self.perceiver.cache.release([handle])
-        return handle.reference or handle.kwargs or kwargs
+        return handle.reference or handle.kwargs or item.kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word at the beginning of a text and behind a space."""
@@ -237,3 +230,22 @@ class InputProcessor:
                     f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one "
                     "prompt"
                 )
+
+
+def _take_items(
+    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
+) -> None:
+    """Add the items of a prompt that was rendered before."""
+    missing: list[str] = []
+    for entry in entries:
+        mm_hash = entry.feature.mm_hash
+        handle = cache.get_and_update_item(mm_hash, entry.item, needs_layout=False)
+        if handle is None:
+            missing.append(mm_hash)
+        else:
+            items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
+    if missing:
+        raise MissingMediaError(
+            f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",
+            tuple(missing),
+        )

@@ -29,7 +29,7 @@ from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError, SensoriumError
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from sensorium.types.request import EngineCoreOutput, FinishReason
 from sensorium.types.sampling import SamplingParams
 
 
@@ -330,24 +330,19 @@ class LLM:
         for children, items in self._siblings.take_ready(news):
             try:
                 for child in children:
-                    failed += self._start_sibling(child, items)
+                    self._delivery.deliver(child, items)
+            except SensoriumError as error:
+                failed += self._fail(child.request_id, str(error))
             finally:
                 self._release(items)
         return failed
 
-    def _start_sibling(
-        self, child: EngineCoreRequest, items: Sequence[PerceivedItem]
-    ) -> list[RequestOutput]:
-        try:
-            self._delivery.deliver(child, items)
-        except SensoriumError as error:
-            end = EngineCoreOutput(
-                request_id=child.request_id, finish_reason=FinishReason.ERROR, error=str(error)
-            )
-            ended, stopped = self._outputs.process([end])
-            self.core.abort_requests(stopped)
-            return ended
-        return []
+    def _fail(self, child_id: str, error: str) -> list[RequestOutput]:
+        """End a request of whose children one can't be started."""
+        end = EngineCoreOutput(request_id=child_id, finish_reason=FinishReason.ERROR, error=error)
+        ended, stopped = self._outputs.process([end])
+        self.core.abort_requests(stopped)
+        return ended
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """By the callers' ids, or the core's."""

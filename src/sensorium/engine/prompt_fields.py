@@ -50,10 +50,27 @@ def normalise(prompt: Prompt) -> dict[str, Any]:
             )
     if not isinstance(prompt.get("add_special_tokens"), bool | None):
         raise RequestError("prompt field 'add_special_tokens' must be true or false")
+    _check_kind(prompt)
     fields: dict[str, Any] = {**prompt}
     if "prompt_token_ids" in fields:
         fields["prompt_token_ids"] = check_token_ids(fields["prompt_token_ids"])
     return fields
+
+
+def _check_kind(prompt: Mapping[str, Any]) -> None:
+    """A prompt has media, or was rendered with media: not both."""
+    given = {name for name, value in prompt.items() if value is not None}
+    rendered = sorted(given & (_RENDERED_KEYS - _TEXT_KEYS))
+    if not rendered:
+        return
+    others = sorted(given & (_TEXT_KEYS - _RENDERED_KEYS))
+    if others:
+        raise RequestError(
+            f"prompt field(s) {', '.join(others)} can't stand beside {', '.join(rendered)}: these "
+            "belong to a rendered prompt, of prompt_token_ids"
+        )
+    if "mm_hashes" not in given:
+        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes")
 
 
 def check_token_ids(token_ids: Sequence[int]) -> list[int]:

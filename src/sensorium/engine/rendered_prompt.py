@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from sensorium.multimodal.item_spec import ItemSpecs
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError, add_label
@@ -57,7 +60,7 @@ def read_items(
         for index, row in enumerate(zip(*columns, strict=True)):
             label = f"{modality} {index}"
             try:
-                items.append(_read_item(label, modality, *row, specs=specs))
+                items.append(_read_row(label, modality, *row, processor=processor, specs=specs))
             except RequestError as error:
                 raise add_label(error, label) from error
     items.sort(key=lambda entry: entry.feature.mm_position.offset)
@@ -77,7 +80,7 @@ def _as_column(
     return values
 
 
-def _read_item(
+def _read_row(
     label: str,
     modality: str,
     mm_hash: Any,
@@ -85,27 +88,44 @@ def _read_item(
     kwargs: Any,
     layout: Any,
     *,
+    processor: MultiModalProcessor,
     specs: ItemSpecs,
 ) -> RenderedItem:
-    feature = MultiModalFeatureSpec(
-        modality=modality, mm_hash=check_hash(mm_hash), mm_position=_as_range(placeholder)
-    )
     item = None
     if kwargs is not None:
-        specs.check(modality, kwargs)
-        item = ProcessedItem(
-            modality=modality, mm_hash=mm_hash, kwargs=dict(kwargs), layout=as_layout(layout)
-        )
+        item = read_item(modality, mm_hash, kwargs, layout, processor, specs)
+    feature = MultiModalFeatureSpec(
+        modality=modality, mm_hash=_check_hash(mm_hash), mm_position=_as_range(placeholder)
+    )
     return RenderedItem(label=label, feature=feature, item=item)
 
 
-def check_hash(mm_hash: object) -> str:
-    if not isinstance(mm_hash, str) or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:
+def read_item(
+    modality: str,
+    mm_hash: Any,
+    kwargs: Any,
+    layout: Any,
+    processor: MultiModalProcessor,
+    specs: ItemSpecs,
+) -> ProcessedItem:
+    """An item that was processed elsewhere. A `RequestError` says why it can't be ours."""
+    specs.check(modality, kwargs)
+    own_layout = _as_layout(layout)
+    if own_layout is not None:
+        processor.check_layout(modality, own_layout)
+    return ProcessedItem(
+        modality=modality, mm_hash=_check_hash(mm_hash), kwargs=dict(kwargs), layout=own_layout
+    )
+
+
+def _check_hash(mm_hash: object) -> str:
+    is_text = isinstance(mm_hash, str) and not any("\ud800" <= c <= "\udfff" for c in mm_hash)
+    if not is_text or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:  # type: ignore[arg-type]
         raise RequestError(f"a hash is a text of 1 to {MAX_HASH_LENGTH} characters")
-    return mm_hash
+    return str(mm_hash)
 
 
-def as_layout(layout: object) -> ItemLayout | None:
+def _as_layout(layout: object) -> ItemLayout | None:
     if layout is None or isinstance(layout, ItemLayout):
         return layout
     if not isinstance(layout, Mapping) or set(layout) != {"text", "token_id", "num_embeds"}:
@@ -125,8 +145,11 @@ def _as_range(placeholder: Any) -> PlaceholderRange:
     mask = placeholder.get("is_embed")
     if not _is_count(offset) or not _is_count(length):
         raise RequestError("a placeholder's offset and length are integers >= 0")
-    if mask is not None and not isinstance(mask, list | tuple):
-        mask = mask.tolist() if hasattr(mask, "tolist") else None
+    if isinstance(mask, np.ndarray | torch.Tensor):
+        mask = mask.tolist()
+    is_mask = isinstance(mask, list | tuple) and all(type(entry) is bool for entry in mask)
+    if mask is not None and not is_mask:
+        raise RequestError("a placeholder's is_embed is a list of true and false, or nothing")
     return PlaceholderRange(offset, length, None if mask is None else tuple(map(bool, mask)))
 
 
@@ -139,8 +162,15 @@ def _check_tokens(
 ) -> None:
     """An item's embeddings replace the tokens that stand for it, and no others stand alone."""
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
+    previous_end = 0
     for entry in items:
         position = entry.feature.mm_position
+        if position.offset < previous_end:
+            raise RequestError(
+                f"{entry.label} begins at {position.offset}, where the item ahead of it has not "
+                f"ended ({previous_end}): mm_placeholders must not overlap"
+            )
+        previous_end = position.end
         if position.end > len(token_ids):
             raise RequestError(
                 f"{entry.label} ends at {position.end}, beyond the prompt's {len(token_ids)} tokens"

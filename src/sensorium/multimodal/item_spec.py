@@ -39,6 +39,8 @@ class ItemSpecs:
             tensor = kwargs[name]
             if not isinstance(tensor, torch.Tensor):
                 raise RequestError(f"{name} must be a tensor, not {type(tensor).__name__}")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise RequestError(f"{name} must be a plain tensor that holds its values")
             if (tensor.dtype, tensor.ndim) != (dtype, num_dimensions) or tensor.numel() == 0:
                 raise RequestError(
                     f"{name} must be {dtype} with {num_dimensions} non-empty dimensions, not "

@@ -28,7 +28,7 @@ from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
-from sensorium.multimodal.uuid_bindings import UuidBindings
+from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings
 from sensorium.types.errors import (
     CapacityError,
     InvariantError,
@@ -94,6 +94,8 @@ class Perceiver:
                 call.run(call.start)
             for call in calls:
                 call.run(lambda call=call: call.finish(cancelled))  # type: ignore[misc]
+            for call in calls:
+                call.run(call.bind)
         except BaseException:  # a refusal, a cancellation or a bug: nothing is left behind
             for call in calls:
                 call.undo()
@@ -133,6 +135,7 @@ class _ItemCall:
         self._handle: ItemHandle | None = None
         self._waiter: Waiter[str, _Result] | None = None
         self._job: ItemJob | None = None
+        self._bound: BoundSource | None = None
         self.item = item
         is_here = isinstance(item.media, MediaBytes) or not item.is_encoded
         self.source: object | None = item.media if is_here else None
@@ -152,10 +155,11 @@ class _ItemCall:
         item, perceiver = self.item, self._perceiver
         if item.uuid is not None and (item.media is None or item.is_remote):
             salt = self._options.cache_salt
-            digest = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
-            if digest is not None:
-                self._job = self._make_job(digest)
+            source = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
+            if source is not None:
+                self._job = self._make_job(source)
                 self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
+                self._bound = None if self._handle is None else source
         if item.media is None and self._handle is None:
             if item.uuid is None:
                 raise RequestError("there is neither media nor a uuid")
@@ -168,22 +172,23 @@ class _ItemCall:
         if isinstance(self.source, Image.Image):  # whose pixels may not be there yet
             check_num_pixels(*self.source.size, perceiver.limits)
         digest = perceiver.hasher.digest_source(self.source)
+        self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
         if item.uuid is not None:
             salt = self._options.cache_salt
-            perceiver.uuids.bind(item.uuid, digest, modality=item.modality, cache_salt=salt)
-        self._job = self._make_job(digest)
+            perceiver.uuids.check(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
+        self._job = self._make_job(self._bound)
         self._look_up_or_join()
 
-    def _make_job(self, digest: str) -> ItemJob:
+    def _make_job(self, source: BoundSource) -> ItemJob:
         item, options = self.item, self._options
         processor_kwargs = dict(options.processor_kwargs)
         decode_options = None
-        if item.is_encoded:
+        if source.is_encoded:
             decode_options = resolve_decode_options(item.modality, options.media_io_kwargs)
             if item.modality == "video":
                 processor_kwargs = take_sampling(processor_kwargs, decode_options)
         mm_hash = self._perceiver.hasher.name_item(
-            digest,
+            source.digest,
             modality=item.modality,
             decode_options=decode_options,
             processor_kwargs=processor_kwargs,
@@ -239,6 +244,12 @@ class _ItemCall:
         # Else the cache has it, and the next look finds it.
         waiter.leave()
         self._waiter = None
+
+    def bind(self) -> None:
+        item, uuids = self.item, self._perceiver.uuids
+        if item.uuid is not None and self._bound is not None:
+            salt = self._options.cache_salt
+            uuids.bind(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
 
     def undo(self) -> None:
         if self._waiter is not None:

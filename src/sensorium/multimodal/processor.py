@@ -31,6 +31,7 @@ _PARTS = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
+_OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 
 
 class MultiModalProcessor:
@@ -72,11 +73,12 @@ class MultiModalProcessor:
 
     @cached_property
     def option_names(self) -> frozenset[str]:
-        """What the processor's parts may be told; empty if it doesn't say."""
+        """What the processor's parts may be told of media; empty if it doesn't say."""
         if self._processor is None:
             return frozenset()
         kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
-        groups = [] if kinds is None else list(kinds.__annotations__.values())
+        own = {} if kinds is None else kinds.__annotations__
+        groups = [own.get(_OPTION_GROUPS[modality]) for modality in self.modalities]
         groups += [getattr(part, "valid_kwargs", None) for part in self._get_parts()]
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
@@ -185,6 +187,16 @@ class MultiModalProcessor:
         except Exception as error:  # damaged files and odd options make processors raise anything
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
+
+    def check_layout(self, modality: str, layout: ItemLayout) -> None:
+        """A `RequestError` for a layout that no item of this model can have."""
+        is_own = layout.token_id in self.get_token_ids(modality)
+        num_embeds = tokenize_fragment(self.tokenizer, layout.text).count(layout.token_id)
+        if not is_own or not 0 < num_embeds == layout.num_embeds:
+            raise RequestError(
+                f"the layout of a {modality} has {num_embeds} tokens {layout.token_id} in its "
+                f"text, and says {layout.num_embeds}"
+            )
 
     def _make_layout(self, modality: str, text: str) -> ItemLayout:
         token_ids = tokenize_fragment(self.tokenizer, text)

@@ -21,6 +21,9 @@ _RESERVED = frozenset(
         "videos",
         "audio",
         "device",
+        "raw_speech",
+        "video_metadata",
+        "load_audio_backend",
         "return_tensors",
         "return_text_replacement_offsets",
         "return_metadata",
@@ -29,6 +32,19 @@ _RESERVED = frozenset(
 )
 MAX_EDGE = 8192
 MAX_PIXELS = 2**25  # twice the largest picture of the Qwen-VL families
+# What else a number may be at most, by a part of its name: some are edges too, each of some means a
+# picture of its own. The processor's own value is always allowed.
+_MOST = {
+    "pinpoints": MAX_EDGE,
+    "crops": 64,
+    "patches": 64,
+    "frames": 2048,
+    "tokens": 16_384,
+    "length": MAX_PIXELS,
+    "multiple": MAX_PIXELS,
+    "rate": 2**20,
+}
+_MOST_OF_OTHERS = 256  # of colours, say
 _MAX_DEPTH = 8
 
 
@@ -63,9 +79,11 @@ def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
         yield path, value
 
 
-def _get_most(path: str, processor: MultiModalProcessor) -> int:
-    """Some processors count pixels under the name of an edge: their own value tells."""
-    if "pixels" in path or "size" not in path:
-        return MAX_PIXELS
+def _get_most(path: str, processor: MultiModalProcessor) -> float:
     own = processor.get_option_default(path)
-    return MAX_PIXELS if own is not None and own > MAX_EDGE else MAX_EDGE
+    if "pixels" in path:
+        return MAX_PIXELS
+    if "size" in path:  # some processors count pixels under the name of an edge
+        return MAX_PIXELS if own is not None and own > MAX_EDGE else MAX_EDGE
+    most = next((most for part, most in _MOST.items() if part in path), _MOST_OF_OTHERS)
+    return most if own is None else max(most, own)

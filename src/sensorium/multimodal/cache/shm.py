@@ -54,10 +54,14 @@ class ShmSender:
             if entry is not None:
                 self._store.release(entry.reference)
             return None
-        self._count(is_hit=is_hit)
         if entry is not None:
+            self._count(is_hit=is_hit)
             return replace(self._add_layout(entry, item), is_hit=is_hit)
-        return None if item is None else _make_item_handle(item, self._store.put(item))
+        if item is None:
+            return None
+        reference, is_found = self._store.put_or_find(item)  # another thread may have put it
+        self._count(is_hit=is_found)
+        return replace(_make_item_handle(item, reference), is_hit=is_found)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
         """The handle of an item that another process has put: one query, no hit. `None`, and

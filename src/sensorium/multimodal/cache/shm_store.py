@@ -130,6 +130,10 @@ class ShmStore:
 
         What is found under its hash is leased instead, unless only `item` has a layout.
         """
+        return self.put_or_find(item)[0]
+
+    def put_or_find(self, item: ProcessedItem) -> tuple[ShmReference | None, bool]:
+        """As `put`, and whether it was found."""
         key = _make_key(item.mm_hash)
         metadata = _encoder.encode(
             _Metadata(item.modality, item.mm_hash, item.layout, encode_header(item.kwargs))
@@ -137,14 +141,15 @@ class ShmStore:
         with self._writing():
             reference, is_new = self._reserve(key, item, metadata)
             if not is_new or reference is None:
-                return reference
+                return reference, reference is not None
             try:
                 self._write(reference.slot, item, metadata)
             except BaseException:
                 with self._segment:
                     self._abandon(reference)
                 raise
-            return self._commit(key, reference)
+            committed = self._commit(key, reference)
+            return committed, committed != reference
 
     def acquire(self, mm_hash: str) -> ShmEntry | None:
         """Lease the item of this hash and make it the most recently used."""

@@ -1,0 +1,212 @@
+"""Engines that perceive through each kind of cache, what their parts were asked to do, and what a
+request must not leave behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sensorium import LLM, SamplingParams
+from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.multimodal.cache.interface import CacheStatistics
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.processor import MultiModalProcessor
+from tests.media_files import write_image
+from tests.parity.cases import make_image
+from tests.parity.driver import assert_nothing_is_left, get_token_ids
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+MARKER = "<image>"  # of LLaVA
+CACHE_TYPES = ("lru", "shm")
+# Large enough for all that a file of tests sends; the shared store is reserved as a whole.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lru": {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 0.02},
+    "shm": {"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 0.02},
+    "off": {"mm_processor_cache_gb": 0},
+}
+WAIT_S = 30.0
+LlmOf = Callable[[str], LLM]
+_seeds = count(1)
+
+
+def make_new_image() -> Image.Image:
+    """One that no cache has seen."""
+    return make_image(60, 60, seed=next(_seeds))
+
+
+def make_new_png() -> bytes:
+    return write_image(make_new_image(), "PNG")
+
+
+def make_prompt(*images: object, text: str = "what is this?", **fields: Any) -> dict[str, Any]:
+    data = {"image": list(images)}
+    return {"prompt": MARKER * len(images) + text, "multi_modal_data": data, **fields}
+
+
+def make_uuid_prompt(image: object, uuid: str, **fields: Any) -> dict[str, Any]:
+    return make_prompt(image, multi_modal_uuids={"image": [uuid]}, **fields)
+
+
+def generate(llm: LLM, *prompts: Any, params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
+    return get_token_ids(llm.generate(list(prompts), params, use_tqdm=False))
+
+
+def forget_outputs(llm: LLM) -> None:
+    """What was computed from media; the processor cache keeps what it has."""
+    llm.core.scheduler.encoder_cache.clear_cache()
+    llm.core.scheduler.kv_cache.clear_cache()
+
+
+def process(llm: LLM, prompt: Any, **options: Any) -> ProcessedRequest:
+    return llm.input_processor.process("test", prompt, GREEDY, **options)
+
+
+def release(llm: LLM, processed: ProcessedRequest, *, readonly: bool = False) -> None:
+    perception = llm.perception
+    cache = (perception.readonly if readonly else perception.perceiver).cache
+    cache.release([item.handle for item in processed.items])
+
+
+def process_and_release(llm: LLM, prompt: Any, *, readonly: bool = False) -> ProcessedRequest:
+    processed = process(llm, prompt, skip_mm_cache=readonly)
+    release(llm, processed, readonly=readonly)
+    return processed
+
+
+def get_statistics(llm: LLM) -> CacheStatistics:
+    return llm.perception.caches.sender.statistics()
+
+
+class QueryCount:
+    """Queries and hits of the main cache since this was made."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._before = get_statistics(llm)
+
+    def get(self) -> tuple[int, int]:
+        now = get_statistics(self._llm)
+        return (
+            now.num_queries - self._before.num_queries,
+            now.num_hits - self._before.num_hits,
+        )
+
+    @property
+    def num_resends(self) -> int:
+        return get_statistics(self._llm).num_resends - self._before.num_resends
+
+
+class Calls:
+    """How often media was decoded, an item processed, and the model's own processor called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        decoding = "sensorium.multimodal.media.decoding"
+        for kind in ("image", "audio", "video"):
+            self._watch(monkeypatch, f"{decoding}.decode_{kind}", "decode")
+        self._watch(monkeypatch, MultiModalProcessor, "process", attribute="process_item")
+        hf_class = type(llm.input_processor.processor.hf_processor)
+        self._watch(monkeypatch, hf_class, "call", attribute="__call__")
+
+    def _watch(
+        self, monkeypatch: pytest.MonkeyPatch, target: Any, name: str, *, attribute: str = ""
+    ) -> None:
+        if not attribute:
+            module, _, attribute = target.rpartition(".")
+            target = __import__(module, fromlist=[attribute])
+        original = getattr(target, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(target, attribute, call)
+
+    def take(self) -> dict[str, int]:
+        """Since the last time."""
+        with self._lock:
+            taken, self.counts = dict(self.counts), Counter()
+        return taken
+
+
+class Gate:
+    """Items wait in here before they are processed, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._is_open = threading.Event()
+        self.num_entered = 0
+        original = MultiModalProcessor.process_item
+
+        def process_item(*args: Any, **kwargs: Any) -> Any:
+            self.num_entered += 1
+            assert self._is_open.wait(WAIT_S)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(MultiModalProcessor, "process_item", process_item)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+class Outcomes:
+    """What functions return or raise, each in a thread of its own."""
+
+    def __init__(self, functions: Sequence[Callable[[], Any]]) -> None:
+        self.results: list[Any] = [None] * len(functions)
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, function), name=f"test-{index}")
+            for index, function in enumerate(functions)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index: int, function: Callable[[], Any]) -> None:
+        try:
+            self.results[index] = function()
+        except BaseException as error:
+            self.results[index] = error
+
+    def wait(self) -> list[Any]:
+        for thread in self._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        return self.results
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.005)):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it did not happen")
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing of a request is left: in the core, in the caches of both sides, in the flights."""
+    assert_nothing_is_left(llm)
+    for perceiver in (llm.perception.perceiver, llm.perception.readonly):
+        assert perceiver.flights.statistics().num_waiting == 0
+        assert perceiver.flights._entries == {}
+    caches: Any = llm.perception.caches
+    if caches.store is not None:
+        assert get_num_leases(caches.store) == 0
+        assert caches.receiver._held == {}
+        assert caches.readonly._own._table.num_handles == 0
+    elif llm.perception.caches.sender.statistics().capacity_bytes:
+        assert caches.sender.num_handles == 0
+        assert caches.readonly._table.num_handles == 0
+
+
+def get_num_leases(store: ShmStore) -> int:
+    """Of this process."""
+    return store._num_leases.total()
