@@ -182,6 +182,8 @@ def run_follower(control: socket.socket, descriptor: int) -> NoReturn:
     try:
         control.close()
         serve(socket.socket(fileno=descriptor))
+    except ConnectionError:
+        pass  # the peer left while an answer was being written
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -6,6 +6,7 @@ fail only for media that the client left out, and only when it is gone.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from tests.unit.multimodal.cache.item_building import LAYOUT, is_same, make_item
 
 from .mirror_follower import Message, Nursery, Reply, decode_items, encode_items
 
-SIZES = {"a": 64, "b": 64, "c": 128, "d": 192, "e": 320, "f": 704, "empty": 0}
+SIZES = {"a": 64, "b": 64, "c": 128, "d": 128, "e": 192, "f": 256, "g": 704, "empty": 0}
 MAX_UNREAD = 8
 
 
@@ -95,7 +96,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.epochs: set[int] = set()
         self.num_disturbances = 0
 
-    @initialize(capacity=st.sampled_from([64, 192, 384, 640, 1024]), is_calm=st.booleans())
+    @initialize(capacity=st.sampled_from([320, 192, 64, 448, 1024]), is_calm=st.booleans())
     def build(self, capacity: int, is_calm: bool) -> None:
         self.capacity = capacity
         self.is_calm = is_calm
@@ -120,6 +121,23 @@ class MirrorMachine(RuleBasedStateMachine):
                 return
             request.handles.append(handle)
 
+    @rule(
+        wanted=st.lists(parts, min_size=1, max_size=3),
+        is_late=st.booleans(),
+        is_reset_before=st.sampled_from([False, False, False, False, True]),
+    )
+    def serve(self, wanted: list[Part], is_late: bool, is_reset_before: bool) -> None:
+        """A request from its beginning to its end, perhaps before others that were there first."""
+        self.render(wanted, needs_layout=True)
+        if is_reset_before and not self.is_calm:
+            self.reset_leader()
+        for request in [] if is_late else self.ready[-1:]:
+            self.deliver(self.make_message(request.handles, is_refused=False), request)
+        self.read_answers()
+        for request in self.ready:
+            self.deliver(self.make_message(request.handles, is_refused=False), request)
+        self.read_answers()
+
     @rule(part=parts, has_layout=st.booleans())
     def inject(self, part: Part, has_layout: bool) -> None:
         item = self.process(part.mm_hash, has_layout)
@@ -136,8 +154,11 @@ class MirrorMachine(RuleBasedStateMachine):
         index=st.integers(0, 7),
         fate=st.sampled_from(["arrives"] * 6 + ["lost", "twice"]),
         is_refused=st.sampled_from([False, False, False, True]),
+        is_reset_before=st.sampled_from([False, False, True]),
     )
-    def send(self, index: int, fate: str, is_refused: bool) -> None:
+    def send(self, index: int, fate: str, is_refused: bool, is_reset_before: bool) -> None:
+        if is_reset_before and not self.is_calm:
+            self.reset_leader()
         request = self.ready[index % len(self.ready)]
         message = self.make_message(request.handles, is_refused)
         if self.is_calm or fate == "arrives":
@@ -166,6 +187,10 @@ class MirrorMachine(RuleBasedStateMachine):
         else:
             self.check_delivery(unread, reply)
 
+    def read_answers(self) -> None:
+        while self.unread:
+            self.read_answer()
+
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 7))
     def give_up(self, index: int) -> None:
@@ -175,7 +200,9 @@ class MirrorMachine(RuleBasedStateMachine):
     # What happens to it
 
     @precondition(lambda self: not self.is_calm and len(self.unread) < MAX_UNREAD)
-    @rule(what=st.sampled_from(["reset", "reset core", "restart", "restart core", "nothing"]))
+    @rule(
+        what=st.sampled_from(["reset", "reset core", "restart", "restart core", "loss", "repeat"])
+    )
     def disturb(self, what: str) -> None:
         if what == "reset":
             self.reset_leader()
@@ -188,6 +215,11 @@ class MirrorMachine(RuleBasedStateMachine):
             self.restart_leader()
         elif what == "restart core":
             self.restart_follower()
+        else:
+            self.num_disturbances += 1
+            message = self.make_message([], is_refused=False)
+            for is_repeat in (False, True) if what == "repeat" else ():
+                self.deliver(message, None, is_repeat=is_repeat)
 
     def reset_leader(self) -> None:
         self.sender.clear_cache()
@@ -404,7 +436,7 @@ class MirrorMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if hasattr(self, "sender"):
+            if sys.exc_info()[0] is None:  # what failed before is what should be seen
                 self.let_everything_arrive()
                 self.check_that_nothing_is_left()
         finally:
@@ -415,12 +447,10 @@ class MirrorMachine(RuleBasedStateMachine):
         answer, a new epoch, and what was left out in it.
         """
         for _ in range(3):
-            while self.unread:
-                self.read_answer()
+            self.read_answers()
             for request in self.ready:
                 self.deliver(self.make_message(request.handles, is_refused=False), request)
-        while self.unread:
-            self.read_answer()
+        self.read_answers()
         assert self.requests == []
         assert self.given_up == set()
 

@@ -44,9 +44,9 @@ def add_media_options(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--mm-hasher-algorithm",
-        choices=["sha256", "blake3", "sha512"],
-        default="sha256",
-        help="what names media by content (default sha256)",
+        choices=["auto", "sha256", "blake3", "sha512"],
+        default="auto",
+        help="what names media by content (default auto: what is fastest on this machine)",
     )
     for name, purpose in (
         ("--mm-processor-kwargs", "the model's processor gets with every item"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 from sensorium.models.adapter import MODALITIES
-from sensorium.multimodal.hasher import ALGORITHMS, DEFAULT_ALGORITHM
+from sensorium.multimodal.hasher import ALGORITHMS, choose_algorithm
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.types.errors import ModelError
 
@@ -29,7 +30,7 @@ class MediaOptions:
     mm_processor_cache_type: str = "lru"
     mm_shm_cache_max_object_size_mb: int = 128
     mm_processor_pool_size: int = 0
-    mm_hasher_algorithm: str = DEFAULT_ALGORITHM
+    mm_hasher_algorithm: str = "auto"
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     media_io_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     allowed_local_media_path: str | os.PathLike[str] | None = None
@@ -42,9 +43,9 @@ class MediaOptions:
                 f"mm_processor_cache_type must be {' or '.join(CACHE_TYPES)}, "
                 f"not {self.mm_processor_cache_type!r}"
             )
-        if self.mm_hasher_algorithm not in ALGORITHMS:
+        if self.mm_hasher_algorithm not in ("auto", *ALGORITHMS):
             raise ModelError(
-                f"mm_hasher_algorithm must be one of {', '.join(ALGORITHMS)}, "
+                f"mm_hasher_algorithm must be auto, {', '.join(ALGORITHMS)}, "
                 f"not {self.mm_hasher_algorithm!r}"
             )
         if not _is_number(self.mm_processor_cache_gb) or self.mm_processor_cache_gb < 0:
@@ -74,6 +75,12 @@ class MediaOptions:
         path = self.allowed_local_media_path
         if path is not None and not Path(path).is_dir():
             raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
+
+    @property
+    def hasher_algorithm(self) -> str:
+        if self.mm_hasher_algorithm == "auto":
+            return choose_algorithm(platform.machine())
+        return self.mm_hasher_algorithm
 
     @property
     def capacity_bytes(self) -> int:

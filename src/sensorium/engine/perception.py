@@ -88,7 +88,7 @@ def build_perception(
     limits = options.get_limits()
     store = caches.store
     hasher = MediaHasher(
-        options.mm_hasher_algorithm,
+        options.hasher_algorithm,
         model_revision=model_revision,
         processor_fingerprint=processor.fingerprint,
     )

@@ -12,6 +12,7 @@ algorithm; the algorithm and the version of this format are part of them.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,6 @@ from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
 
 ALGORITHMS = ("sha256", "blake3", "sha512")
-DEFAULT_ALGORITHM = "sha256"  # docs/adr/0009-identity.md
 _VERSION = b"sensorium-mm-2"
 _NUM_DIGITS = 64  # 256 bits
 _MAX_DEPTH = 32
@@ -36,7 +36,7 @@ class MediaHasher:
 
     def __init__(
         self,
-        algorithm: str = DEFAULT_ALGORITHM,
+        algorithm: str = "sha256",
         *,
         model_revision: str = "",
         processor_fingerprint: str = "",
@@ -77,6 +77,14 @@ class MediaHasher:
         _update(digest, value, depth=0)
         text: str = digest.hexdigest()
         return text[:_NUM_DIGITS]
+
+
+def choose_algorithm(machine: str) -> str:
+    """The fastest for files, by measurement (docs/adr/0008-identity.md): BLAKE3 where it has wide
+    vectors, SHA-256 where the processor computes it.
+    """
+    has_blake3 = importlib.util.find_spec("blake3") is not None
+    return "blake3" if machine in ("x86_64", "AMD64") and has_blake3 else "sha256"
 
 
 def _get_constructor(algorithm: str) -> Callable[[], Any]:

@@ -7,6 +7,7 @@ tensors that the encoder takes, and its layout: what stands for it in an expande
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
@@ -70,7 +71,7 @@ class MultiModalProcessor:
         name = type(self._processor).__name__
         return f"{transformers.__version__}/{name}/{self._processor.to_json_string()}"
 
-    @property
+    @cached_property
     def option_names(self) -> frozenset[str]:
         """What the processor's parts may be told of media; empty if it doesn't say."""
         if self._processor is None:

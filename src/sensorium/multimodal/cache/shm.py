@@ -49,16 +49,19 @@ class ShmSender:
         if is_missing:
             return None if item is None else self._resend(item)
         entry = self._store.acquire(mm_hash)
+        is_hit = entry is not None and (entry.layout is not None or not needs_layout)
+        if item is None and not is_hit:
+            if entry is not None:
+                self._store.release(entry.reference)
+            return None
         if entry is not None:
-            if entry.layout is not None or not needs_layout:
-                self._count(is_hit=True)
-                return self._add_layout(entry, item)
-            self._store.release(entry.reference)
+            self._count(is_hit=is_hit)
+            return replace(self._add_layout(entry, item), is_hit=is_hit)
         if item is None:
             return None
         reference, is_found = self._store.put_or_find(item)  # another thread may have put it
         self._count(is_hit=is_found)
-        return _make_item_handle(item, reference, is_hit=is_found)
+        return replace(_make_item_handle(item, reference), is_hit=is_found)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
         """The handle of an item that another process has put: one query, no hit. `None`, and
@@ -73,7 +76,7 @@ class ShmSender:
         self._count(is_hit=False)
         with self._lock:
             self._missing.discard(mm_hash)
-        return _make_entry_handle(entry, is_hit=False)
+        return _make_entry_handle(entry)
 
     def touch(self, mm_hash: str) -> None:
         self._store.touch(mm_hash)
@@ -105,20 +108,20 @@ class ShmSender:
 
     def _resend(self, item: ProcessedItem) -> ItemHandle:
         self._count(is_hit=False)
-        handle = _make_item_handle(item, self._store.put(item), is_hit=False)
+        handle = _make_item_handle(item, self._store.put(item))
         with self._lock:
             self._missing.discard(item.mm_hash)
         return replace(handle, kwargs=item.kwargs)
 
     def _add_layout(self, entry: ShmEntry, item: ProcessedItem | None) -> ItemHandle:
-        """A hit; if only `item` has a layout, of the whole item, put in the place of the entry."""
+        """If only `item` has a layout: of the whole item, put in the place of the entry."""
         if entry.layout is not None or item is None or item.layout is None:
-            return _make_entry_handle(entry, is_hit=True)
+            return _make_entry_handle(entry)
         reference = self._store.put(item)
         if reference is None:
-            return replace(_make_entry_handle(entry, is_hit=True), layout=item.layout)
+            return replace(_make_entry_handle(entry), layout=item.layout)
         self._store.release(entry.reference)
-        return _make_item_handle(item, reference, is_hit=True)
+        return _make_item_handle(item, reference)
 
     def _count(self, *, is_hit: bool) -> None:
         with self._lock:
@@ -215,26 +218,24 @@ def _get_payload(handle: ItemHandle) -> Payload:
     return payload
 
 
-def _make_entry_handle(entry: ShmEntry, *, is_hit: bool) -> ItemHandle:
+def _make_entry_handle(entry: ShmEntry) -> ItemHandle:
     return ItemHandle(
         modality=entry.modality,
         mm_hash=entry.mm_hash,
         layout=entry.layout,
         num_bytes=entry.num_bytes,
-        is_hit=is_hit,
+        is_hit=False,
         reference=entry.reference,
     )
 
 
-def _make_item_handle(
-    item: ProcessedItem, reference: ShmReference | None, *, is_hit: bool
-) -> ItemHandle:
+def _make_item_handle(item: ProcessedItem, reference: ShmReference | None) -> ItemHandle:
     return ItemHandle(
         modality=item.modality,
         mm_hash=item.mm_hash,
         layout=item.layout,
         num_bytes=get_num_bytes(item.kwargs),
-        is_hit=is_hit,
+        is_hit=False,
         kwargs=item.kwargs if reference is None else None,
         reference=reference,
     )

@@ -269,16 +269,16 @@ class ShmIndex:
 
 
 def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> int | None:
-    """The smallest number in `[lower, upper]` that is enough. Mostly it is near `lower`, so the
-    steps double.
+    """The smallest number in `[lower, upper]` that is enough. Mostly it is `lower` or the next, so
+    the steps double only then.
     """
-    step = 1
+    step = 0
     while lower <= upper:
-        probe = min(lower + step - 1, upper)
+        probe = min(lower + max(step, 1) - 1, upper)
         if is_enough(probe):
             return bisect_left(range(probe), True, lo=lower, key=is_enough)
         lower = probe + 1
-        step *= 2
+        step = 2 * step or 1
     return None
 
 
@@ -286,7 +286,9 @@ def _find_gap(
     starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
 ) -> int | None:
     """The first place of `room` free bytes between the extents `[start, end)`, which are sorted."""
-    gap_starts = np.append(np.int64(0), ends)
-    gap_ends = np.append(starts, np.int64(capacity))
-    fits = np.flatnonzero(gap_ends - gap_starts >= room)
-    return int(gap_starts[fits[0]]) if len(fits) else None
+    gaps = np.empty((2, len(starts) + 1), dtype=np.int64)  # their starts, and their ends
+    gaps[0, 0], gaps[1, -1] = 0, capacity
+    gaps[0, 1:], gaps[1, :-1] = ends, starts
+    is_fit = gaps[1] - gaps[0] >= room
+    first = int(is_fit.argmax())
+    return int(gaps[0, first]) if is_fit[first] else None

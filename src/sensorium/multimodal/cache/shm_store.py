@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -266,16 +267,20 @@ class ShmStore:
             if found is not None:
                 self._index.touch(found.slot)
                 return self._add_lease(found), False
+            reserve = partial(
+                self._index.reserve,
+                key,
+                block_bytes=block_bytes,
+                metadata_bytes=len(metadata),
+                has_layout=item.layout is not None,
+                member=self._member,
+            )
             slot = None
             if block_bytes <= self._index.max_object_bytes:
-                self._sweep()
-                slot = self._index.reserve(
-                    key,
-                    block_bytes=block_bytes,
-                    metadata_bytes=len(metadata),
-                    has_layout=item.layout is not None,
-                    member=self._member,
-                )
+                slot = reserve()
+                if slot is None:
+                    self._sweep()
+                    slot = reserve()
             if slot is None:
                 self._index.count_oversize()
                 return None, False

@@ -321,6 +321,8 @@ def test_a_sent_entry_without_a_layout_is_completed_without_sending_again() -> N
     transfer = sender.make_transfer(handles)
     assert transfer.payloads == {}
     receive_all(receiver, handles, transfer)
+    statistics = sender.statistics()
+    assert (statistics.num_queries, statistics.num_hits) == (2, 0)
     assert sender.is_cached("a")
 
 

@@ -109,8 +109,16 @@ def test_entry_without_a_layout_takes_over_the_layout_of_the_item(
 ) -> None:
     bare = get(sender, make_item("a", layout=None))
     assert bare.layout is None
+    assert sender.get_and_update_item("a") is None
+    assert not sender.is_cached("a")
+    unlaid = sender.get_and_update_item("a", needs_layout=False)
+    assert unlaid is not None
+    assert (unlaid.is_hit, unlaid.layout) == (True, None)
+    assert sender.is_cached("a", needs_layout=False)
+    sender.release([unlaid])
     whole = get(sender, make_item("a"))
-    assert (whole.is_hit, whole.layout) == (True, LAYOUT)
+    assert (whole.is_hit, whole.layout) == (False, LAYOUT)
+    assert sender.is_cached("a")
     again = sender.get_and_update_item("a")
     assert again is not None
     assert again.layout == LAYOUT
@@ -124,7 +132,7 @@ def test_layout_is_served_even_where_no_room_is_left_to_keep_it(
 ) -> None:
     handles = [get(sender, make_item(name, layout=None)) for name in "abcd"]
     whole = get(sender, make_item("a"))
-    assert (whole.is_hit, whole.layout) == (True, LAYOUT)
+    assert (whole.is_hit, whole.layout) == (False, LAYOUT)
     assert whole.reference == handles[0].reference
     sender.release([*handles, whole])
     assert get_leaseholders(stores) == []
