@@ -108,8 +108,7 @@ def build_engine(
     )
     if hf_config.model_type not in ADAPTERS:
         core = _try_model(core, config, adapter, processor, perception)
-    logger.info("model %s on %s, %s: %s", model, torch_device, torch_dtype, config)
-    logger.info("memory on %s: %s", torch_device, config.memory)
+    logger.info("model %s on %s, %s: %s, %s", model, torch_device, torch_dtype, config, media)
     return Engine(
         core=core,
         config=config,

@@ -127,8 +127,7 @@ class LLM:
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
         self._outputs = OutputProcessor(engine.processor.tokenizer)
-        self._siblings = Siblings(self._release)
-        self._ids = count()
+        self._siblings, self._ids = Siblings(self._release), count()
 
     def close(self) -> None:
         """End the processes and threads that perceive; nothing can be generated afterwards."""
