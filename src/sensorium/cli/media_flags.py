@@ -15,6 +15,11 @@ _MEBIBYTE = 2**20
 
 def add_media_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("media")
+    _add_processing(group)
+    _add_sources(group)
+
+
+def _add_processing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mm-processor-cache-gb",
         type=float,
@@ -55,6 +60,9 @@ def add_media_options(command: argparse.ArgumentParser) -> None:
         group.add_argument(
             name, type=_parse_mapping, default={}, metavar="JSON", help=f"options that {purpose}"
         )
+
+
+def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allowed-local-media-path",
         metavar="DIR",

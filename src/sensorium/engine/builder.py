@@ -20,7 +20,7 @@ from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.media_options import MediaOptions
 from sensorium.engine.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.payload_store import PayloadStore
-from sensorium.engine.perception import Perception, build_caches, build_perception
+from sensorium.engine.perception import Caches, Perception, build_caches, build_perception
 from sensorium.engine.trial import run_trial
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
@@ -103,6 +103,30 @@ def build_engine(
         # Weights that lie in memory as pages of their files still count as free.
         most_bytes=free_bytes - memory.weights_bytes,
     )
+    processor, perception = _build_frontend(
+        checkpoint, hf_config, media, caches, trust_remote_code=trust_remote_code
+    )
+    if hf_config.model_type not in ADAPTERS:
+        core = _try_model(core, config, adapter, processor, perception)
+    logger.info("model %s on %s, %s: %s, %s", model, torch_device, torch_dtype, config, media)
+    return Engine(
+        core=core,
+        config=config,
+        processor=processor,
+        perception=perception,
+        defaults=get_generation_defaults(adapter.model),
+    )
+
+
+def _build_frontend(
+    checkpoint: Path,
+    hf_config: PretrainedConfig,
+    media: MediaOptions,
+    caches: Caches,
+    *,
+    trust_remote_code: bool,
+) -> tuple[MultiModalProcessor, Perception]:
+    directory = str(checkpoint)
     processor = MultiModalProcessor(
         directory, hf_config, limits=media.get_limits(), trust_remote_code=trust_remote_code
     )
@@ -114,17 +138,7 @@ def build_engine(
         model_revision=get_revision(checkpoint),
         trust_remote_code=trust_remote_code,
     )
-    if hf_config.model_type not in ADAPTERS:
-        core = _try_model(core, config, adapter, processor, perception)
-    logger.info("model %s on %s, %s: %s", model, torch_device, torch_dtype, config)
-    logger.info("memory on %s: %s", torch_device, config.memory)
-    return Engine(
-        core=core,
-        config=config,
-        processor=processor,
-        perception=perception,
-        defaults=get_generation_defaults(adapter.model),
-    )
+    return processor, perception
 
 
 def _plan_memory(

@@ -13,12 +13,12 @@ from typing import Any, Self, Unpack
 import torch
 from tqdm import tqdm
 
-from sensorium.engine.builder import build_engine
+from sensorium.engine.builder import Engine, build_engine
 from sensorium.engine.chat import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.config import EngineOptions
 from sensorium.engine.delivery import Delivery
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.media_options import MediaKwargs, make_media_options
+from sensorium.engine.media_options import MediaKwargs, MediaOptions, make_media_options
 from sensorium.engine.output_processor import OutputProcessor
 from sensorium.engine.prompt_batch import as_params, as_prompts
 from sensorium.engine.run import Run
@@ -122,19 +122,8 @@ class LLM:
                 trust_remote_code=trust_remote_code,
                 use_tqdm_on_load=use_tqdm_on_load,
             )
-        self.config = engine.config
-        self.core = engine.core
-        self.perception = engine.perception
-        self.input_processor = InputProcessor(
-            engine.processor,
-            perceiver=engine.perception.perceiver,
-            readonly=engine.perception.readonly,
-            defaults=engine.defaults,
-            limit_mm_per_prompt=options.limit_mm_per_prompt,
-            mm_processor_kwargs=media_options.mm_processor_kwargs,
-            media_io_kwargs=media_options.media_io_kwargs,
-            seed=seed,
-        )
+        self.config, self.core, self.perception = engine.config, engine.core, engine.perception
+        self.input_processor = _make_input_processor(engine, options, media_options)
         self._sender = engine.perception.caches.sender
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
@@ -357,6 +346,21 @@ class LLM:
 def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
     """They have been sent: they may be evicted again."""
     sender.release([item.handle for item in items])
+
+
+def _make_input_processor(
+    engine: Engine, options: EngineOptions, media: MediaOptions
+) -> InputProcessor:
+    return InputProcessor(
+        engine.processor,
+        perceiver=engine.perception.perceiver,
+        readonly=engine.perception.readonly,
+        defaults=engine.defaults,
+        limit_mm_per_prompt=options.limit_mm_per_prompt,
+        mm_processor_kwargs=media.mm_processor_kwargs,
+        media_io_kwargs=media.media_io_kwargs,
+        seed=options.seed,
+    )
 
 
 def _as_text(model: object) -> str:
