@@ -128,8 +128,7 @@ class LLM:
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
         self._outputs = OutputProcessor(engine.processor.tokenizer)
-        self._siblings = Siblings(partial(_release, self._sender))
-        self._ids = count()
+        self._siblings, self._ids = Siblings(partial(_release, self._sender)), count()
 
     def close(self) -> None:
         """End the processes and threads that perceive; nothing can be generated afterwards."""
