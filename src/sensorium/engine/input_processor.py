@@ -171,7 +171,8 @@ class InputProcessor:
     ) -> dict[str, list[Payload | None]]:
         """Put items that were processed elsewhere into the cache, under their hashes.
 
-        An item without a layout serves prompts that are expanded already, and no others. Lists of
+        Tensors are not copied: whoever injects them leaves them as they are. An item without a
+        layout serves prompts that are expanded already, and no others. Lists of
         unequal length and items that are `None` are passed over; whatever else is wrong is a
         warning in the log, never an error here. The items as the cache has them: tensors, a place
         in shared memory, or `None` for what was passed over.

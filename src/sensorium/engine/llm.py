@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
@@ -27,7 +28,7 @@ from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.errors import ModelError, RequestError, SensoriumError
+from sensorium.types.errors import ModelError, RequestError, SensoriumError, add_label
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreOutput, FinishReason
@@ -239,14 +240,12 @@ class LLM:
                 outputs = run.finish(bar)
         finally:
             run.close()
-        failed = [(index, output) for index, output in enumerate(outputs) if output.error]
+        failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed and not return_errors:
-            index, output = failed[0]
-            error = RequestError(
-                f"prompt {index}: {output.error}" if len(entries) > 1 else f"{output.error}"
-            )
-            error.outputs = tuple(outputs)
-            raise error from output.error
+            index, error = failed[0]
+            raised = add_label(error, f"prompt {index}") if len(entries) > 1 else copy(error)
+            raised.outputs = tuple(outputs)
+            raise raised from error
         return outputs
 
     def _add(

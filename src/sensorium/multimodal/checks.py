@@ -156,6 +156,8 @@ def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
     else:
         # Flipped views and foreign byte orders have no tensor form.
         media = np.ascontiguousarray(media, dtype=media.dtype.newbyteorder("="))
+        if not media.flags.writeable:  # torch would warn of it
+            media = media.copy()
     if modality == "image" and media.ndim == 2:
         if isinstance(media, np.ndarray):
             return np.stack([media] * 3, axis=-1)

@@ -17,6 +17,8 @@ from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
 from sensorium.types.transfer import MissingItems, Payload, ShmReference, Transfer
 
+_MAX_MISSING = 4096
+
 
 class ShmSender:
     """A `SenderCache`. Handles carry a reference; `kwargs` too, if the tensors must be sent: there
@@ -29,7 +31,8 @@ class ShmSender:
         self._num_queries = 0
         self._num_hits = 0
         self._num_resends = 0
-        self._missing: set[str] = set()  # what the core could not find, until it is sent
+        # What the core could not find, until it is sent; the oldest are forgotten.
+        self._missing: dict[str, None] = {}
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
         with self._lock:
@@ -75,7 +78,7 @@ class ShmSender:
             raise InvariantError(f"{reference} is {entry.mm_hash}, not {mm_hash}")
         self._count(is_hit=False)
         with self._lock:
-            self._missing.discard(mm_hash)
+            self._missing.pop(mm_hash, None)
         return _make_entry_handle(entry)
 
     def touch(self, mm_hash: str) -> None:
@@ -103,14 +106,16 @@ class ShmSender:
 
     def handle_missing(self, missing: MissingItems) -> None:
         with self._lock:
-            self._missing.update(missing.mm_hashes)
+            self._missing |= dict.fromkeys(missing.mm_hashes)
+            for mm_hash in list(self._missing)[:-_MAX_MISSING]:
+                del self._missing[mm_hash]
             self._num_resends += len(missing.mm_hashes)
 
     def _resend(self, item: ProcessedItem) -> ItemHandle:
         self._count(is_hit=False)
         handle = _make_item_handle(item, self._store.put(item))
         with self._lock:
-            self._missing.discard(item.mm_hash)
+            self._missing.pop(item.mm_hash, None)
         return replace(handle, kwargs=item.kwargs)
 
     def _add_layout(self, entry: ShmEntry, item: ProcessedItem | None) -> ItemHandle:
