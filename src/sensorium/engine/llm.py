@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from copy import copy
 from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
@@ -243,7 +242,7 @@ class LLM:
         failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed and not return_errors:
             index, error = failed[0]
-            raised = add_label(error, f"prompt {index}") if len(entries) > 1 else copy(error)
+            raised = add_label(error, f"prompt {index}" if len(entries) > 1 else None)
             raised.outputs = tuple(outputs)
             raise raised from error
         return outputs

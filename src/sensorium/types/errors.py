@@ -36,11 +36,12 @@ class MissingMediaError(RequestError):
         self.missing = missing
 
 
-def add_label(error: RequestError, label: str) -> RequestError:
-    """The same error, said of `label`."""
-    labelled = type(error)(f"{label}: {error}")
-    if isinstance(error, MissingMediaError) and isinstance(labelled, MissingMediaError):
-        labelled.missing = error.missing
+def add_label(error: RequestError, label: str | None) -> RequestError:
+    """Another error of the same kind and with all that it knows, said of `label`."""
+    kind = type(error)
+    labelled = kind.__new__(kind)  # kinds differ in what they are made from
+    labelled.__dict__.update(error.__dict__)
+    labelled.args = (f"{error}" if label is None else f"{label}: {error}",)
     return labelled
 
 

@@ -25,13 +25,14 @@ from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media.media_url import parse_media_url
 from sensorium.multimodal.media.pinned_connection import Connect, PinnedBackend
+from sensorium.multimodal.media.refusal import RefusedMediaError
 from sensorium.multimodal.media.response_cache import CachedResponse, ResponseCache
 from sensorium.multimodal.media.response_checks import (
     check_before_body,
     check_content_type,
     read_body,
 )
-from sensorium.multimodal.media.single_flight import SingleFlight
+from sensorium.multimodal.single_flight import FinishedFlight, SingleFlight
 from sensorium.types.errors import RequestError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -60,7 +61,7 @@ class HttpClient:
         self._clock = clock
         self._given_ssl_context = ssl_context
         self._domains = domains
-        self._flights = SingleFlight()
+        self._flights: SingleFlight[tuple[str, str], MediaBytes] = SingleFlight()
         self._guard = AddressGuard(
             resolve, allow_private=limits.allow_private_addresses, num_threads=num_threads
         )
@@ -68,8 +69,21 @@ class HttpClient:
     def fetch(self, source: str, modality: str) -> MediaBytes:
         url = parse_media_url(source)
         fetch = Fetch(url.raw_host.decode("ascii"), self._limits.deadline_s)
-        key = (str(url), modality)
-        return self._flights.run(key, lambda: self._follow(url, modality, fetch), fetch)
+
+        def start() -> FinishedFlight:
+            return FinishedFlight(self._follow(url, modality, fetch))
+
+        while True:
+            waiter = self._flights.join((str(url), modality), start)
+            try:
+                return waiter.result(timeout_s=fetch.remaining_s())
+            except TimeoutError:
+                raise fetch.expired() from None
+            except RefusedMediaError as error:
+                if error.reason != "deadline":  # which was another's: ours may be later
+                    raise
+            finally:
+                waiter.leave()
 
     def close(self) -> None:
         self._guard.close()
