@@ -51,6 +51,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/core_step.py --record
 	$(BIN)/python benchmarks/offline.py --record
 	$(BIN)/python benchmarks/startup.py --record
+	$(BIN)/python benchmarks/perception.py --record
+	$(BIN)/python benchmarks/hashing.py --record-to benchmarks/records/hashing.json
 
 serve:
 	@echo "the server is not in this version; 'make help' lists what is"; exit 1

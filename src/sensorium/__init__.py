@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sensorium.types.errors import CapacityError, InvariantError, ModelError, RequestError
-from sensorium.types.outputs import CompletionOutput, RequestOutput
+from sensorium.types.errors import (
+    CapacityError,
+    InvariantError,
+    MediaFetchError,
+    MissingMediaError,
+    ModelError,
+    RequestError,
+)
+from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
+    from sensorium.multimodal.media.limits import MediaLimits
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CapacityError",
+    "CompletionDelta",
     "CompletionOutput",
     "InvariantError",
+    "MediaFetchError",
+    "MediaLimits",
+    "MissingMediaError",
     "ModelError",
+    "RequestDelta",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -34,4 +47,8 @@ def __getattr__(name: str) -> Any:
         from sensorium.engine.llm import LLM
 
         return LLM
+    if name == "MediaLimits":
+        from sensorium.multimodal.media.limits import MediaLimits
+
+        return MediaLimits
     raise AttributeError(f"module 'sensorium' has no attribute {name!r}")

@@ -199,6 +199,7 @@ def _describe_media(output: RequestOutput) -> list[str]:
         counts[item.modality] += 1
     if lines:
         lines.append(
-            f"{output.num_encoder_hits} of {len(lines)} media item(s) from the encoder cache"
+            f"{output.num_encoder_hits} media item(s) from the encoder cache (within the cached "
+            "prefix none is needed)"
         )
     return lines

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
 
 MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # in their order
-_URL_SCHEMES = ("http://", "https://", "data:")
+_URL_SCHEMES = ("http:", "https:", "data:", "file:")
 
 
 def add_loading_flags(command: argparse.ArgumentParser) -> None:
@@ -76,10 +76,13 @@ def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> 
         "--repetition-penalty", type=float, help="above 1: fewer tokens of prompt and answer again"
     )
     group.add_argument(
-        "--presence-penalty", type=float, default=0.0, help="above 0: fewer tokens of the answer"
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="above 0: discourage tokens that the answer has already",
     )
     group.add_argument(
-        "--frequency-penalty", type=float, default=0.0, help="the same, for each occurrence"
+        "--frequency-penalty", type=float, default=0.0, help="the same, once for each occurrence"
     )
     group.add_argument("--seed", type=int, help="makes sampling repeatable")
     group.add_argument(
@@ -116,7 +119,7 @@ def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
 
 def read_media(source: str) -> bytes | str:
     """A file's bytes; a URL as it is."""
-    if source.startswith(_URL_SCHEMES):
+    if source.lower().startswith(_URL_SCHEMES):
         return source
     try:
         return Path(source).read_bytes()

@@ -15,6 +15,7 @@ from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import RenderedItem, read_item, read_items
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
+from sensorium.multimodal.media.decoding import resolve_decode_options
 from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
@@ -66,6 +67,9 @@ class InputProcessor:
         self._limits = dict(limit_mm_per_prompt)
         self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self._media_io_kwargs = dict(media_io_kwargs or {})
+        check_processor_kwargs(processor, self._mm_processor_kwargs)
+        for modality in processor.modalities:
+            resolve_decode_options(modality, self._media_io_kwargs)
         self._specs = ItemSpecs(processor)
         self._seeds = random.Random(seed)
 

@@ -35,7 +35,7 @@ from sensorium.types.sampling import SamplingParams
 
 
 class LLM:
-    """A model that is ready to generate.
+    """A model that is ready to generate. Not thread-safe.
 
     `model` is a directory or a hub id. What is not given is chosen to fit the model and the
     machine:
@@ -61,13 +61,15 @@ class LLM:
     - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
 
-    Of media, see `MediaOptions`: `mm_processor_cache_gb` (4; 0 is off) and
+    Of media, see `sensorium.engine.media_options.MediaOptions`: `mm_processor_cache_gb` (4; 0 is off) and
     `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
     `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
     `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
-    `media_limits` for where media may come from and what it may cost. `close` ends processes and
+    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost. `close` ends processes and
     threads; `with LLM(...) as llm` does too.
     """
+
+    _is_closed = False
 
     def __init__(
         self,
@@ -132,7 +134,12 @@ class LLM:
 
     def close(self) -> None:
         """End the processes and threads that perceive; nothing can be generated afterwards."""
+        self._is_closed = True
         self.perception.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("this LLM is closed")
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +180,8 @@ class LLM:
         Messages are OpenAI's: `{"role": "user", "content": "text"}`, or content as a list of parts,
         `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
         `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same for audio and
-        video. `options` are those of `ChatKwargs`.
+        video (also `input_audio`); a `uuid` beside media names it, and later stands for it.
+        `options` are those of `sensorium.engine.chat.ChatKwargs`.
         """
         chats = make_chats(messages, options)
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
@@ -186,6 +194,7 @@ class LLM:
         Nothing happens before the first `next`, which also raises what is wrong with the prompt. A
         request that fails later raises its `RequestError`. Closing the iterator ends the request.
         """
+        self._check_open()
         (params,) = as_params(sampling_params, 1)
         request_id = self._add(prompt, params, is_streamed=True)
         news = self._streams[request_id]
@@ -232,6 +241,7 @@ class LLM:
         use_tqdm: bool,
         return_errors: bool,
     ) -> list[RequestOutput]:
+        self._check_open()
         params = as_params(sampling_params, len(entries))
         run = Run(self, entries, params, num_threads=self._num_threads)
         try:

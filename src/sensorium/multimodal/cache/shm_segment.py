@@ -53,8 +53,8 @@ class ShmSegment:
         free_bytes = get_free_system_bytes()
         if num_bytes > free_bytes:
             raise ModelError(
-                f"the shared-memory cache needs {num_bytes} bytes, and the system has {free_bytes} "
-                "available: make it smaller"
+                f"the shared-memory cache needs {num_bytes / 2**30:.1f} GiB, and the system has "
+                f"{free_bytes / 2**30:.1f} GiB available: give a smaller mm_processor_cache_gb"
             )
         fd = os.memfd_create("sensorium", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

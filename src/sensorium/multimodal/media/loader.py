@@ -123,7 +123,10 @@ class MediaLoader:
             )
         if scheme in ("http", "https"):
             return self._get_client().fetch(source, modality)
-        raise RequestError("media URLs start with data:, http:, https: or file:")
+        raise RequestError(
+            "media URLs start with data:, http:, https: or file: (for a path: give the file's "
+            "bytes, or a file: URL below allowed_local_media_path)"
+        )
 
     def _get_client(self) -> HttpClient:
         """Made when it is first needed: it brings httpx along."""
