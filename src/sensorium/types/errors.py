@@ -38,9 +38,9 @@ class MissingMediaError(RequestError):
 
 def add_label(error: RequestError, label: str) -> RequestError:
     """The same error, said of `label`."""
-    labelled = type(error)(f"{label}: {error}")
-    if isinstance(error, MissingMediaError) and isinstance(labelled, MissingMediaError):
-        labelled.missing = error.missing
+    # Not by its constructor: kinds of errors take different arguments.
+    labelled = type(error).__new__(type(error), f"{label}: {error}")
+    vars(labelled).update(vars(error))
     return labelled
 
 
