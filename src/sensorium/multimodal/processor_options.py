@@ -6,7 +6,6 @@ it would take all memory of a machine. Names and numbers are checked before anyt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,7 +60,7 @@ def check_processor_kwargs(
             raise RequestError(f"mm_processor_kwargs: unknown option {name!r} (known: {takes})")
         for path, number in _walk(name, value, depth=0):
             most = _get_most(path, processor)
-            if not math.isfinite(number) or abs(number) > most:
+            if not abs(number) <= most:  # nor is what is no number
                 raise RequestError(f"mm_processor_kwargs: {path} may be {most} at most")
 
 
