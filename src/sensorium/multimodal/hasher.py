@@ -106,7 +106,8 @@ def _update(digest: Any, value: object, *, depth: int) -> None:
         _update_image(digest, value)
     elif isinstance(value, torch.Tensor):
         _frame(digest, b"torch", f"{value.dtype}:{tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        flat = plain.contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(value, np.ndarray):
         _update_array(digest, value)
