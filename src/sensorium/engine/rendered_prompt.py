@@ -51,6 +51,8 @@ def read_items(
             raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
     items: list[RenderedItem] = []
     for modality, names in hashes.items():
+        if modality not in processor.modalities:
+            raise RequestError(f"this model takes no {modality}")
         columns = (
             _as_column("mm_hashes", modality, names, None),
             _as_column("mm_placeholders", modality, placeholders.get(modality), len(names)),

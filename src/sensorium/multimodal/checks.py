@@ -128,8 +128,11 @@ def _check_audio(
         rate = _as_rate(given_rate)
     if isinstance(media, torch.Tensor):
         _check_plain(media)
+        kind = str(media.dtype).removeprefix("torch.")
+        if kind not in _PIXEL_TYPES:
+            raise RequestError(f"samples are numbers from -1 to 1, or signed integers, not {kind}")
         is_rare = media.dtype is torch.bfloat16  # which numpy doesn't know
-        media = (media.float() if is_rare else media).detach().cpu().numpy()
+        media = (media.float() if is_rare else media).detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
         raise RequestError(f"expected an array of samples, not {type(media).__name__}")
     _check_shape("audio", media)

@@ -323,6 +323,12 @@ if __name__ == "__main__":
     VECTORS.write_text(json.dumps(make_vectors(), indent=1) + "\n")
 
 
+def test_a_conjugate_view_has_the_name_of_its_values() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert name(media=values.conj()) == name(media=values.conj().resolve_conj())
+    assert name(media=values.conj()) != name(media=values)
+
+
 def test_a_number_too_large_to_be_written_is_refused() -> None:
     with pytest.raises(RequestError, match="large"):
         name(10**5000)
