@@ -270,6 +270,8 @@ def test_what_would_take_all_memory_of_a_machine_is_refused(
         ({"size": {"height": float("inf"), "width": 8}}, "size.height may be"),
         ({"size": {"height": float("nan"), "width": 8}}, "size.height may be"),
         ({"size": {"height": -(10**9), "width": 8}}, "size.height may be"),
+        ({"size": {"height": 10**400, "width": 8}}, "size.height may be"),
+        ({"size": {"height": np.int64(10**9), "width": 8}}, "size.height may be"),
         ({"rescale_factor": 1e30}, "rescale_factor may be 256 at most"),
         ({"image_seq_length": 2**30}, "image_seq_length may be"),
         ({"padding": "max_length", "max_length": 2**24}, "unknown option 'padding'"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sensorium import RequestError
-from sensorium.types.multimodal import PlaceholderRange
+from sensorium.types.multimodal import ItemLayout, PlaceholderRange
 from tests.integration.perceiving import (
     CACHE_TYPES,
     GREEDY,
@@ -59,6 +59,18 @@ def drop_fields(*names: str) -> Change:
 
 
 BAD: dict[str, tuple[Change, str]] = {
+    "a layout object of other types": (
+        set_images("mm_layouts", ItemLayout(text=3, token_id="x", num_embeds=1), None),  # type: ignore[arg-type]
+        "a layout's text is text",
+    ),
+    "a layout whose text is not Unicode": (
+        set_images("mm_layouts", {"text": "\ud800", "token_id": 1, "num_embeds": 1}, None),
+        "a layout's text is text",
+    ),
+    "a placeholder object of fractions": (
+        set_first("mm_placeholders", PlaceholderRange(0.0, 16.0)),  # type: ignore[arg-type]
+        "integers >= 0",
+    ),
     "hashes of another type": (set_field("mm_hashes", ["a", "b"]), "'mm_hashes' must be Mapping"),
     "a text of hashes": (set_field("mm_hashes", {"image": "ab"}), "mm_hashes of image"),
     "too few hashes": (set_images("mm_hashes", "a"), "mm_placeholders of image has 2 entries"),

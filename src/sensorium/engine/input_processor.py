@@ -249,6 +249,10 @@ def _take_items(
             missing.append(mm_hash)
         else:
             items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
+            if handle.modality != entry.feature.modality:
+                raise RequestError(
+                    f"{entry.label}: this hash stands for media of another kind ({handle.modality})"
+                )
     if missing:
         raise MissingMediaError(
             f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",

@@ -17,6 +17,8 @@ from sensorium.types.errors import ModelError
 CACHE_TYPES = ("lru", "shm")
 _GIBIBYTE = 2**30
 _MEBIBYTE = 2**20
+_MAX_GIBIBYTES = 2**20
+_MAX_POOL_SIZE = 128  # half of what may share the memory of a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,21 @@ class MediaOptions:
                 f"mm_hasher_algorithm must be auto, {', '.join(ALGORITHMS)}, "
                 f"not {self.mm_hasher_algorithm!r}"
             )
-        if not _is_number(self.mm_processor_cache_gb) or self.mm_processor_cache_gb < 0:
-            raise ModelError(
-                f"mm_processor_cache_gb must be a number >= 0, not {self.mm_processor_cache_gb!r}"
-            )
-        for name, least in (
-            ("mm_processor_pool_size", 0),
-            ("mm_shm_cache_max_object_size_mb", 1),
+        self._check_numbers()
+        self._check_mappings()
+        self._check_sources()
+
+    def _check_numbers(self) -> None:
+        gibibytes = self.mm_processor_cache_gb
+        if not _is_number(gibibytes) or not 0 <= gibibytes <= _MAX_GIBIBYTES:
+            raise ModelError(f"mm_processor_cache_gb must be a number >= 0, not {gibibytes!r}")
+        for name, least, most in (
+            ("mm_processor_pool_size", 0, _MAX_POOL_SIZE),
+            ("mm_shm_cache_max_object_size_mb", 1, _MAX_GIBIBYTES),
         ):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ModelError(f"{name} must be an integer >= {least}, not {value!r}")
-        self._check_mappings()
+            if type(value) is not int or not least <= value <= most:
+                raise ModelError(f"{name} must be an integer from {least} to {most}, not {value!r}")
 
     def _check_mappings(self) -> None:
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
@@ -70,11 +75,17 @@ class MediaOptions:
             raise ModelError(
                 f"media_io_kwargs names {', '.join(unknown)}: use {', '.join(MODALITIES)}"
             )
-        if isinstance(self.allowed_media_domains, str):
+
+    def _check_sources(self) -> None:
+        domains = self.allowed_media_domains
+        if isinstance(domains, str) or not all(isinstance(domain, str) for domain in domains):
             raise ModelError("allowed_media_domains must be a list of host names")
         path = self.allowed_local_media_path
-        if path is not None and not Path(path).is_dir():
+        is_path = isinstance(path, str | os.PathLike) and bool(os.fspath(path))
+        if path is not None and not (is_path and Path(path).is_dir()):
             raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
+        if not isinstance(self.media_limits, MediaLimits):
+            raise ModelError("media_limits must be MediaLimits")
 
     @property
     def hasher_algorithm(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ def _as_list(modality: str, media: Any) -> list[Any]:
     """
     if media is None:
         return []
-    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Integral):
+    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Real):
         return [media]
     if not isinstance(media, list | tuple):
         return [media]

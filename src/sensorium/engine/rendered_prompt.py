@@ -7,7 +7,7 @@ processor makes, the placeholders against the tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,8 @@ def read_items(
             raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
     items: list[RenderedItem] = []
     for modality, names in hashes.items():
+        if modality not in processor.modalities:
+            raise RequestError(f"this model takes no {modality}")
         columns = (
             _as_column("mm_hashes", modality, names, None),
             _as_column("mm_placeholders", modality, placeholders.get(modality), len(names)),
@@ -119,25 +121,32 @@ def read_item(
 
 
 def _check_hash(mm_hash: object) -> str:
-    is_text = isinstance(mm_hash, str) and not any("\ud800" <= c <= "\udfff" for c in mm_hash)
-    if not is_text or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:  # type: ignore[arg-type]
+    if not _is_unicode(mm_hash) or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:  # type: ignore[arg-type]
         raise RequestError(f"a hash is a text of 1 to {MAX_HASH_LENGTH} characters")
     return str(mm_hash)
 
 
+def _is_unicode(text: object) -> bool:
+    return isinstance(text, str) and not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _as_layout(layout: object) -> ItemLayout | None:
-    if layout is None or isinstance(layout, ItemLayout):
-        return layout
+    if layout is None:
+        return None
+    if isinstance(layout, ItemLayout):
+        layout = asdict(layout)
     if not isinstance(layout, Mapping) or set(layout) != {"text", "token_id", "num_embeds"}:
         raise RequestError("a layout has text, token_id and num_embeds")
     text, token_id, num_embeds = layout["text"], layout["token_id"], layout["num_embeds"]
-    if not isinstance(text, str) or not _is_count(token_id) or not _is_count(num_embeds):
+    if not _is_unicode(text) or not _is_count(token_id) or not _is_count(num_embeds):
         raise RequestError("a layout's text is text, its token_id and num_embeds are integers >= 0")
     return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
 
 
 def _as_range(placeholder: Any) -> PlaceholderRange:
     if isinstance(placeholder, PlaceholderRange):
+        if not _is_count(placeholder.offset) or not _is_count(placeholder.length):
+            raise RequestError("a placeholder's offset and length are integers >= 0")
         return placeholder
     if not isinstance(placeholder, Mapping) or not {"offset", "length"} <= set(placeholder):
         raise RequestError("a placeholder has offset, length and is_embed")

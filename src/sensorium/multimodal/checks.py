@@ -6,6 +6,7 @@ EXIF data: whoever has an image object has decided how it stands.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -62,6 +63,25 @@ def check_media(
     return checked, metadata
 
 
+def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
+    """What can be refused before a value is read, as naming an item does: its form and its size."""
+    if isinstance(media, tuple) and len(media) == 2:
+        media = media[0]  # beside it: a rate, or what is known of frames
+    if isinstance(media, list | tuple) and modality == "video":
+        for frame in media:
+            check_unread("image", frame, limits)
+    if isinstance(media, Image.Image):
+        if 0 in media.size:
+            raise RequestError("this image is empty")
+        check_num_pixels(*media.size, limits)
+    if isinstance(media, torch.Tensor):
+        _check_plain(media)
+    if isinstance(media, np.ndarray | torch.Tensor):
+        _check_shape(modality, media)
+        if modality != "audio":
+            _check_size(modality, media, limits)
+
+
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
     """Frames, or a pair of frames and a mapping."""
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
@@ -93,7 +113,7 @@ def _as_list(indices: Any) -> list[int]:
 
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and bool(np.isfinite(float(value)))  # type: ignore[arg-type]
+    return is_number and bool(abs(value) <= sys.float_info.max)  # type: ignore[arg-type]
 
 
 def _check_audio(
@@ -108,8 +128,11 @@ def _check_audio(
         rate = _as_rate(given_rate)
     if isinstance(media, torch.Tensor):
         _check_plain(media)
+        kind = str(media.dtype).removeprefix("torch.")
+        if kind not in _PIXEL_TYPES:
+            raise RequestError(f"samples are numbers from -1 to 1, or signed integers, not {kind}")
         is_rare = media.dtype is torch.bfloat16  # which numpy doesn't know
-        media = (media.float() if is_rare else media).detach().cpu().numpy()
+        media = (media.float() if is_rare else media).detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
         raise RequestError(f"expected an array of samples, not {type(media).__name__}")
     _check_shape("audio", media)
@@ -185,7 +208,8 @@ def _check_size(modality: str, media: Any, limits: MediaLimits) -> None:
 
 
 def _check_plain(media: torch.Tensor) -> None:
-    if media.layout is not torch.strided or media.is_meta or media.is_quantized:
+    is_strided = media.layout is torch.strided and not media.is_nested
+    if not is_strided or media.is_meta or media.is_quantized:
         raise RequestError("expected a plain tensor that holds its values")
 
 

@@ -28,6 +28,7 @@ ALGORITHMS = ("sha256", "blake3", "sha512")
 _VERSION = b"sensorium-mm-2"
 _NUM_DIGITS = 64  # 256 bits
 _MAX_DEPTH = 32
+_MAX_BITS = 4096  # of a whole number; Python writes none of many more
 _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in place
 
 
@@ -105,7 +106,8 @@ def _update(digest: Any, value: object, *, depth: int) -> None:
         _update_image(digest, value)
     elif isinstance(value, torch.Tensor):
         _frame(digest, b"torch", f"{value.dtype}:{tuple(value.shape)}".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        flat = plain.contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(value, np.ndarray):
         _update_array(digest, value)
@@ -129,6 +131,8 @@ def _update_scalar(digest: Any, value: object) -> None:
         _frame(digest, b"str", value.encode("utf-8", "surrogatepass"))
     elif value is None or isinstance(value, bool | int | float):
         plain = value if value is None or isinstance(value, bool) else _as_plain(value)
+        if isinstance(plain, int) and plain.bit_length() > _MAX_BITS:
+            raise RequestError("media options can't hold a number this large")
         _frame(digest, type(plain).__name__.encode(), repr(plain).encode())
     else:
         raise RequestError(f"media options can't hold a {type(value).__name__}")
@@ -150,17 +154,20 @@ def _update_image(digest: Any, image: Image.Image) -> None:
     for top in range(0, height, rows):
         strip = image.crop((0, top, width, min(height, top + rows)))
         digest.update(strip.tobytes())
+    transparent = image.info.get("transparency")  # a colour that is seen through, in any mode
     if image.palette is not None:
         palette = bytes(image.getpalette(None) or ())
-        parts = [image.palette.mode, palette, image.info.get("transparency")]
-        _update(digest, parts, depth=0)
+        _update(digest, [image.palette.mode, palette, transparent], depth=0)
+    elif transparent is not None:
+        _update(digest, [transparent], depth=0)
 
 
 def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
     if array.dtype.hasobject:
         raise RequestError("media can't be a numpy array of objects")
     _frame(digest, b"array", f"{array.dtype.str}:{array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+    # As bytes first: not every type of numpy's can be shown as a buffer.
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _frame(digest: Any, kind: bytes, value: bytes | bytearray | memoryview) -> None:

@@ -13,7 +13,7 @@ from sensorium.multimodal.item_codec import as_bytes, decode_block, encode_heade
 from sensorium.multimodal.item_worker import ItemJob
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.processor import MultiModalProcessor
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout
 from sensorium.types.transfer import ShmReference
 
@@ -37,7 +37,13 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
     reference: ShmReference | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
+def _as_plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_plain)
 _message_decoder = msgspec.msgpack.Decoder(_ItemMessage)
 _reply_decoder = msgspec.msgpack.Decoder(ItemReply)
 
@@ -49,7 +55,7 @@ def encode_job(
     processor understands.
     """
     if isinstance(media, MediaBytes):
-        return _encoder.encode(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
+        return _encode(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
     checked, metadata = processor.check_media(job.modality, media, job.processor_kwargs)
     form, tensor = _as_tensor(checked)
     message = _ItemMessage(
@@ -59,7 +65,14 @@ def encode_job(
         header=encode_header({"media": tensor}),
         metadata=metadata,
     )
-    return _encoder.encode(message), [as_bytes(tensor).numpy().data]
+    return _encode(message), [as_bytes(tensor).numpy().data]
+
+
+def _encode(message: _ItemMessage) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except (TypeError, UnicodeEncodeError, OverflowError) as error:
+        raise RequestError("options of media are plain numbers, texts, lists and maps") from error
 
 
 def _as_tensor(media: object) -> tuple[str, torch.Tensor]:

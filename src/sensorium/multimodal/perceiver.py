@@ -15,14 +15,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from PIL import Image
-
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
+from sensorium.multimodal.checks import check_unread
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import ItemBackend
 from sensorium.multimodal.item_worker import ItemJob
 from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
-from sensorium.multimodal.media.images import check_num_pixels
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
@@ -169,8 +167,8 @@ class _ItemCall:
         if self._handle is not None:
             return
         perceiver, item = self._perceiver, self.item
-        if isinstance(self.source, Image.Image):  # whose pixels may not be there yet
-            check_num_pixels(*self.source.size, perceiver.limits)
+        if not item.is_encoded:
+            check_unread(item.modality, self.source, perceiver.limits)
         digest = perceiver.hasher.digest_source(self.source)
         self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
         if item.uuid is not None:

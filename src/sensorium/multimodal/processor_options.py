@@ -6,8 +6,8 @@ it would take all memory of a machine. Names and numbers are checked before anyt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 from sensorium.multimodal.processor import MultiModalProcessor
@@ -61,7 +61,7 @@ def check_processor_kwargs(
             raise RequestError(f"mm_processor_kwargs: unknown option {name!r} (known: {takes})")
         for path, number in _walk(name, value, depth=0):
             most = _get_most(path, processor)
-            if not math.isfinite(number) or abs(number) > most:
+            if not abs(number) <= most:  # nor is what is no number
                 raise RequestError(f"mm_processor_kwargs: {path} may be {most} at most")
 
 
@@ -75,8 +75,8 @@ def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _walk(path, entry, depth=depth + 1)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield path, value
+    elif isinstance(value, Real) and not isinstance(value, bool):  # also numpy's
+        yield path, value  # type: ignore[misc]
 
 
 def _get_most(path: str, processor: MultiModalProcessor) -> float:

@@ -68,11 +68,13 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
     """
     if chat_template is None:
         return None
+    if not isinstance(chat_template, str | os.PathLike) or not os.fspath(chat_template):
+        raise RequestError("chat_template must be a template, its file or its name")
     text = os.fspath(chat_template)
     if isinstance(chat_template, str) and any(character in text for character in "{}\n"):
         return text
     path = Path(text)
-    if isinstance(chat_template, str) and not path.exists():
+    if isinstance(chat_template, str) and not _exists(path):
         if path.suffix or len(path.parts) > 1:
             raise RequestError(f"chat_template: there is no file {text!r}")
         return text  # the name of one of the model's templates
@@ -80,3 +82,10 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"chat_template {text!r} can't be read: {error}") from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a path, or with a NUL
+        return False

@@ -102,7 +102,10 @@ def _decode(text: str, path: str) -> bytes | str:
 def _make_file_url(path: str | os.PathLike[str]) -> str:
     """Whether it may be read is decided where media is fetched."""
     text = os.fspath(path)
-    return text if text.startswith("file:") else Path(text).absolute().as_uri()
+    try:
+        return text if text.startswith("file:") else Path(text).absolute().as_uri()
+    except UnicodeEncodeError as error:
+        raise RequestError("the path of media is not valid Unicode") from error
 
 
 def _get_string(part: Mapping[str, Any], name: str, path: str) -> str:

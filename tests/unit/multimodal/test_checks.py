@@ -147,6 +147,8 @@ def test_integer_samples_are_scaled_to_one(dtype: type) -> None:
         (np.array([0.1, np.nan]), "not finite"),
         (np.zeros(4, dtype=np.uint8), "not uint8"),
         (np.zeros(4, dtype=complex), "not complex128"),
+        (torch.zeros(4, dtype=torch.complex64).conj(), "not complex64"),
+        (torch.zeros(4).to(torch.float8_e4m3fn), "not float8_e4m3fn"),
     ],
 )
 def test_what_is_no_sound_is_refused(sound: object, message: str) -> None:

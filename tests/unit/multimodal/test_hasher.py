@@ -267,6 +267,23 @@ def test_a_transparent_colour_is_part_of_a_palette_image() -> None:
     assert name(media=one) != name(media=other)
 
 
+@pytest.mark.parametrize(("mode", "colour"), [("RGB", (255, 0, 0)), ("L", 7), ("1", 0)])
+def test_a_transparent_colour_is_part_of_an_image_without_a_palette(
+    mode: str, colour: int | tuple[int, ...]
+) -> None:
+    plain = Image.new(mode, (2, 2), colour)
+    seen_through = plain.copy()
+    seen_through.info["transparency"] = colour
+    assert name(media=plain) != name(media=seen_through)
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[s]", ">f4", "complex64", "U3", "V3"])
+def test_arrays_of_any_type_but_objects_have_names(dtype: str) -> None:
+    array = np.zeros((2, 3), dtype=dtype)
+    assert name(media=array) == name(media=np.asfortranarray(array))
+    assert name(media=array) != name(media=array[:1])
+
+
 def test_the_mode_of_an_image_is_part_of_its_name() -> None:
     grey = Image.fromarray(PIXELS[..., 0])
     names = {name(media=grey.convert(mode)) for mode in ("L", "RGB", "RGBA", "1", "P", "I", "F")}
@@ -304,3 +321,14 @@ def test_names_are_equal_if_and_only_if_the_values_are(one: object, other: objec
 
 if __name__ == "__main__":
     VECTORS.write_text(json.dumps(make_vectors(), indent=1) + "\n")
+
+
+def test_a_conjugate_view_has_the_name_of_its_values() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert name(media=values.conj()) == name(media=values.conj().resolve_conj())
+    assert name(media=values.conj()) != name(media=values)
+
+
+def test_a_number_too_large_to_be_written_is_refused() -> None:
+    with pytest.raises(RequestError, match="large"):
+        name(10**5000)

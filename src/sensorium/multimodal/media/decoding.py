@@ -6,8 +6,8 @@ raises `_VERSION`, so that results of the old way are not found under the new wa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any, cast
 
 from sensorium.multimodal.media.audio import decode_audio
@@ -104,7 +104,8 @@ def _check_colour(name: str, value: object) -> list[int]:
 
 
 def _check_fps(name: str, value: object) -> float:
-    if type(value) not in (int, float) or not (isfinite(value) and value > 0):  # type: ignore[arg-type,operator]
+    is_number = type(value) in (int, float)
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise RequestError(f"{name}: a number above 0, not {value!r:.100}")
     return float(cast("float", value))
 

@@ -5,7 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sensorium.types.errors import ModelError
+
 _MEBIBYTE = 2**20
+_MAX_COUNT = 2**63 - 1  # that goes to other processes
+_MAX_DEADLINE_S = 1e8  # three years; the system's clocks take little more
+_COUNTS = {
+    "max_bytes": 1,
+    "max_pixels": 1,
+    "max_frames": 1,
+    "max_video_pixels": 1,
+    "max_process_bytes": 1,
+    "max_redirects": 0,
+}
+_TIMES = {
+    "max_duration_s": float("inf"),
+    "deadline_s": _MAX_DEADLINE_S,
+    "process_deadline_s": _MAX_DEADLINE_S,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +52,13 @@ class MediaLimits:
     allowed_domains: frozenset[str] = field(default_factory=frozenset)
     allowed_local_path: Path | None = None
     allow_private_addresses: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= _MAX_COUNT:
+                raise ModelError(f"media limits: {name} must be an integer >= {least}")
+        for name, most in _TIMES.items():
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= most:
+                raise ModelError(f"media limits: {name} must be a number above 0, {most:g} at most")

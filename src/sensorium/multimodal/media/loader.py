@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeGuard
 
 from sensorium.multimodal.media.address_guard import Resolve, resolve_host
@@ -22,7 +22,7 @@ from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media.refusal import RefusedMediaError, refuse_above
 from sensorium.multimodal.media.response_cache import ResponseCache
 from sensorium.multimodal.media.response_checks import MODALITIES
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
     import socket
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sensorium.multimodal.media.http_client import HttpClient
 
 MediaSource = bytes | bytearray | memoryview | str
+_CLOSED = "media can't be loaded: the server is stopping"
 
 
 class MediaLoader:
@@ -79,7 +80,7 @@ class MediaLoader:
         started: dict[tuple[str, str], Future[MediaBytes]] = {}
         for source, modality in items:
             if _is_remote(source) and (source, modality) not in started:
-                started[source, modality] = self._threads.submit(self.load, source, modality)
+                started[source, modality] = self._submit(source, modality)
         results: list[MediaBytes | RequestError] = []
         for source, modality in items:
             try:
@@ -89,7 +90,15 @@ class MediaLoader:
                     results.append(self.load(source, modality))
             except RequestError as error:
                 results.append(error)
+            except CancelledError as error:
+                raise CapacityError(_CLOSED) from error
         return results
+
+    def _submit(self, source: str, modality: str) -> Future[MediaBytes]:
+        try:
+            return self._threads.submit(self.load, source, modality)
+        except RuntimeError as error:  # the executor's word for being shut down
+            raise CapacityError(_CLOSED) from error
 
     def statistics(self) -> FetchStatistics:
         return self._counters.statistics()

@@ -64,6 +64,7 @@ def test_options_are_complete_and_plain(modality: str, given: Any, expected: Any
         ("video", {"video": {"fps": 0}}, "fps: a number above 0, not 0"),
         ("video", {"video": {"fps": "2"}}, "fps: a number above 0, not '2'"),
         ("video", {"video": {"fps": float("inf")}}, "fps: a number above 0, not inf"),
+        ("video", {"video": {"fps": 10**400}}, "fps: a number above 0, not 1000"),
         ("video", {"video": {"fps": True}}, "fps: a number above 0, not True"),
         ("video", {"video": {"num_frames": -1}}, "num_frames: a whole number above 0, not -1"),
         ("video", {"video": {"num_frames": 2.0}}, r"num_frames: a whole number above 0, not 2\.0"),

@@ -16,7 +16,7 @@ import sensorium.multimodal.media
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.types.errors import MediaFetchError, RequestError
+from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 
 def refuse_to_connect(*_: object) -> socket.socket:
@@ -209,3 +209,10 @@ def test_it_is_imported_without_the_libraries_of_the_network(
     # What this import has added must not outlive it.
     for name in [name for name in sys.modules if name.startswith(package)]:
         del sys.modules[name]
+
+
+def test_a_loader_that_was_closed_has_no_room_for_more() -> None:
+    loader = MediaLoader(MediaLimits())
+    loader.close()
+    with pytest.raises(CapacityError, match="stopping"):
+        loader.load_all([("http://127.0.0.1/", "image")])

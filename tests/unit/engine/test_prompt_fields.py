@@ -1,0 +1,17 @@
+"""The fields of a prompt become items of media."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sensorium.engine.prompt_fields import get_media_items
+
+
+@pytest.mark.parametrize("rate", [16_000, 16_000.0, np.int64(16_000), np.float32(16_000)])
+def test_samples_beside_their_rate_are_one_sound(rate: Any) -> None:
+    sound = (np.zeros(4, dtype=np.float32), rate)
+    items = get_media_items({"multi_modal_data": {"audio": sound}})
+    assert [item.media for item in items] == [sound]

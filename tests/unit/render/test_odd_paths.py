@@ -1,0 +1,26 @@
+"""Paths and names that no file can have are refused as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sensorium.render.chat_options import load_chat_template
+from sensorium.render.media_parts import parse_part
+from sensorium.types.errors import RequestError
+
+
+@pytest.mark.parametrize("template", [3, "", b"{{ messages }}"])
+def test_what_is_no_template_is_refused(template: Any) -> None:
+    with pytest.raises(RequestError, match="chat_template must be"):
+        load_chat_template(template)
+
+
+def test_a_name_too_long_for_a_file_is_a_name() -> None:
+    assert load_chat_template("x" * 5000) == "x" * 5000
+
+
+def test_a_path_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        parse_part({"type": "image", "path": "\ud800"}, "part")
