@@ -61,12 +61,12 @@ class LLM:
     - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
 
-    Of media, see `sensorium.engine.media_options.MediaOptions`: `mm_processor_cache_gb` (4; 0 is off) and
-    `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
+    Of media, see `sensorium.engine.media_options.MediaOptions`: `mm_processor_cache_gb` (4; 0 is
+    off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
     `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
     `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
-    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost. `close` ends processes and
-    threads; `with LLM(...) as llm` does too.
+    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost.
+    `close` ends processes and threads; `with LLM(...) as llm` does too.
     """
 
     _is_closed = False
