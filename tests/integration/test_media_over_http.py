@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 
@@ -294,6 +295,21 @@ def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     assert loader.load(URL, "image").data == b"picture"
     early.join(WAIT_S)
     loader.close()
+
+
+def test_closing_gives_up_a_fetch_that_waits_for_its_host(
+    server: MediaServer, network: Network
+) -> None:
+    """Long before its deadline: the hour would outlast the test."""
+    loader = network.loader(deadline_s=3600.0)
+    server.on("/a.png", lambda visit: visit.drip([b"HTTP/1.1 200 OK\r\n"], 3600.0))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(loader.load, f"http://{HOST}/a.png", "image")
+        ends_at = time.monotonic() + WAIT_S
+        while not server.visits and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        loader.close()
+        assert isinstance(waiting.exception(WAIT_S), MediaFetchError)
 
 
 def test_items_of_one_call_are_loaded_side_by_side(

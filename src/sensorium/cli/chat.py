@@ -19,7 +19,7 @@ from sensorium.cli.flags import (
     make_sampling_params,
     read_media,
 )
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import CapacityError, RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.sampling import SamplingParams
 
@@ -132,7 +132,7 @@ def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: li
                 question, parts = _make_question(parts, line), []
                 reply = answer([*messages, question])
                 messages += [question, {"role": "assistant", "content": reply}]
-        except RequestError as error:
+        except (RequestError, CapacityError) as error:
             print(f"sensorium: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print("\n(interrupted)", file=sys.stderr)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from sensorium.multimodal.media.refusal import RefusalReason, RefusedMediaError
+
+PATIENCE_S = 0.5  # how long a wait may be before it is asked whether to go on
 
 
 class Fetch:
     """Lives from the first look-up to the last byte, over all redirects.
 
-    Texts name the host that the client sent, never one that a redirect led to.
+    Texts name the host that the client sent, never one that a redirect led to. `is_stopping` ends
+    it before its time.
     """
 
-    def __init__(self, host: str, deadline_s: float) -> None:
+    def __init__(
+        self, host: str, deadline_s: float, is_stopping: threading.Event | None = None
+    ) -> None:
         self.host = host
+        self._is_stopping = is_stopping or threading.Event()
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
 
     def remaining_s(self) -> float:
-        """Above zero; refuses the fetch when nothing is left."""
+        """Above zero; refuses the fetch when nothing is left. Ask again every `PATIENCE_S`."""
         remaining_s = self._ends_at - time.monotonic()
-        if remaining_s <= 0:
+        if remaining_s <= 0 or self._is_stopping.is_set():
             raise self.expired()
         return remaining_s
 

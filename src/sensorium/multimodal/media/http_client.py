@@ -10,6 +10,7 @@ Owns the order of checks. Invariants:
 from __future__ import annotations
 
 import ssl
+import threading
 from collections.abc import Callable
 from functools import cached_property
 
@@ -61,6 +62,7 @@ class HttpClient:
         self._clock = clock
         self._given_ssl_context = ssl_context
         self._domains = domains
+        self._is_stopping = threading.Event()
         self._flights: SingleFlight[tuple[str, str], MediaBytes] = SingleFlight()
         self._guard = AddressGuard(
             resolve, allow_private=limits.allow_private_addresses, num_threads=num_threads
@@ -68,7 +70,7 @@ class HttpClient:
 
     def fetch(self, source: str, modality: str) -> MediaBytes:
         url = parse_media_url(source)
-        fetch = Fetch(url.raw_host.decode("ascii"), self._limits.deadline_s)
+        fetch = Fetch(url.raw_host.decode("ascii"), self._limits.deadline_s, self._is_stopping)
 
         def start() -> FinishedFlight:
             return FinishedFlight(self._follow(url, modality, fetch))
@@ -86,6 +88,8 @@ class HttpClient:
                 waiter.leave()
 
     def close(self) -> None:
+        """Fetches that wait for a host are given up."""
+        self._is_stopping.set()
         self._guard.close()
 
     @cached_property

@@ -15,7 +15,7 @@ from typing import Any
 import httpcore
 
 from sensorium.multimodal.media.address_guard import AddressGuard
-from sensorium.multimodal.media.fetch import Fetch
+from sensorium.multimodal.media.fetch import PATIENCE_S, Fetch
 
 Connect = Callable[[str, int, float], socket.socket]
 _MAX_ADDRESSES = 8
@@ -71,15 +71,16 @@ class DeadlineStream(httpcore.NetworkStream):
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002
         if self._num_head_bytes_left <= 0:
             raise httpcore.RemoteProtocolError
-        try:
-            self._socket.settimeout(self._fetch.remaining_s())
-            received = self._socket.recv(max_bytes)
-        except TimeoutError:
-            raise self._fetch.expired() from None
-        except OSError as error:
-            raise httpcore.ReadError from error
-        self._num_head_bytes_left -= len(received)
-        return received
+        while True:
+            try:
+                self._socket.settimeout(min(PATIENCE_S, self._fetch.remaining_s()))
+                received = self._socket.recv(max_bytes)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise httpcore.ReadError from error
+            self._num_head_bytes_left -= len(received)
+            return received
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
         try:
