@@ -255,3 +255,21 @@ def test_urls_are_left_to_the_engine(tmp_path: Path) -> None:
     assert read_media(str(tmp_path / "a.bin")) == b"abc"
     for url in ("https://example.com/a.png", "http://example.com/a", "data:image/png;base64,AA"):
         assert read_media(url) is url
+
+
+def test_a_file_url_is_read_only_below_the_allowed_path(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    url = "file://" + make_file(tmp_path / "one.png", seed=1)
+    flags = [f"--image={url}", "--max-tokens=2"]
+    with pytest.raises(SystemExit) as ended:
+        chat(monkeypatch, tiny_model("llava"), *flags, "what?")
+    assert "image 0" in str(ended.value)
+    assert "Traceback" not in capsys.readouterr().err
+    chat(
+        monkeypatch, tiny_model("llava"), *flags, f"--allowed-local-media-path={tmp_path}", "what?"
+    )
+    assert capsys.readouterr().out

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from sensorium import RequestError
+from sensorium import MediaFetchError, RequestError
 from sensorium.models.loading import load_config
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.processor_options import check_processor_kwargs
@@ -290,3 +290,38 @@ def test_options_that_ask_for_too_much_are_refused_before_anything_is_done(
         with pytest.raises(RequestError, match=message):
             process(llm, prompt, skip_mm_cache=readonly)
     assert calls.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mm_processor_kwargs": {"bogus": 1}}, "unknown option 'bogus'"),
+        ({"mm_processor_kwargs": {"size": {"shortest_edge": 10**9}}}, "size"),
+        ({"media_io_kwargs": {"image": {"bogus": 1}}}, "no such option of image: bogus"),
+    ],
+)
+def test_options_for_every_item_are_checked_at_the_start(
+    tiny_model: Callable[[str], str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        make_llm(tiny_model("llava"), **options)
+
+
+def test_a_closed_engine_says_so(tiny_model: Callable[[str], str]) -> None:
+    with make_llm(tiny_model("llama")) as llm:
+        pass
+    with pytest.raises(RequestError, match="this LLM is closed"):
+        llm.generate("hello", use_tqdm=False)
+    with pytest.raises(RequestError, match="this LLM is closed"):
+        next(llm.stream("hello"))
+
+
+def test_an_address_that_may_not_be_asked_is_refused_with_its_kind(
+    tiny_model: Callable[[str], str],
+) -> None:
+    llm = make_llm(tiny_model("llava"))
+    prompt = {"prompt": "<image>?", "multi_modal_data": {"image": "http://127.0.0.1:9/a.png"}}
+    with pytest.raises(MediaFetchError, match=r"image 0: media from 127\.0\.0\.1"):
+        llm.generate(prompt, use_tqdm=False)
+    (output,) = llm.generate(prompt, use_tqdm=False, return_errors=True)
+    assert isinstance(output.error, MediaFetchError)
