@@ -38,9 +38,10 @@ def test_memory_outlives_the_one_who_made_it() -> None:
 def test_more_than_the_system_has_is_an_error_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shm_segment, "get_free_system_bytes", lambda: 4095)
-    with pytest.raises(ModelError, match="needs 4096 bytes, and the system has 4095"):
-        ShmSegment.create(4096)
+    monkeypatch.setattr(shm_segment, "get_free_system_bytes", lambda: 2 * 2**30)
+    message = r"needs 3\.0 GiB, and the system has 2\.0 GiB .* smaller mm_processor_cache_gb"
+    with pytest.raises(ModelError, match=message):
+        ShmSegment.create(3 * 2**30)
 
 
 def test_a_failed_reservation_is_an_error_at_the_start_and_leaves_nothing_open(
