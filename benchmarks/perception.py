@@ -25,6 +25,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -313,8 +314,12 @@ while True:
 @contextmanager
 def echoing() -> Iterator[zmq.Socket[bytes]]:
     """A socket to a process that answers each message with an empty one."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        address = f"ipc:///tmp/sensorium-perception-{next(_seeds)}-{id(socket)}"
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as socket,
+    ):
+        address = f"ipc://{directory}/echo"
         socket.bind(address)
         child = subprocess.Popen([sys.executable, "-c", _ECHO, address])
         try:
@@ -322,7 +327,6 @@ def echoing() -> Iterator[zmq.Socket[bytes]]:
         finally:
             socket.send(b"")
             child.wait(30)
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def measure_transfer(rounds: int) -> Figures:
