@@ -45,10 +45,17 @@ from sensorium import SamplingParams
 from sensorium.engine.chat import make_chats
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.media_options import MediaOptions
-from sensorium.engine.perception import Caches, Perception, build_caches, build_perception
+from sensorium.engine.perception import (
+    Caches,
+    Perception,
+    build_caches,
+    build_perception,
+    build_receiver,
+    build_store,
+)
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ItemHandle, SenderCache
-from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
+from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.multimodal.pool.jobs import PoolReply
@@ -122,7 +129,7 @@ def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, Perception]]:
     processor = MultiModalProcessor(directory, load_config(directory, trust_remote_code=False))
     perception = build_perception(
         media,
-        build_caches(media),
+        build_caches(media, build_store(media)),
         processor,
         directory=directory,
         model_revision="",
@@ -250,12 +257,12 @@ class Route:
         options = MediaOptions(
             mm_processor_cache_type=cache_type, mm_processor_cache_gb=capacity_gb
         )
-        self.caches: Caches = build_caches(options)
-        store = self.caches.store
+        store = build_store(options)
         # The core is another process: it has a mapping of its own.
-        self._receiver = (
-            self.caches.receiver if store is None else ShmReceiver(ShmStore.attach(store.fd))
+        self._receiver = build_receiver(
+            options, None if store is None else ShmStore.attach(store.fd)
         )
+        self.caches: Caches = build_caches(options, store, self._receiver)
         self._pool = ProcessPool(
             1,
             handler=HANDLER,

@@ -299,7 +299,8 @@ class Scheduler:
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is not None:
-                outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
+                end = self._finish(request, FinishReason.ERROR, error=reason, is_internal=True)
+                outputs.append(end)
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
                 self.encoder_cache.discard(encoder_input.key)
@@ -397,6 +398,7 @@ class Scheduler:
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         stop_token_id: int | None = None,
         error: str | None = None,
+        is_internal: bool = False,
     ) -> EngineCoreOutput:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         self._release(request)
@@ -411,6 +413,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=stop_token_id,
             error=error,
+            is_internal=is_internal,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_encoder_hits=request.num_encoder_hits,
         )

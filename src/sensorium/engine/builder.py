@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -20,7 +20,14 @@ from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.media_options import MediaOptions
 from sensorium.engine.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.payload_store import PayloadStore
-from sensorium.engine.perception import Caches, Perception, build_caches, build_perception
+from sensorium.engine.perception import (
+    Caches,
+    Perception,
+    build_caches,
+    build_perception,
+    build_receiver,
+    build_store,
+)
 from sensorium.engine.trial import run_trial
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
@@ -46,8 +53,50 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model comes from, and how it is loaded."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    use_tqdm_on_load: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """What both halves of an engine read of a checkpoint."""
+
+    checkpoint: Path
+    hf_config: PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """The half of an engine that computes."""
+
+    core: EngineCore
+    config: EngineConfig
+    adapter: ModelAdapter
+    needs_trial: bool
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        return get_generation_defaults(self.adapter.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontend:
+    """The half of an engine that makes requests."""
+
+    processor: MultiModalProcessor
+    perception: Perception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What a frontend needs of an engine in its own process."""
+    """Both halves, in one process."""
 
     core: EngineCore
     config: EngineConfig
@@ -56,89 +105,91 @@ class Engine:
     defaults: GenerationDefaults
 
 
-def build_engine(
-    model: str,
-    *,
-    dtype: str,
-    device: str,
-    options: EngineOptions,
-    media: MediaOptions,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    use_tqdm_on_load: bool = True,
-) -> Engine:
+def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions) -> Engine:
+    loaded = load_source(source)
+    store = build_store(media)
+    receiver = build_receiver(media, store)
+    built = build_core(source, loaded, options=options, receiver=receiver)
+    frontend = build_frontend(source, loaded, media, build_caches(media, store, receiver))
+    if built.needs_trial:
+        built = try_core(built, frontend)
+    logger.info("media: %s", media)
+    return Engine(
+        core=built.core,
+        config=built.config,
+        processor=frontend.processor,
+        perception=frontend.perception,
+        defaults=built.defaults,
+    )
+
+
+def load_source(source: Source) -> LoadedConfig:
     checkpoint = find_checkpoint(
-        model,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        use_tqdm=use_tqdm_on_load,
+        source.model,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        use_tqdm=source.use_tqdm_on_load,
     )
-    directory = str(checkpoint)
-    hf_config = load_config(directory, trust_remote_code=trust_remote_code)
-    torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, hf_config, torch_device)
+    hf_config = load_config(str(checkpoint), trust_remote_code=source.trust_remote_code)
+    return LoadedConfig(checkpoint=checkpoint, hf_config=hf_config)
+
+
+def build_core(
+    source: Source, loaded: LoadedConfig, *, options: EngineOptions, receiver: ReceiverCache
+) -> Core:
+    """What `needs_trial`, a model of an unknown family, has to pass `try_core` first."""
+    hf_config, trust_remote_code = loaded.hf_config, source.trust_remote_code
+    directory = str(loaded.checkpoint)
+    device = resolve_device(source.device)
+    dtype = resolve_dtype(source.dtype, hf_config, device)
     get_model_class(directory, hf_config, trust_remote_code=trust_remote_code)
-    limits = resolve_limits(
-        options, text_config=hf_config.get_text_config(decoder=True), device=torch_device
-    )
-    weights = find_weights(model, checkpoint, use_tqdm=use_tqdm_on_load)
-    memory = _plan_memory(weights, hf_config, options, limits, torch_dtype.itemsize)
-    free_bytes = get_free_bytes(torch_device, options.gpu_memory_utilization)
-    check_memory(memory, free_bytes=free_bytes, device=torch_device)
+    text_config = hf_config.get_text_config(decoder=True)
+    limits = resolve_limits(options, text_config=text_config, device=device)
+    weights = find_weights(source.model, loaded.checkpoint, use_tqdm=source.use_tqdm_on_load)
+    memory = _plan_memory(weights, hf_config, options, limits, dtype.itemsize)
+    free_bytes = get_free_bytes(device, options.gpu_memory_utilization)
+    check_memory(memory, free_bytes=free_bytes, device=device)
     adapter = load_model(
         directory,
         hf_config,
-        dtype=torch_dtype,
-        device=torch_device,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-        use_tqdm=use_tqdm_on_load,
+        use_tqdm=source.use_tqdm_on_load,
     )
-    caches = build_caches(media)
     core, config = build_engine_core(
         adapter,
         options,
-        receiver=caches.receiver,
+        receiver=receiver,
         limits=limits,
         memory=memory,
         # Weights that lie in memory as pages of their files still count as free.
         most_bytes=free_bytes - memory.weights_bytes,
     )
-    processor, perception = _build_frontend(
-        checkpoint, hf_config, media, caches, trust_remote_code=trust_remote_code
-    )
-    if hf_config.model_type not in ADAPTERS:
-        core = _try_model(core, config, adapter, processor, perception)
-    logger.info("model %s on %s, %s: %s, %s", model, torch_device, torch_dtype, config, media)
-    return Engine(
-        core=core,
-        config=config,
-        processor=processor,
-        perception=perception,
-        defaults=get_generation_defaults(adapter.model),
-    )
+    logger.info("model %s on %s, %s: %s", source.model, device, dtype, config)
+    needs_trial = hf_config.model_type not in ADAPTERS
+    return Core(core=core, config=config, adapter=adapter, needs_trial=needs_trial)
 
 
-def _build_frontend(
-    checkpoint: Path,
-    hf_config: PretrainedConfig,
-    media: MediaOptions,
-    caches: Caches,
-    *,
-    trust_remote_code: bool,
-) -> tuple[MultiModalProcessor, Perception]:
-    directory = str(checkpoint)
+def build_frontend(
+    source: Source, loaded: LoadedConfig, media: MediaOptions, caches: Caches
+) -> Frontend:
+    directory = str(loaded.checkpoint)
     processor = MultiModalProcessor(
-        directory, hf_config, limits=media.get_limits(), trust_remote_code=trust_remote_code
+        directory,
+        loaded.hf_config,
+        limits=media.get_limits(),
+        trust_remote_code=source.trust_remote_code,
     )
     perception = build_perception(
         media,
         caches,
         processor,
         directory=directory,
-        model_revision=get_revision(checkpoint),
-        trust_remote_code=trust_remote_code,
+        model_revision=get_revision(loaded.checkpoint),
+        trust_remote_code=source.trust_remote_code,
     )
-    return processor, perception
+    return Frontend(processor=processor, perception=perception)
 
 
 def _plan_memory(
@@ -221,20 +272,16 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
     )
 
 
-def _try_model(
-    core: EngineCore,
-    config: EngineConfig,
-    adapter: ModelAdapter,
-    processor: MultiModalProcessor,
-    perception: Perception,
-) -> EngineCore:
+def try_core(built: Core, frontend: Frontend) -> Core:
     """A core like this one, without a trace of the trial in its books."""
+    core, perception = built.core, frontend.perception
     try:
-        run_trial(core, adapter, processor, perception.readonly)
+        run_trial(core, built.adapter, frontend.processor, perception.readonly)
     except BaseException:
         perception.close()
         raise
     perception.readonly.cache.clear_cache()
     core.scheduler.encoder_cache.clear_cache()
     core.step()  # the worker drops what is no longer there
-    return EngineCore(_make_scheduler(config), core.runner, core.payloads)
+    clean = EngineCore(_make_scheduler(built.config), core.runner, core.payloads)
+    return replace(built, core=clean)

@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack
 import torch
 from tqdm import tqdm
 
-from sensorium.engine.builder import Engine, build_engine
+from sensorium.engine.builder import Engine, Source, build_engine
 from sensorium.engine.chat import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.config import EngineOptions
 from sensorium.engine.delivery import Delivery
@@ -114,16 +114,15 @@ class LLM:
             seed=seed,
         )
         with blame_checkpoint(str(model)):
-            engine = build_engine(
-                _as_text(model),
+            source = Source(
+                model=_as_text(model),
                 dtype=str(dtype).removeprefix("torch."),
                 device=str(device),
-                options=options,
-                media=media_options,
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 use_tqdm_on_load=use_tqdm_on_load,
             )
+            engine = build_engine(source, options=options, media=media_options)
         self.config, self.core, self.perception = engine.config, engine.core, engine.perception
         self.input_processor = _make_input_processor(engine, options, media_options)
         self._sender = engine.perception.caches.sender

@@ -98,6 +98,10 @@ class MediaOptions:
         return int(self.mm_processor_cache_gb * _GIBIBYTE)
 
     @property
+    def has_shared_memory(self) -> bool:
+        return self.mm_processor_cache_type == "shm" and self.capacity_bytes > 0
+
+    @property
     def max_object_bytes(self) -> int:
         return self.mm_shm_cache_max_object_size_mb * _MEBIBYTE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sensorium.engine.completion import Completion, make_logprobs
 from sensorium.engine.siblings import get_child_ids
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
@@ -129,8 +129,10 @@ class OutputProcessor:
             prompt_logprobs=self._make_prompt_logprobs(state),
             num_cached_tokens=0 if first is None else first.num_cached_tokens,
             num_encoder_hits=0 if first is None else first.num_encoder_hits,
+            encoder_hits=() if first is None else first.encoder_hits,
             mm_items=state.mm_items,
-            error=RequestError(last.error or "the request failed") if is_error else None,
+            times=None if first is None else first.times,
+            error=_make_error(last) if is_error else None,
         )
 
     def _make_prompt_logprobs(
@@ -144,6 +146,11 @@ class OutputProcessor:
             None,
             *(make_logprobs(self._tokenizer, token_id, entry) for token_id, entry in pairs),
         )
+
+
+def _make_error(last: EngineCoreOutput) -> RequestError:
+    kind = FailedRequestError if last.is_internal else RequestError
+    return kind(last.error or "the request failed")
 
 
 def _take_delta(state: _RequestState) -> RequestDelta | None:

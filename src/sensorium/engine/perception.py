@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sensorium.engine.media_options import MediaOptions
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
 from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.mirror_sender import UNKNOWN_EPOCH, MirrorSender
 from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
 from sensorium.multimodal.cache.readonly import SharedReadonlyCache
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
@@ -28,11 +28,13 @@ _HANDLER = "sensorium.multimodal.item_handler:make_handler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """The frontend's half, the core's half, and that of requests which run no engine."""
+    """The frontend's half, that of requests which run no engine, and the core's half if the core is
+    in the same process.
+    """
 
     sender: SenderCache
-    receiver: ReceiverCache
     readonly: ProcessorCache
+    receiver: ReceiverCache | None = None
     store: ShmStore | None = None
 
 
@@ -54,23 +56,38 @@ class Perception:
             self.caches.store.close()
 
 
-def build_caches(options: MediaOptions) -> Caches:
+def build_store(options: MediaOptions) -> ShmStore | None:
+    """The memory that frontends, their pools and the core share, where the options say so."""
+    if not options.has_shared_memory:
+        return None
+    return ShmStore.create(
+        capacity_bytes=options.capacity_bytes, max_object_bytes=options.max_object_bytes
+    )
+
+
+def build_receiver(options: MediaOptions, store: ShmStore | None) -> ReceiverCache:
+    if store is not None:
+        return ShmReceiver(store)
+    return MirrorReceiver() if options.capacity_bytes else UncachedReceiver()
+
+
+def build_caches(
+    options: MediaOptions, store: ShmStore | None, receiver: ReceiverCache | None = None
+) -> Caches:
+    """`receiver`: the core's half, where that is in this process."""
     capacity = options.capacity_bytes
     if capacity == 0:
+        return Caches(sender=UncachedSender(), receiver=receiver, readonly=UncachedSender())
+    if store is None:
+        epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
         return Caches(
-            sender=UncachedSender(), receiver=UncachedReceiver(), readonly=UncachedSender()
-        )
-    if options.mm_processor_cache_type == "lru":
-        receiver = MirrorReceiver()
-        return Caches(
-            sender=MirrorSender(capacity, epoch=receiver.epoch),
+            sender=MirrorSender(capacity, epoch=epoch),
             receiver=receiver,
             readonly=ProcessorOnlyCache(capacity),
         )
-    store = ShmStore.create(capacity_bytes=capacity, max_object_bytes=options.max_object_bytes)
     return Caches(
         sender=ShmSender(store),
-        receiver=ShmReceiver(store),
+        receiver=receiver,
         readonly=SharedReadonlyCache(store, ProcessorOnlyCache(capacity)),
         store=store,
     )

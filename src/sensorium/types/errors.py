@@ -4,8 +4,10 @@ SensoriumError
 ├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
 │   ├── MediaFetchError    the caller or its host: the media can't be had (HTTP 422)
 │   ├── MissingMediaError  the caller: media said to be cached is not (HTTP 409)
+│   ├── FailedRequestError us: a step of the engine failed, with this request in it (HTTP 500)
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    nobody: no room right now, worth trying again (HTTP 429 / 503)
+│   └── EngineLostError    us: the engine ended while it had the request (HTTP 503)
 └── InvariantError   us: a bug; loud
 """
 
@@ -36,6 +38,10 @@ class MissingMediaError(RequestError):
         self.missing = missing
 
 
+class FailedRequestError(RequestError):
+    """A step of the engine failed, and the request with it; the same request may succeed later."""
+
+
 def add_label(error: RequestError, label: str | None) -> RequestError:
     """Another error of the same kind and with all that it knows, said of `label`."""
     kind = type(error)
@@ -51,6 +57,10 @@ class ModelError(RequestError):
 
 class CapacityError(SensoriumError):
     """There is no room at this moment; the same request may succeed later."""
+
+
+class EngineLostError(CapacityError):
+    """The engine's process has ended; another one is being started."""
 
 
 class InvariantError(SensoriumError):

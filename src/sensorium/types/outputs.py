@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sensorium.types.errors import RequestError
 from sensorium.types.request import FinishReason
+from sensorium.types.times import CoreTimes, ItemTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,14 @@ class CompletionOutput:
 class MediaItemReport:
     """Which caches served an item: `is_processor_hit`: it was not processed for this request;
     `transfer`: what went to the core, "tensors", "shared" (a place in shared memory) or "none".
+    `times`: seconds by stage, of what was done for this request.
     """
 
     modality: str
     mm_hash: str
     is_processor_hit: bool
     transfer: str
+    times: ItemTimes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ class RequestOutput:
 
     `prompt_logprobs`: `None` for the first token of the prompt, which nothing predicts, then as in
     a completion. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
-    items whose encoder output was there already, `mm_items` says of each item how it came there.
+    items whose encoder output was there already (`encoder_hits`: which), `mm_items` says of each
+    item how it came there. `times` are those of the first completion in the core.
     """
 
     request_id: str
@@ -62,7 +66,9 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
+    encoder_hits: tuple[int, ...] = ()
     mm_items: tuple[MediaItemReport, ...] = ()
+    times: CoreTimes | None = None
     error: RequestError | None = None
 
 

@@ -7,6 +7,7 @@ from enum import Enum
 
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from sensorium.types.sampling import NO_BANS, SamplingParams, TokenBans
+from sensorium.types.times import CoreTimes
 
 
 class FinishReason(str, Enum):
@@ -70,7 +71,9 @@ class EngineCoreOutput:
     """News of one request after a step. The one with a `finish_reason` is its last.
 
     `prompt_logprobs` are those of the next prompt tokens, from the second on. `stop_token_id` is
-    the token that ended it, when a token did. `error` explains `FinishReason.ERROR`.
+    the token that ended it, when a token did. `error` explains `FinishReason.ERROR`; `is_internal`:
+    it is the engine's fault. Of the last one only: `encoder_hits` are the indices of the items
+    whose encoder output was there, `times` when things happened.
     """
 
     request_id: str
@@ -80,5 +83,8 @@ class EngineCoreOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    is_internal: bool = False
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
+    encoder_hits: tuple[int, ...] = ()
+    times: CoreTimes | None = None
