@@ -1,0 +1,154 @@
+"""What a frontend and a core in another process say to each other: msgpack, and tensors as frames.
+
+A message is a list of frames. The first is one of the types below; those behind it are the raw
+memory of tensors, in the order of `AddRequest.tensors`. Nothing here is pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
+from sensorium.types.sampling import GenerationDefaults
+from sensorium.types.transfer import MirrorUpdate, MissingItems, ShmReference
+
+Frames = Sequence[Any]  # bytes, or anything with their memory
+
+
+class Feature(msgspec.Struct, frozen=True, array_like=True):
+    """`runs`: the lengths of the runs of `is_embed`, beginning with one of False."""
+
+    modality: str
+    mm_hash: str
+    offset: int
+    length: int
+    runs: tuple[int, ...] | None
+
+
+class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
+    """One item whose tensors come as frames: `header` is that of `item_codec`."""
+
+    mm_hash: str
+    header: bytes
+    num_frames: int
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """`request` has no features: they are beside it."""
+
+    request: EngineCoreRequest
+    features: tuple[Feature, ...] = ()
+    update: MirrorUpdate | None = None
+    references: dict[str, ShmReference] = {}
+    tensors: tuple[ItemTensors, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_ids: tuple[str, ...]
+
+
+class UpdateCache(msgspec.Struct, frozen=True, tag=True):
+    """Evictions that an idle frontend has not told yet."""
+
+    update: MirrorUpdate
+
+
+class ResetCache(msgspec.Struct, frozen=True, tag=True):
+    """`level`: "mm", "encoder" or "prefix". Answered by `ResetDone` of the same number."""
+
+    number: int
+    level: str
+
+
+ToCore = AddRequest | Abort | UpdateCache | ResetCache
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """`kind`: the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To an `AddRequest`: taken, or what has to be sent, or refused."""
+
+    request_id: str
+    missing: MissingItems | None = None
+    refusal: Refusal | None = None
+
+
+class News(msgspec.Struct, frozen=True, tag=True):
+    """Answers come before outputs: a request is taken before there is news of it."""
+
+    answers: tuple[Answer, ...] = ()
+    outputs: tuple[EngineCoreOutput, ...] = ()
+
+
+class ResetDone(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
+    """Another frontend has reset the cache of media."""
+
+
+FromCore = News | ResetDone | ForgetMedia
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frontend has to know of a core that is ready. `description`: what was resolved, as
+    pairs of words for people.
+    """
+
+    endpoint: str
+    max_model_len: int
+    defaults: GenerationDefaults
+    description: tuple[tuple[str, str], ...] = ()
+
+
+def encode_features(features: Sequence[MultiModalFeatureSpec]) -> tuple[Feature, ...]:
+    return tuple(
+        Feature(
+            feature.modality,
+            feature.mm_hash,
+            feature.mm_position.offset,
+            feature.mm_position.length,
+            _as_runs(feature.mm_position.is_embed),
+        )
+        for feature in features
+    )
+
+
+def decode_features(features: Sequence[Feature]) -> tuple[MultiModalFeatureSpec, ...]:
+    return tuple(
+        MultiModalFeatureSpec(
+            modality=feature.modality,
+            mm_hash=feature.mm_hash,
+            mm_position=PlaceholderRange(feature.offset, feature.length, _as_mask(feature.runs)),
+        )
+        for feature in features
+    )
+
+
+def strip_features(request: EngineCoreRequest) -> EngineCoreRequest:
+    return replace(request, mm_features=())
+
+
+def _as_runs(mask: Sequence[bool] | None) -> tuple[int, ...] | None:
+    if mask is None:
+        return None
+    runs = [len(list(run)) for _, run in groupby(mask)]
+    return (0, *runs) if mask and mask[0] else tuple(runs)
+
+
+def _as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
+    if runs is None:
+        return None
+    return tuple(bool(index % 2) for index, length in enumerate(runs) for _ in range(length))
