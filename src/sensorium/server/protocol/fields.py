@@ -1,0 +1,39 @@
+"""Types of single fields. Strict as JSON is: "5" is no number, and 1 is one wherever 1.0 is.
+
+Numbers are bounded by what other processes can be told; whether they make sense is decided where
+they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+JsonObject = dict[str, Any]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+_TEXT_OR_LIST: JsonObject = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}},
+    ]
+}
+TextOrList = Annotated[list[str], BeforeValidator(_as_list), WithJsonSchema(_TEXT_OR_LIST)]
+
+_LOGIT_BIAS: JsonObject = {
+    "type": "object",
+    "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -100, "maximum": 100}},
+    "additionalProperties": False,
+}
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number], WithJsonSchema(_LOGIT_BIAS)
+]
