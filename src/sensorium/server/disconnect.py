@@ -13,9 +13,7 @@ from sensorium.server.errors import ClientGoneError
 _Result = TypeVar("_Result")
 
 
-async def run_until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, _Result]
-) -> _Result:
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The body must have been read. Raises `ClientGoneError` after `work` was cancelled and has
     ended.
     """

@@ -45,7 +45,9 @@ def decode_json(text: Buffer) -> Any:
         return msgspec.json.decode(text)
     if _is_flat(text):
         return _decode_flat(text)
-    return [decode_json(memoryview(raw)) for raw in msgspec.json.decode(text, type=list[msgspec.Raw])]
+    return [
+        decode_json(memoryview(raw)) for raw in msgspec.json.decode(text, type=list[msgspec.Raw])
+    ]
 
 
 def _count_values(text: Buffer) -> int:

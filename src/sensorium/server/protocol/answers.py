@@ -68,7 +68,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: TokenIds | UnsetType = UNSET
 
 
@@ -78,7 +78,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     prompt_token_ids: TokenIds | UnsetType = UNSET
     sensorium_trace: Any | UnsetType = UNSET
@@ -105,7 +105,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     sensorium_trace: Any | UnsetType = UNSET
 

@@ -24,7 +24,7 @@ class WireModel(BaseModel):
 
 
 class StreamOptions(WireModel):
-    """`include_usage`: a last chunk counts the tokens. `continuous_usage_stats`: every chunk does."""
+    """`include_usage`: a last chunk counts the tokens. `continuous_usage_stats`: then all do."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
