@@ -41,5 +41,6 @@ class Authentication:
 
     def _is_known(self, given: str) -> bool:
         """Takes as long for a wrong key as for a right one."""
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
+        raw = given.encode("latin-1")  # as it came; servers decode headers so
+        matches = [hmac.compare_digest(raw, key) for key in self._keys]
         return any(matches)

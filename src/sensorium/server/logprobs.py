@@ -54,7 +54,7 @@ def make_completion_logprobs(
         token = first_token if entry is None else entry[token_id].decoded_token
         logprobs.tokens.append(token)
         logprobs.token_logprobs.append(None if entry is None else _clamp(entry[token_id]))
-        logprobs.top_logprobs.append(None if entry is None else _by_text(entry, num_top))
+        logprobs.top_logprobs.append(None if entry is None else _by_text(token_id, entry, num_top))
         logprobs.text_offset.append(offset)
         offset += len(token)
     return logprobs
@@ -81,10 +81,12 @@ def _by_id(entry: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
     }
 
 
-def _by_text(entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
-    """Different tokens may have the same text: the likelier one stands for both."""
+def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
+    """The likeliest and the chosen one, as OpenAI does. Different tokens may have the same text: the
+    likelier one stands for both.
+    """
     found: dict[str, float] = {}
-    for other in _get_top(entry, num_top):
+    for other in (*_get_top(entry, num_top), entry[token_id]):
         found.setdefault(other.decoded_token, _clamp(other))
     return found
 

@@ -14,7 +14,7 @@ from sensorium.server.protocol.logprobs import (
     PromptLogprobs,
 )
 
-TokenIds = list[int] | tuple[int, ...]
+TokenIds = tuple[int, ...]
 
 
 class PromptTokensDetails(Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
-from sensorium.server.protocol.fields import Integer, JsonObject
+from sensorium.server.protocol.fields import JsonObject, Length, NumLogprobs
 from sensorium.server.protocol.generating import GeneratingRequest
 
 # Checked in depth by `render.messages`, which names the field.
@@ -31,9 +31,9 @@ class ChatCompletionRequest(GeneratingRequest):
     )
 
     messages: Messages
-    max_completion_tokens: Integer | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
-    top_logprobs: Integer | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: list[JsonObject] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from sensorium.server.protocol.fields import Integer, JsonObject
+from sensorium.server.protocol.fields import Integer, JsonObject, NumLogprobs
 from sensorium.server.protocol.generating import GeneratingRequest
 from sensorium.types.errors import RequestError
 
@@ -65,5 +65,5 @@ class CompletionRequest(GeneratingRequest):
     prompt: Annotated[Any, BeforeValidator(_split), WithJsonSchema(_PROMPT)]
     best_of: Integer | None = None
     echo: bool | None = None
-    logprobs: Integer | None = None
+    logprobs: NumLogprobs | None = None
     suffix: str | None = None

@@ -10,10 +10,18 @@ from sensorium.server.protocol.fields import (
     Count,
     Integer,
     JsonObject,
+    Length,
     LogitBias,
-    Number,
+    MinP,
+    NumChoices,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
     TextOrList,
     TokenId,
+    TopK,
+    TopP,
 )
 
 
@@ -49,27 +57,27 @@ class GeneratingRequest(WireModel):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Integer | None = None
-    max_tokens: Integer | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
+    n: NumChoices | None = None
+    max_tokens: Length | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     seed: Integer | None = None
     stop: TextOrList | None = None
     response_format: JsonObject | None = None
 
-    top_k: Integer | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: TextOrList | None = None
     allowed_token_ids: list[TokenId] | None = None
-    prompt_logprobs: Integer | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     mm_processor_kwargs: JsonObject | None = None

@@ -38,6 +38,8 @@ def format_path(location: tuple[int | str, ...]) -> str:
     """As in `stream_options.include_usage` or `stop[1]`."""
     path = ""
     for entry in location:
+        if entry == "[key]":  # of a mapping; the key itself stands before it
+            continue
         path += f"[{entry}]" if isinstance(entry, int) else f".{entry}"
     return path.removeprefix(".")[:200]
 
