@@ -79,11 +79,12 @@ class Core:
     core: EngineCore
     config: EngineConfig
     adapter: ModelAdapter
+    generation_config: str
     needs_trial: bool
 
     @property
     def defaults(self) -> GenerationDefaults:
-        return get_generation_defaults(self.adapter.model)
+        return get_generation_defaults(self.adapter.model, self.generation_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +168,13 @@ def build_core(
         most_bytes=free_bytes - memory.weights_bytes,
     )
     logger.info("model %s on %s, %s: %s", source.model, device, dtype, config)
-    needs_trial = hf_config.model_type not in ADAPTERS
-    return Core(core=core, config=config, adapter=adapter, needs_trial=needs_trial)
+    return Core(
+        core=core,
+        config=config,
+        adapter=adapter,
+        generation_config=options.generation_config,
+        needs_trial=hf_config.model_type not in ADAPTERS,
+    )
 
 
 def build_frontend(
