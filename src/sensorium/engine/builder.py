@@ -33,7 +33,7 @@ from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
-from sensorium.models.families import ADAPTERS
+from sensorium.models.families import ADAPTERS, EMBEDS
 from sensorium.models.generation_config import get_generation_defaults
 from sensorium.models.loading import (
     get_model_class,
@@ -180,10 +180,11 @@ def build_core(
 def build_frontend(
     source: Source, loaded: LoadedConfig, media: MediaOptions, caches: Caches
 ) -> Frontend:
-    directory = str(loaded.checkpoint)
+    directory, hf_config = str(loaded.checkpoint), loaded.hf_config
+    embeds_modalities = EMBEDS.get(hf_config.model_type, ())
     processor = MultiModalProcessor(
         directory,
-        loaded.hf_config,
+        hf_config,
         limits=media.get_limits(),
         trust_remote_code=source.trust_remote_code,
     )
@@ -194,6 +195,10 @@ def build_frontend(
         directory=directory,
         model_revision=get_revision(loaded.checkpoint),
         trust_remote_code=source.trust_remote_code,
+        embeds_modalities=embeds_modalities,
+        embeds_width=hf_config.get_text_config(decoder=True).hidden_size
+        if embeds_modalities
+        else 0,
     )
     return Frontend(processor=processor, perception=perception)
 

@@ -68,7 +68,8 @@ class LLM:
     off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
     `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
     `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
-    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost.
+    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost,
+    `enable_mm_embeds` for media that comes as its encoder's output (off).
     `close` ends processes and threads; `with LLM(...) as llm` does too.
     """
 

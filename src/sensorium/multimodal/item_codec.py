@@ -95,10 +95,11 @@ def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]
         specs = _decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise RequestError(f"tensors can't be decoded: {error}") from error
-    return {spec.name: _decode_tensor(spec, block) for spec in specs}
+    return {spec.name: decode_tensor(spec, block) for spec in specs}
 
 
-def _decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
+def decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
+    """A view of a writable block. A `RequestError` if it can't be one."""
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")
