@@ -38,7 +38,8 @@ class CompletionOutput:
 class MediaItemReport:
     """Which caches served an item: `is_processor_hit`: it was not processed for this request;
     `transfer`: what went to the core, "tensors", "shared" (a place in shared memory) or "none".
-    `times`: seconds by stage, of what was done for this request.
+    `times`: seconds by stage, of what was done for this request. `mm_index`, `prompt_end`: which of
+    the prompt's items it is, and where its placeholders end, once that is known.
     """
 
     modality: str
@@ -46,6 +47,8 @@ class MediaItemReport:
     is_processor_hit: bool
     transfer: str
     times: ItemTimes = field(default_factory=dict)
+    mm_index: int | None = None
+    prompt_end: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class RequestOutput:
     `prompt_logprobs`: `None` for the first token of the prompt, which nothing predicts, then as in
     a completion. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
     items whose encoder output was there already (`encoder_hits`: which), `mm_items` says of each
-    item how it came there. `times` are those of the first completion in the core.
+    item how it came there. `times` are those of the first completion in the core, `stages` the
+    seconds by stage of what came before it.
     """
 
     request_id: str
@@ -69,6 +73,7 @@ class RequestOutput:
     encoder_hits: tuple[int, ...] = ()
     mm_items: tuple[MediaItemReport, ...] = ()
     times: CoreTimes | None = None
+    stages: ItemTimes = field(default_factory=dict)
     error: RequestError | None = None
 
 
