@@ -23,9 +23,7 @@ def place_reports(
     queues: dict[str, Iterator[int]] = {key: iter(value) for key, value in places.items()}
     placed = []
     for report in reports:
-        mm_index = next(queues.get(report.modality, iter(())), None)
-        if mm_index is not None:
-            end = features[mm_index].mm_position.end
-            report = replace(report, mm_index=mm_index, prompt_end=end)
-        placed.append(report)
+        mm_index = next(queues[report.modality])
+        end = features[mm_index].mm_position.end
+        placed.append(replace(report, mm_index=mm_index, prompt_end=end))
     return tuple(placed)

@@ -32,7 +32,7 @@ class Files:
     def collect(self) -> Iterable[Metric]:
         # A file is empty for a moment when it has just been made.
         paths = [str(path) for path in self._directory.glob(self._pattern) if _get_size(path)]
-        merged: Iterable[Metric] = MultiProcessCollector.merge(paths)
+        merged: Iterable[Metric] = MultiProcessCollector.merge(paths)  # type: ignore[no-untyped-call]
         return merged
 
 
@@ -72,7 +72,7 @@ def render(source: Source) -> tuple[bytes, str]:
 
 def mark_dead(process_id: int, directory: Path) -> None:
     """This process has ended: what it said of itself is no longer true."""
-    mark_process_dead(process_id, str(directory))
+    mark_process_dead(process_id, str(directory))  # type: ignore[no-untyped-call]
 
 
 class _WithAliases:

@@ -13,7 +13,7 @@ from sensorium.engine.engine_core import EngineCore
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.server.metrics.metric_set import MetricSet
-from sensorium.server.metrics.totals import Total
+from sensorium.server.metrics.totals import Totals
 from sensorium.types.request import EngineCoreOutput, FinishReason
 
 _SYNC_S = 0.25
@@ -32,7 +32,7 @@ class CoreMetrics:
         self._waiting = metrics.gauge("vllm:num_requests_waiting")
         self._capacity = metrics.gauge("vllm:num_requests_waiting_by_reason", "capacity")
         self._usage = metrics.gauge("vllm:kv_cache_usage_perc")
-        self._totals: dict[str, Total] = {}
+        self._totals = Totals(metrics)
 
     def on_step(self, core: EngineCore, outputs: Sequence[EngineCoreOutput] = ()) -> None:
         """After each step, and after requests came or went without one."""
@@ -75,22 +75,22 @@ class CoreMetrics:
     def _sync_requests(self, core: EngineCore) -> None:
         counters = core.scheduler.counters
         num_prompt, num_cached = counters.num_prompt_tokens, counters.num_cached_prompt_tokens
-        self._follow("vllm:prompt_tokens_total", num_prompt)
-        self._follow("vllm:prompt_tokens_cached_total", num_cached)
+        self._totals.follow("vllm:prompt_tokens_total", num_prompt)
+        self._totals.follow("vllm:prompt_tokens_cached_total", num_cached)
         by_source = "vllm:prompt_tokens_by_source_total"
-        self._follow(by_source, num_prompt - num_cached, "local_compute")
-        self._follow(by_source, num_cached, "local_cache_hit")
-        self._follow("vllm:prompt_tokens_cached_by_source_total", num_cached, "device")
-        self._follow("sensorium:sampled_tokens_total", counters.num_sampled_tokens)
-        self._follow("vllm:num_preemptions_total", counters.num_preemptions)
+        self._totals.follow(by_source, num_prompt - num_cached, "local_compute")
+        self._totals.follow(by_source, num_cached, "local_cache_hit")
+        self._totals.follow("vllm:prompt_tokens_cached_by_source_total", num_cached, "device")
+        self._totals.follow("sensorium:sampled_tokens_total", counters.num_sampled_tokens)
+        self._totals.follow("vllm:num_preemptions_total", counters.num_preemptions)
         for reason in FinishReason:
             count = counters.finished[reason]
-            self._follow("sensorium:core_requests_total", count, str(reason))
+            self._totals.follow("sensorium:core_requests_total", count, str(reason))
 
     def _sync_kv_cache(self, core: EngineCore) -> None:
         counters = core.scheduler.counters
-        self._follow("vllm:prefix_cache_queries_total", counters.num_prefix_queries)
-        self._follow("vllm:prefix_cache_hits_total", counters.num_prefix_hits)
+        self._totals.follow("vllm:prefix_cache_queries_total", counters.num_prefix_queries)
+        self._totals.follow("vllm:prefix_cache_hits_total", counters.num_prefix_hits)
         pools = core.scheduler.kv_cache.statistics()
         self._usage.set(max(pool.num_used / (pool.num_blocks - 1) for pool in pools))
         statistics = CacheStatistics(
@@ -99,7 +99,7 @@ class CoreMetrics:
             num_evictions=sum(pool.num_evictions for pool in pools),
             num_items=sum(pool.num_cached for pool in pools),
         )
-        self._sync_level("prefix", statistics)
+        self._totals.follow_level("prefix", statistics)
 
     def _sync_encoder_cache(self, core: EngineCore) -> None:
         encoder = core.scheduler.encoder_cache.statistics()
@@ -116,7 +116,7 @@ class CoreMetrics:
             num_items=encoder.num_entries,
             num_bytes=core.runner.num_encoder_bytes,
         )
-        self._sync_level("encoder", statistics)
+        self._totals.follow_level("encoder", statistics)
 
     def _sync_receiver(self, core: EngineCore) -> None:
         """A store in shared memory is the processor cache of all frontends. It outlives the core,
@@ -125,33 +125,12 @@ class CoreMetrics:
         receiver = core.payloads.receiver
         statistics = receiver.statistics()
         if not isinstance(receiver, ShmReceiver):
-            self._sync_level("transfer", statistics)
+            self._totals.follow_level("transfer", statistics)
             return
-        own = CacheStatistics(num_queries=statistics.num_queries, num_hits=statistics.num_hits)
-        self._sync_level("transfer", own)
+        self._totals.follow_look_ups("transfer", statistics)
         evictions = "sensorium:cache_evictions_total"
-        self._follow(evictions, statistics.num_evictions, "processor", is_foreign=True)
-        self._follow("sensorium:cache_oversize_total", statistics.num_oversize, is_foreign=True)
-        self._set_contents("processor", statistics)
-
-    def _sync_level(self, level: str, statistics: CacheStatistics) -> None:
-        self._follow("sensorium:cache_queries_total", statistics.num_queries, level)
-        self._follow("sensorium:cache_hits_total", statistics.num_hits, level)
-        self._follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
-        self._set_contents(level, statistics)
-
-    def _set_contents(self, level: str, statistics: CacheStatistics) -> None:
-        self._metrics.gauge("sensorium:cache_items", level).set(statistics.num_items)
-        self._metrics.gauge("sensorium:cache_bytes", level).set(statistics.num_bytes)
-        capacity = self._metrics.gauge("sensorium:cache_capacity_bytes", level)
-        capacity.set(statistics.capacity_bytes)
-
-    def _follow(
-        self, name: str, total: int, *label_values: str, is_foreign: bool = False
-    ) -> None:
-        key = "/".join((name, *label_values))
-        follower = self._totals.get(key)
-        if follower is None:
-            counter = self._metrics.counter(name, *label_values)
-            follower = self._totals[key] = Total((counter,), is_foreign=is_foreign)
-        follower.follow(total)
+        self._totals.follow(evictions, statistics.num_evictions, "processor", is_foreign=True)
+        self._totals.follow(
+            "sensorium:cache_oversize_total", statistics.num_oversize, is_foreign=True
+        )
+        self._totals.set_contents("processor", statistics)

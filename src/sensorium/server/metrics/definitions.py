@@ -62,7 +62,7 @@ _STAGE = (
     *(10.0, 30.0, 60.0),
 )
 _LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5)) + (1e6,)
+_TOKENS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 _STEP_TOKENS = tuple(float(2**e) for e in range(15))
 
 
@@ -81,13 +81,21 @@ class Definition:
 
 
 def _count(
-    name: str, text: str, *, labels: tuple[str, ...] = (), values: tuple[tuple[str, ...], ...] = ((),)
+    name: str,
+    text: str,
+    *,
+    labels: tuple[str, ...] = (),
+    values: tuple[tuple[str, ...], ...] = ((),),
 ) -> Definition:
     return Definition(name=name, kind="counter", text=text, labels=labels, values=values)
 
 
 def _gauge(
-    name: str, text: str, *, labels: tuple[str, ...] = (), values: tuple[tuple[str, ...], ...] = ((),)
+    name: str,
+    text: str,
+    *,
+    labels: tuple[str, ...] = (),
+    values: tuple[tuple[str, ...], ...] = ((),),
 ) -> Definition:
     return Definition(name=name, kind="gauge", text=text, labels=labels, values=values)
 

@@ -27,7 +27,7 @@ def use_directory(directory: Path) -> None:
     with the variable set has no need of it.
     """
     os.environ[_VARIABLE] = str(directory)
-    values.ValueClass = values.get_value_class()
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def get_directory() -> Path | None:
