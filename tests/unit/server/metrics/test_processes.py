@@ -130,9 +130,13 @@ def test_all_series_are_there_before_anything_happened(tmp_path: Path) -> None:
     _, _, text = writers.run(READER, tmp_path).split("\n", 2)
     families = list(text_string_to_metric_families(text))
     dynamic = {"vllm:cache_config_info", "sensorium:media_refusals_total"}
-    expected = {each.name.removesuffix("_total") for each in DEFINITIONS if each.name not in dynamic}
+    expected = {
+        each.name.removesuffix("_total") for each in DEFINITIONS if each.name not in dynamic
+    }
     # A histogram keeps the end of its name.
-    expected = (expected - {"vllm:iteration_tokens"}) | {"vllm:iteration_tokens_total"} | set(ALIASES)
+    expected = (
+        (expected - {"vllm:iteration_tokens"}) | {"vllm:iteration_tokens_total"} | set(ALIASES)
+    )
     assert {family.name for family in families} == expected
     for family in families:
         assert {sample.value for sample in family.samples} == {0.0}
