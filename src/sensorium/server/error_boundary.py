@@ -29,7 +29,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, watch_start)
         except Exception as error:  # the boundary: nothing may pass it unanswered
-            answer = self._failures.report(error, scope["state"]["request_id"])
+            answer = self._failures.report(error, scope["state"])
             if not is_started:
                 await answer.make_response()(scope, receive, send)
             elif not isinstance(error, ClientGoneError):
