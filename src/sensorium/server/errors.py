@@ -21,7 +21,6 @@ from sensorium.types.errors import (
 )
 
 RETRY_AFTER_S = 1
-CLIENT_GONE_STATUS = 499  # nobody reads it; as proxies log it
 # A field's path at the beginning of a text: messages[0].content[1].image_url.url
 _PATH = re.compile(r"[a-z_]+(?:\[\d+\]|\.[A-Za-z_]+)*(?=[ :])")
 _PROMPT_FIELD = re.compile(r"prompt field '(\w+)'")
@@ -96,8 +95,6 @@ def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> Er
             reason=error.reason,
             headers=error.headers,
         )
-    if isinstance(error, ClientGoneError):
-        return ErrorAnswer(status=CLIENT_GONE_STATUS, message="closed", reason=None)
     if isinstance(error, CapacityError):
         return _make_capacity_answer(error)
     if isinstance(error, RequestError):

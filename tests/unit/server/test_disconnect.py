@@ -37,6 +37,7 @@ def check_all_is_over(running: RunningServer) -> None:
     assert running.metrics.finished == []
     assert running.metrics.ends == {"abort": engine.num_started}
     assert running.metrics.refusals == {}
+    assert {status for _, _, status in running.metrics.responses} <= {200}
 
 
 @pytest.mark.parametrize("path", BODIES)
