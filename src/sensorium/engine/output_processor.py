@@ -16,6 +16,7 @@ from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.times import ItemTimes
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class _RequestState:
     is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     mm_items: tuple[MediaItemReport, ...] = ()
+    stages: ItemTimes = field(default_factory=dict)
     final: RequestOutput | None = None
 
 
@@ -51,9 +53,16 @@ class OutputProcessor:
         self._states[request.request_id] = state
         self._owners |= dict.fromkeys(completions, state)
 
-    def add_reports(self, request_id: str, mm_items: tuple[MediaItemReport, ...]) -> None:
-        """How the request's media came to the core, once that is known."""
-        self._states[request_id].mm_items = mm_items
+    def add_reports(
+        self,
+        request_id: str,
+        mm_items: tuple[MediaItemReport, ...],
+        stages: ItemTimes | None = None,
+    ) -> None:
+        """How the request and its media came to the core, once that is known."""
+        state = self._states[request_id]
+        state.mm_items = mm_items
+        state.stages = stages or {}
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -133,6 +142,7 @@ class OutputProcessor:
             encoder_hits=() if first is None else first.encoder_hits,
             mm_items=place_reports(state.mm_items, state.request.mm_features),
             times=None if first is None else first.times,
+            stages=state.stages,
             error=_make_error(last) if is_error else None,
         )
 
@@ -160,4 +170,9 @@ def _take_delta(state: _RequestState) -> RequestDelta | None:
     deltas = tuple(delta for delta in taken if delta is not None)
     if not deltas and not is_last:
         return None
-    return RequestDelta(request_id=state.request.request_id, deltas=deltas, final=state.final)
+    return RequestDelta(
+        request_id=state.request.request_id,
+        prompt_token_ids=state.request.prompt_token_ids,
+        deltas=deltas,
+        final=state.final,
+    )

@@ -102,4 +102,5 @@ class RequestDelta:
 
     request_id: str
     deltas: tuple[CompletionDelta, ...]
+    prompt_token_ids: tuple[int, ...] = ()
     final: RequestOutput | None = None
