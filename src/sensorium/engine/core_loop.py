@@ -176,13 +176,18 @@ class CoreLoop:
         self._send(frontend, ResetDone(message.number))
 
     def _step(self) -> list[EngineCoreOutput]:
-        outputs = self._core.step() if self._core.has_requests else []
+        outputs: list[EngineCoreOutput] = []
+        if self._core.has_requests:
+            outputs = self._core.step()
+            self._count_failure(outputs)
+        self._on_step(self._core, outputs)
+        return outputs
+
+    def _count_failure(self, outputs: Sequence[EngineCoreOutput]) -> None:
         is_failed = any(output.is_internal for output in outputs)
         self._num_failed_steps = self._num_failed_steps + 1 if is_failed else 0
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise InvariantError(f"{_MAX_FAILED_STEPS} steps failed in a row: {outputs[-1].error}")
-        self._on_step(self._core, outputs)
-        return outputs
 
     def _send_news(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not outputs and not self._answers:
