@@ -1,0 +1,1 @@
+"""The HTTP server: its processes, its routes, its metrics."""
