@@ -1,7 +1,8 @@
 """What a frontend and a core in another process say to each other: msgpack, and tensors as frames.
 
-A message is a list of frames. The first is one of the types below; those behind it are the raw
-memory of tensors, in the order of `AddRequest.tensors`. Nothing here is pickle.
+A message is a list of frames. The first is one of the types below. Behind an `AddRequest` come the
+request itself and the raw memory of tensors, in the order of `AddRequest.tensors`. Nothing here is
+pickle.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import msgspec
 
+from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
+from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.sampling import GenerationDefaults
-from sensorium.types.transfer import MirrorUpdate, MissingItems, ShmReference
+from sensorium.types.transfer import MirrorUpdate, MissingItems, Payload, ShmReference, Transfer
 
-Frames = Sequence[Any]  # bytes, or anything with their memory
+Frame = bytes | memoryview
 
 
 class Feature(msgspec.Struct, frozen=True, array_like=True):
@@ -40,9 +42,8 @@ class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """`request` has no features: they are beside it."""
+    """Everything about a request but itself."""
 
-    request: EngineCoreRequest
     features: tuple[Feature, ...] = ()
     update: MirrorUpdate | None = None
     references: dict[str, ShmReference] = {}
@@ -113,7 +114,73 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     description: tuple[tuple[str, str], ...] = ()
 
 
-def encode_features(features: Sequence[MultiModalFeatureSpec]) -> tuple[Feature, ...]:
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+_to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_from_core_decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+
+def encode_message(message: ToCore | FromCore) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_core(frame: Frame) -> ToCore:
+    return _to_core_decoder.decode(frame)
+
+
+def decode_from_core(frame: Frame) -> FromCore:
+    return _from_core_decoder.decode(frame)
+
+
+def encode_request(request: EngineCoreRequest) -> bytes:
+    """Without its features. A `RequestError` for what no message can hold."""
+    try:
+        return _encoder.encode(replace(request, mm_features=()))
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise RequestError(
+            "the request holds half a character, or a number beyond 64 bits"
+        ) from error
+
+
+def encode_transfer(
+    request: EngineCoreRequest, transfer: Transfer
+) -> tuple[AddRequest, list[memoryview]]:
+    references: dict[str, ShmReference] = {}
+    tensors: list[ItemTensors] = []
+    frames: list[memoryview] = []
+    for mm_hash, payload in transfer.payloads.items():
+        if isinstance(payload, ShmReference):
+            references[mm_hash] = payload
+        else:
+            item_frames = as_frames(payload)
+            tensors.append(ItemTensors(mm_hash, encode_header(payload), len(item_frames)))
+            frames += item_frames
+    message = AddRequest(
+        features=_encode_features(request.mm_features),
+        update=transfer.update,
+        references=references,
+        tensors=tuple(tensors),
+    )
+    return message, frames
+
+
+def decode_request(
+    message: AddRequest, frame: Frame, tensor_frames: Sequence[memoryview]
+) -> tuple[EngineCoreRequest, Transfer]:
+    """`tensor_frames` must be writable; the tensors are views of them."""
+    payloads: dict[str, Payload] = dict(message.references)
+    start = 0
+    for entry in message.tensors:
+        end = start + entry.num_frames
+        payloads[entry.mm_hash] = decode_frames(entry.header, tensor_frames[start:end])
+        start = end
+    request = _request_decoder.decode(frame)
+    if message.features:
+        request = replace(request, mm_features=_decode_features(message.features))
+    return request, Transfer(payloads=payloads, update=message.update)
+
+
+def _encode_features(features: Sequence[MultiModalFeatureSpec]) -> tuple[Feature, ...]:
     return tuple(
         Feature(
             feature.modality,
@@ -126,7 +193,7 @@ def encode_features(features: Sequence[MultiModalFeatureSpec]) -> tuple[Feature,
     )
 
 
-def decode_features(features: Sequence[Feature]) -> tuple[MultiModalFeatureSpec, ...]:
+def _decode_features(features: Sequence[Feature]) -> tuple[MultiModalFeatureSpec, ...]:
     return tuple(
         MultiModalFeatureSpec(
             modality=feature.modality,
@@ -135,10 +202,6 @@ def decode_features(features: Sequence[Feature]) -> tuple[MultiModalFeatureSpec,
         )
         for feature in features
     )
-
-
-def strip_features(request: EngineCoreRequest) -> EngineCoreRequest:
-    return replace(request, mm_features=())
 
 
 def _as_runs(mask: Sequence[bool] | None) -> tuple[int, ...] | None:

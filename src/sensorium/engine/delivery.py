@@ -18,7 +18,7 @@ from sensorium.types.outputs import MediaItemReport
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.transfer import MissingItems, ShmReference, Transfer
 
-_MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 4
 
 
 class Delivery:
@@ -35,11 +35,11 @@ class Delivery:
         """Raises what the core's `add_request` raises. The handles stay the caller's."""
         own = list(items)
         try:
-            for _ in range(_MAX_ATTEMPTS):
+            for _ in range(MAX_ATTEMPTS):
                 transfer = self._sender.make_transfer([item.handle for item in own])
                 missing = self._core.add_request(request, transfer)
                 if missing is None:
-                    return _report(items, transfer)
+                    return make_reports(items, transfer)
                 self._recover(own, items, missing)
             raise CapacityError("the core loses media faster than it can be sent")
         finally:
@@ -60,7 +60,7 @@ class Delivery:
                     self._sender.release([item.handle])
 
 
-def _report(items: Sequence[PerceivedItem], transfer: Transfer) -> tuple[MediaItemReport, ...]:
+def make_reports(items: Sequence[PerceivedItem], transfer: Transfer) -> tuple[MediaItemReport, ...]:
     return tuple(
         MediaItemReport(
             modality=item.handle.modality,

@@ -15,6 +15,7 @@ from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.times import ItemTimes
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class _RequestState:
     is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     mm_items: tuple[MediaItemReport, ...] = ()
+    stages: ItemTimes = field(default_factory=dict)
     final: RequestOutput | None = None
 
 
@@ -50,9 +52,16 @@ class OutputProcessor:
         self._states[request.request_id] = state
         self._owners |= dict.fromkeys(completions, state)
 
-    def add_reports(self, request_id: str, mm_items: tuple[MediaItemReport, ...]) -> None:
-        """How the request's media came to the core, once that is known."""
-        self._states[request_id].mm_items = mm_items
+    def add_reports(
+        self,
+        request_id: str,
+        mm_items: tuple[MediaItemReport, ...],
+        stages: ItemTimes | None = None,
+    ) -> None:
+        """How the request and its media came to the core, once that is known."""
+        state = self._states[request_id]
+        state.mm_items = mm_items
+        state.stages = stages or {}
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -132,6 +141,7 @@ class OutputProcessor:
             encoder_hits=() if first is None else first.encoder_hits,
             mm_items=state.mm_items,
             times=None if first is None else first.times,
+            stages=state.stages,
             error=_make_error(last) if is_error else None,
         )
 
@@ -159,4 +169,9 @@ def _take_delta(state: _RequestState) -> RequestDelta | None:
     deltas = tuple(delta for delta in taken if delta is not None)
     if not deltas and not is_last:
         return None
-    return RequestDelta(request_id=state.request.request_id, deltas=deltas, final=state.final)
+    return RequestDelta(
+        request_id=state.request.request_id,
+        prompt_token_ids=state.request.prompt_token_ids,
+        deltas=deltas,
+        final=state.final,
+    )

@@ -6,11 +6,12 @@ header is msgpack; nothing here is pickle. Headers may come from a client: they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
@@ -91,11 +92,32 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
     """Views of a writable block. A `RequestError` if the header doesn't fit it."""
+    return {spec.name: _decode_tensor(spec, block) for spec in _decode_header(header)}
+
+
+def as_frames(kwargs: MultiModalKwargsItem) -> list[memoryview]:
+    """One piece of memory per tensor, where each travels on its own: no copy, where it is
+    contiguous.
+    """
+    return [as_bytes(tensor).numpy().data for tensor in kwargs.values()]
+
+
+def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, torch.Tensor]:
+    """Views of writable frames, one per tensor of the header."""
+    specs = _decode_header(header)
+    if len(specs) != len(frames):
+        raise RequestError(f"{len(frames)} frames for {len(specs)} tensors")
+    return {
+        spec.name: _decode_tensor(replace(spec, offset=0), frame)
+        for spec, frame in zip(specs, frames, strict=True)
+    }
+
+
+def _decode_header(header: bytes) -> tuple[TensorSpec, ...]:
     try:
-        specs = _decoder.decode(header)
+        return _decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise RequestError(f"tensors can't be decoded: {error}") from error
-    return {spec.name: _decode_tensor(spec, block) for spec in specs}
 
 
 def _decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:

@@ -55,7 +55,8 @@ class RequestOutput:
     `prompt_logprobs`: `None` for the first token of the prompt, which nothing predicts, then as in
     a completion. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
     items whose encoder output was there already (`encoder_hits`: which), `mm_items` says of each
-    item how it came there. `times` are those of the first completion in the core.
+    item how it came there. `times` are those of the first completion in the core, `stages` the
+    seconds by stage of what came before it.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class RequestOutput:
     encoder_hits: tuple[int, ...] = ()
     mm_items: tuple[MediaItemReport, ...] = ()
     times: CoreTimes | None = None
+    stages: ItemTimes = field(default_factory=dict)
     error: RequestError | None = None
 
 
@@ -97,4 +99,5 @@ class RequestDelta:
 
     request_id: str
     deltas: tuple[CompletionDelta, ...]
+    prompt_token_ids: tuple[int, ...] = ()
     final: RequestOutput | None = None

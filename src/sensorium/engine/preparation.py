@@ -1,0 +1,113 @@
+"""Makes requests of prompts in threads: rendering, loading, perceiving and tokenising block.
+
+Owns the threads. What has media gets others than what has none: a slow host holds up nobody who
+only has text. How many wait is bounded by what the server admits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from sensorium.engine.chat import Chat
+from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
+from sensorium.render.renderer import ChatRenderer
+from sensorium.types.errors import CapacityError
+from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.sampling import SamplingParams
+from sensorium.types.times import ItemTimes
+
+_NUM_TEXT_THREADS = 4
+_NUM_MEDIA_THREADS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """`stages`: how long it took, in seconds: to wait for a thread, to render the conversation,
+    and to perceive and tokenise.
+    """
+
+    processed: ProcessedRequest
+    stages: ItemTimes
+
+
+class Preparation:
+    """`release` gets what was made for somebody who no longer waits for it."""
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        *,
+        release: Callable[[ProcessedRequest], None],
+        chat_template: str | None = None,
+    ) -> None:
+        self._inputs = inputs
+        self._chat_template = chat_template
+        self._renderer = ChatRenderer(inputs.processor)
+        self._release = release
+        self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
+        self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
+
+    async def prepare(
+        self, request_id: str, prompt: Prompt | Chat, params: SamplingParams
+    ) -> Prepared:
+        """Raises a `RequestError` that names what is wrong with the prompt. When it is cancelled,
+        so is the work, as soon as it can be.
+        """
+        seed = self._inputs.draw_seed()
+        cancelled: Future[None] = Future()
+        submitted = time.monotonic()
+
+        def run() -> Prepared:
+            started = time.monotonic()
+            entry = self._render(prompt) if isinstance(prompt, Chat) else prompt
+            rendered = time.monotonic()
+            processed = self._inputs.process(
+                request_id, entry, params, seed=seed, cancelled=cancelled
+            )
+            stages = {"wait_thread": started - submitted, "perceive": time.monotonic() - rendered}
+            if isinstance(prompt, Chat):
+                stages["render"] = rendered - started
+            return Prepared(processed=processed, stages=stages)
+
+        threads = self._media_threads if _has_media(prompt) else self._text_threads
+        try:
+            future = threads.submit(run)
+        except RuntimeError as error:  # the executor's word for being shut down
+            raise CapacityError("the server is stopping") from error
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            cancelled.set_result(None)
+            future.add_done_callback(self._give_back)
+            raise
+
+    def close(self) -> None:
+        """Doesn't wait for threads that are at work."""
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
+        self._media_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _render(self, chat: Chat) -> TextPrompt:
+        if chat.options.chat_template is None and self._chat_template is not None:
+            options = replace(chat.options, chat_template=self._chat_template)
+            chat = replace(chat, options=options)
+        return chat.render(self._renderer)
+
+    def _give_back(self, future: Future[Prepared]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._release(future.result().processed)
+
+
+def _has_media(prompt: Prompt | Chat) -> bool:
+    """Whether it looks so; what is malformed is refused elsewhere."""
+    if isinstance(prompt, Chat):
+        messages = prompt.messages if isinstance(prompt.messages, list | tuple) else ()
+        contents = (m.get("content") for m in messages if isinstance(m, Mapping))
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    return isinstance(prompt, Mapping) and bool(
+        prompt.get("multi_modal_data") or prompt.get("multi_modal_uuids") or prompt.get("mm_hashes")
+    )
