@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sensorium.engine.core_messages import CoreInfo
+from sensorium.engine.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 
 logger = logging.getLogger(__name__)

@@ -25,13 +25,13 @@ _MAX_MESSAGE_LENGTH = 4000
 
 
 def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
-    """By the descriptor in argv. Signals are for the parent, which says what follows of them: a
-    terminal or a service manager sends them to all processes.
+    """By the descriptor that is the last in argv. Signals are for the parent, which says what
+    follows of them: a terminal or a service manager sends them to all processes.
     """
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    descriptor = int(sys.argv[1])
+    descriptor = int(sys.argv[-1])
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor), decoder)
 
@@ -47,8 +47,14 @@ def receive_start(channel: Channel[Any], kind: type[Start]) -> Start:
 def follow_parent(
     channel: Channel[Message], on_message: Callable[[Message], object], *, socket_dir: str
 ) -> None:
-    """From now on in a thread, so that nothing the main thread does can delay the end."""
-    channel.start_reading(on_message, lambda: end_with_parent(socket_dir))
+    """From now on in a thread, so that nothing the main thread does can delay the end. A child
+    that can't hear its parent ends too, and is started again.
+    """
+    channel.start_reading(
+        on_message,
+        on_end=lambda: end_with_parent(socket_dir),
+        on_failure=lambda: os._exit(1),
+    )
 
 
 def end_with_parent(socket_dir: str) -> None:

@@ -6,6 +6,7 @@ that came about.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sensorium.engine.core_messages import CoreInfo
+from sensorium.engine.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import InvariantError
 
+logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 65_536
 
 
@@ -44,11 +46,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to a frontend. `identity` is never used again. `listen_fd`: a TCP socket
-    that is bound.
+    """The first message to a frontend, the `index`-th of its server. `identity` is never used
+    again. `listen_fd`: a TCP socket that is bound.
     """
 
     options: ServeOptions
+    index: int
     identity: str
     listen_fd: int
     socket_dir: str
@@ -131,17 +134,24 @@ class Channel(Generic[Message]):
         return self._decoder.decode(line)
 
     def start_reading(
-        self, on_message: Callable[[Message], object], on_end: Callable[[], object]
+        self,
+        on_message: Callable[[Message], object],
+        *,
+        on_end: Callable[[], object],
+        on_failure: Callable[[], object],
     ) -> None:
         """All further messages go to `on_message`, in a thread of their own; then `on_end` is
-        called there. An error of either also ends the reading, with `on_end`.
+        called there. `on_failure` instead, if a message makes no sense or can't be obeyed.
         """
 
         def read() -> None:
             try:
                 while (message := self.receive()) is not None:
                     on_message(message)
-            finally:
+            except Exception:  # nobody else sees what happens in this thread
+                logger.exception("a message of the parent could not be obeyed")
+                on_failure()
+            else:
                 on_end()
 
         threading.Thread(target=read, name="sensorium-control", daemon=True).start()

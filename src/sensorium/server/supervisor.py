@@ -24,7 +24,7 @@ from pathlib import Path
 
 from prometheus_client import multiprocess
 
-from sensorium.engine.core_messages import CoreInfo
+from sensorium.engine.core_info import CoreInfo
 from sensorium.server.announcement import Announcer
 from sensorium.server.control import (
     CoreDown,
@@ -150,6 +150,7 @@ class Supervisor:
         premises = self._premises
         start = StartFrontend(
             options=self._options,
+            index=index,
             identity=identity,
             listen_fd=premises.listener.fileno(),
             socket_dir=str(premises.directory),

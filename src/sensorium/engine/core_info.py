@@ -1,0 +1,18 @@
+"""What is known of a core that is ready. Free of torch: the parent of all processes has it too."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sensorium.types.sampling import GenerationDefaults
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frontend has to know of a core. `description`: what was resolved, as pairs of words
+    for people.
+    """
+
+    endpoint: str
+    max_model_len: int
+    defaults: GenerationDefaults
+    description: tuple[tuple[str, str], ...] = ()
