@@ -441,7 +441,8 @@ def test_bad_neighbours_do_not_spoil_a_good_item(
     server.on("/good", reply(200, b"picture"))
     names = ["slow", "html", "good", "missing"]
     loader = make_loader(deadline_s=DEADLINE_S)
-    results = loader.load_all([(f"http://{HOST}/{name}", "image") for name in names])
+    loaded = loader.load_all([(f"http://{HOST}/{name}", "image") for name in names])
+    results = [entry.outcome for entry in loaded]
     reasons = [getattr(result, "reason", None) for result in results]
     assert reasons == ["deadline", "content_type", None, "status"]
     assert results[2].data == b"picture"  # type: ignore[union-attr]

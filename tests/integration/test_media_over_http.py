@@ -124,6 +124,7 @@ def test_a_fresh_answer_is_reused_until_it_is_stale(
     statistics = loader.statistics()
     assert (statistics.num_fetches, statistics.num_response_cache_hits) == (2, 1)
     assert statistics.num_bytes == 14
+    assert statistics.loaded_bytes == {"http": 21}
 
 
 def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: MediaLoader) -> None:
@@ -325,7 +326,7 @@ def test_items_of_one_call_are_loaded_side_by_side(
     for name in "abc":
         server.on(f"/{name}", answer)
     items = [(URL + name, "image") for name in "abcba"]
-    results = loader.load_all([*items, (b"raw", "image")])
+    results = [loaded.outcome for loaded in loader.load_all([*items, (b"raw", "image")])]
     assert [result.data for result in results if isinstance(result, MediaBytes)] == [
         b"/a",
         b"/b",

@@ -138,6 +138,24 @@ def test_defaults_of_a_generation_config_are_those_of_transformers(
     assert get_token_ids(outputs) == expected
 
 
+def test_with_generation_config_none_a_silent_request_samples_freely(
+    tiny_model: TinyModel, tmp_path: Path, llm: LLM
+) -> None:
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    path = directory / "generation_config.json"
+    odd = {"do_sample": True, "temperature": 0.1, "top_k": 2, "repetition_penalty": 1.5}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **odd, "suppress_tokens": [40]}))
+    silent = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=3)
+    free = replace(silent, temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
+    expected = get_token_ids(llm.generate(PROMPTS, free, use_tqdm=False))
+    taken, ignored = (make_llm(str(directory), generation_config=g) for g in ("auto", "none"))
+    assert get_token_ids(ignored.generate(PROMPTS, silent, use_tqdm=False)) == expected
+    assert get_token_ids(taken.generate(PROMPTS, silent, use_tqdm=False)) != expected
+    eos = taken.input_processor.defaults.eos_token_ids
+    assert eos
+    assert ignored.input_processor.defaults.eos_token_ids == eos
+
+
 def test_bad_words_are_never_said(llm: LLM) -> None:
     params = replace(GREEDY, temperature=1.5, max_tokens=60)
     free = llm.generate(PROMPTS, replace(params, seed=5), use_tqdm=False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestError
+from sensorium.multimodal.media.loader import LoadedMedia
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.types.errors import MediaFetchError, MissingMediaError
 from tests.integration.perceiving import (
@@ -56,11 +57,12 @@ class Host:
 
         monkeypatch.setattr(loader, "load_all", load)
 
-    def _fetch(self) -> MediaBytes | RequestError:
+    def _fetch(self) -> LoadedMedia:
         self.num_fetches += 1
-        if self.content is None:
-            return MediaFetchError("the host does not answer")
-        return MediaBytes(self.content)
+        outcome: MediaBytes | RequestError = MediaFetchError("the host does not answer")
+        if self.content is not None:
+            outcome = MediaBytes(self.content)
+        return LoadedMedia(outcome=outcome, fetch_s=0.0)
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)

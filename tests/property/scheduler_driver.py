@@ -48,6 +48,17 @@ def check_blocks(kv_cache: KVCacheManager, request_ids: Iterable[str]) -> None:
             assert pool.is_free(block_id) == (count[block_id] == 0)
 
 
+def check_last(output: EngineCoreOutput) -> None:
+    """Times in their order, and every item that was there, once."""
+    assert output.times is not None
+    times = output.times
+    moments = [times.arrived, times.scheduled, times.first_token, times.finished]
+    passed = [moment for moment in moments if moment is not None]
+    assert passed == sorted(passed)
+    hits = output.encoder_hits
+    assert len(set(hits)) == len(hits) == output.num_encoder_hits
+
+
 class SchedulerDriver:
     def __init__(self, limits: Limits, sizes: CacheSizes, policy: str) -> None:
         self.limits = limits
@@ -91,6 +102,7 @@ class SchedulerDriver:
             assert output.request_id in self.open, "news of a request that has ended"
             self._check_scored(output)
             if output.finish_reason is not None:
+                check_last(output)
                 del self.open[output.request_id]
 
     def _check_scored(self, output: EngineCoreOutput) -> None:

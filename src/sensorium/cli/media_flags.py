@@ -23,6 +23,7 @@ _NAMES = (
     "media_io_kwargs",
     "allowed_local_media_path",
     "allowed_media_domains",
+    "enable_mm_embeds",
 )
 
 
@@ -32,6 +33,12 @@ def add_media_options(command: argparse.ArgumentParser, *, is_server: bool = Fal
     _add_cache(group, is_server=is_server)
     _add_processing(group, is_server=is_server)
     _add_sources(group)
+    if is_server:
+        group.add_argument(
+            "--enable-mm-embeds",
+            action="store_true",
+            help="anyone may send media as an encoder's output, for models that allow it",
+        )
 
 
 def _add_cache(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
@@ -114,7 +121,7 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
 
 def make_media_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `MediaOptions`, with the fields of `MediaLimits` as they were given."""
-    given = {name: getattr(arguments, name) for name in _NAMES}
+    given = {name: getattr(arguments, name) for name in _NAMES if hasattr(arguments, name)}
     return given | {"media_limits": _make_limits(arguments)}
 
 

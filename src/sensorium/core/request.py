@@ -9,6 +9,7 @@ from sensorium.core.block_hash import hash_block, hash_root
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
 from sensorium.types.request import EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.sampling import SamplingParams
+from sensorium.types.times import CoreTimes
 
 # The order of service: the priority, then the arrival; smaller comes first. No two have the same.
 Rank = tuple[int, int]
@@ -23,7 +24,9 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """`spans`: sorted, disjoint ranges of positions that must be computed within one step."""
+    """`spans`: sorted, disjoint ranges of positions that must be computed within one step.
+    `arrived` and other times are in seconds of the scheduler's clock.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class Request:
         rank: Rank,
         block_size: int,
         spans: tuple[tuple[int, int], ...] = (),
+        arrived: float = 0.0,
     ) -> None:
         self.core_request = core_request
         self.request_id: str = core_request.request_id
@@ -46,7 +50,11 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
-        self.num_encoder_hits = 0
+        self.encoder_hits: list[int] = []  # items whose encoder output was there
+        self.arrived = arrived
+        self.scheduled: float | None = None  # for the first time
+        self.first_token: float | None = None
+        self.encode_s = 0.0
         # Prompt positions whose logits were used; None: the caller doesn't want them.
         self.num_scored_tokens: int | None = (
             None if self.sampling_params.prompt_logprobs is None else 0
@@ -66,6 +74,10 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_encoder_hits(self) -> int:
+        return len(self.encoder_hits)
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
@@ -98,8 +110,17 @@ class Request:
 
     def count_encoder_items(self, *, encoded: tuple[int, ...], shared: tuple[int, ...]) -> None:
         """Items are counted once, although a preempted request asks for them again."""
-        self.num_encoder_hits += sum(mm_index >= self._num_items_counted for mm_index in shared)
+        self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
+
+    def make_times(self, finished: float) -> CoreTimes:
+        return CoreTimes(
+            arrived=self.arrived,
+            scheduled=self.scheduled,
+            first_token=self.first_token,
+            finished=finished,
+            encode_s=self.encode_s,
+        )
 
     def get_split_span(self, position: int) -> tuple[int, int] | None:
         """The unsplittable span that a border before `position` would split, if any."""

@@ -15,7 +15,9 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from bisect import insort
+from collections.abc import Callable
 from operator import attrgetter
 
 from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
@@ -41,7 +43,9 @@ _rank_of = attrgetter("rank")
 
 
 class Scheduler:
-    """`policy`: "fcfs", or "priority" (lower values first, then first come first served)."""
+    """`policy`: "fcfs", or "priority" (lower values first, then first come first served). `clock`:
+    in seconds; the times of requests are read from it.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Scheduler:
         kv_cache: KVCacheManager,
         encoder_cache: EncoderCacheManager,
         policy: str = "fcfs",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.kv_cache = kv_cache
@@ -58,6 +63,7 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
         self._policy = policy
+        self._clock = clock
         self._planner = WindowPlanner(limits, encoder_cache)
         self._num_arrivals = 0
         self._stopped: list[str] = []
@@ -87,6 +93,7 @@ class Scheduler:
             rank=(core_request.priority if self._policy == "priority" else 0, self._num_arrivals),
             block_size=self.kv_cache.block_size,
             spans=spans,
+            arrived=self._clock(),
         )
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -178,6 +185,7 @@ class Scheduler:
         request.num_computed_tokens = num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
+            request.scheduled = self._clock()
         started = StartedRequest(
             request=request.core_request, output_token_ids=request.output_token_ids
         )
@@ -265,9 +273,8 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Advance every request of the step; the news for their callers."""
         for scheduled in output.scheduled:
-            for encoder_input in scheduled.encoder_inputs:
-                if encoder_input.key not in result.failed_encodes:
-                    self.encoder_cache.mark_computed(encoder_input.key)
+            if scheduled.encoder_inputs:
+                self._note_encoded(scheduled, result)
         outputs = self._fail_encodes(result)
         outputs += self._fail_requests(output, result)
         for scheduled in output.scheduled:
@@ -312,6 +319,14 @@ class Scheduler:
         request = self.requests.get(scheduled.request_id)
         is_running = request is not None and request.status is RequestStatus.RUNNING
         return request if is_running else None
+
+    def _note_encoded(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> None:
+        for encoder_input in scheduled.encoder_inputs:
+            if encoder_input.key not in result.failed_encodes:
+                self.encoder_cache.mark_computed(encoder_input.key)
+        request = self._get_scheduled(scheduled)
+        if request is not None:
+            request.encode_s += result.encode_s
 
     def _fail_encodes(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         outputs = []
@@ -367,6 +382,8 @@ class Scheduler:
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
         request.append_token(token_id)
+        if request.first_token is None:
+            request.first_token = self._clock()
         new_logprobs = () if logprobs is None else (logprobs,)
         stop = get_stop(request, max_model_len=self.limits.max_model_len)
         if stop is not None:
@@ -416,6 +433,8 @@ class Scheduler:
             is_internal=is_internal,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_encoder_hits=request.num_encoder_hits,
+            encoder_hits=tuple(sorted(request.encoder_hits)),
+            times=request.make_times(self._clock()),
         )
 
     def _release(self, request: Request) -> None:

@@ -114,6 +114,8 @@ class AsyncEngine:
             on_missing=self._sender.handle_missing,
             on_forget=self._forget_media,
         )
+        if info.epoch is not None:  # nothing that an earlier core had is there
+            self._sender.handle_missing(MissingItems(mm_hashes=(), epoch=info.epoch))
         if isinstance(self._sender, MirrorSender) and not self._is_flushing:
             self._is_flushing = True
             self._spawn(self._flush_evictions(self._sender))
@@ -269,7 +271,7 @@ class AsyncEngine:
             # Now: the end of a short request may come together with the answer.
             if stages is not None:
                 sent = {**stages, _SENT: time.monotonic()}
-                self._outputs.add_reports(request_id, make_reports(items, transfer), sent)
+                self._outputs.add_reports(request_id, make_reports(items, own, transfer), sent)
             return transfer
 
         return await self._get_client().add(child, make_transfer)

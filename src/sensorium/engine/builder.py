@@ -33,7 +33,7 @@ from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
-from sensorium.models.families import ADAPTERS
+from sensorium.models.families import ADAPTERS, EMBEDS
 from sensorium.models.generation_config import get_generation_defaults
 from sensorium.models.loading import (
     get_model_class,
@@ -79,11 +79,12 @@ class Core:
     core: EngineCore
     config: EngineConfig
     adapter: ModelAdapter
+    generation_config: str
     needs_trial: bool
 
     @property
     def defaults(self) -> GenerationDefaults:
-        return get_generation_defaults(self.adapter.model)
+        return get_generation_defaults(self.adapter.model, self.generation_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,17 +168,23 @@ def build_core(
         most_bytes=free_bytes - memory.weights_bytes,
     )
     logger.info("model %s on %s, %s: %s", source.model, device, dtype, config)
-    needs_trial = hf_config.model_type not in ADAPTERS
-    return Core(core=core, config=config, adapter=adapter, needs_trial=needs_trial)
+    return Core(
+        core=core,
+        config=config,
+        adapter=adapter,
+        generation_config=options.generation_config,
+        needs_trial=hf_config.model_type not in ADAPTERS,
+    )
 
 
 def build_frontend(
     source: Source, loaded: LoadedConfig, media: MediaOptions, caches: Caches
 ) -> Frontend:
-    directory = str(loaded.checkpoint)
+    directory, hf_config = str(loaded.checkpoint), loaded.hf_config
+    embeds_modalities = EMBEDS.get(hf_config.model_type, ())
     processor = MultiModalProcessor(
         directory,
-        loaded.hf_config,
+        hf_config,
         limits=media.get_limits(),
         trust_remote_code=source.trust_remote_code,
     )
@@ -188,6 +195,10 @@ def build_frontend(
         directory=directory,
         model_revision=get_revision(loaded.checkpoint),
         trust_remote_code=source.trust_remote_code,
+        embeds_modalities=embeds_modalities,
+        embeds_width=hf_config.get_text_config(decoder=True).hidden_size
+        if embeds_modalities
+        else 0,
     )
     return Frontend(processor=processor, perception=perception)
 

@@ -14,6 +14,7 @@ from sensorium.engine.memory import MemoryPlan, format_bytes
 from sensorium.layers.attention.selection import ATTENTION_BACKENDS
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
 from sensorium.models.adapter import MODALITIES
+from sensorium.models.generation_config import GENERATION_CONFIGS
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
 
@@ -43,6 +44,7 @@ class EngineOptions:
     attention_backend: str = "auto"
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_utilization: float = 0.9
+    generation_config: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,6 +69,11 @@ class EngineOptions:
             raise ModelError(
                 f"unknown attention_backend {self.attention_backend!r}: "
                 f"use {', '.join(ATTENTION_BACKENDS)}"
+            )
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ModelError(
+                f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, "
+                f"not {self.generation_config!r}"
             )
         if not _is_share(self.gpu_memory_utilization):
             raise ModelError(

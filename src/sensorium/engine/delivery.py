@@ -39,7 +39,7 @@ class Delivery:
                 transfer = self._sender.make_transfer([item.handle for item in own])
                 missing = self._core.add_request(request, transfer)
                 if missing is None:
-                    return make_reports(items, transfer)
+                    return make_reports(items, own, transfer)
                 self._recover(own, items, missing)
             raise CapacityError("the core loses media faster than it can be sent")
         finally:
@@ -60,15 +60,19 @@ class Delivery:
                     self._sender.release([item.handle])
 
 
-def make_reports(items: Sequence[PerceivedItem], transfer: Transfer) -> tuple[MediaItemReport, ...]:
+def make_reports(
+    items: Sequence[PerceivedItem], own: Sequence[PerceivedItem], transfer: Transfer
+) -> tuple[MediaItemReport, ...]:
+    """`own`: the items as they were sent, some of them perceived again."""
     return tuple(
         MediaItemReport(
             modality=item.handle.modality,
             mm_hash=item.handle.mm_hash,
             is_processor_hit=item.handle.is_hit,
             transfer=_describe(transfer, item.handle.mm_hash),
+            times=sent.times,
         )
-        for item in items
+        for item, sent in zip(items, own, strict=True)
     )
 
 

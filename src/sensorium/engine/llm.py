@@ -58,6 +58,9 @@ class LLM:
     - `trust_remote_code`: run code that a checkpoint brings (off: such a model is refused);
     - `gpu_memory_utilization`: the share of a CUDA device's memory that may be in use afterwards;
       a model that does not fit is refused before it is loaded, with the figures;
+    - `generation_config`: "auto": what a request leaves open is as in the checkpoint's
+      `generation_config.json`; "none": that counts only for its end-of-sequence tokens, so that a
+      silent request samples at temperature 1, and bans no tokens;
     - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
 
@@ -65,7 +68,8 @@ class LLM:
     off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
     `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
     `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
-    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost.
+    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost,
+    `enable_mm_embeds` for media that comes as its encoder's output (off).
     `close` ends processes and threads; `with LLM(...) as llm` does too.
     """
 
@@ -92,6 +96,7 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         gpu_memory_utilization: float = 0.9,
+        generation_config: str = "auto",
         use_tqdm_on_load: bool = True,
         seed: int = 0,
         **media: Unpack[MediaKwargs],
@@ -111,6 +116,7 @@ class LLM:
             attention_backend=attention_backend,
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             gpu_memory_utilization=gpu_memory_utilization,
+            generation_config=generation_config,
             seed=seed,
         )
         with blame_checkpoint(str(model)):
@@ -125,11 +131,14 @@ class LLM:
             engine = build_engine(source, options=options, media=media_options)
         self.config, self.core, self.perception = engine.config, engine.core, engine.perception
         self.input_processor = _make_input_processor(engine, options, media_options)
-        self._sender = engine.perception.caches.sender
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
         self._outputs = OutputProcessor(engine.processor.tokenizer)
         self._siblings, self._ids = Siblings(partial(_release, self._sender)), count()
+
+    @property
+    def _sender(self) -> SenderCache:
+        return self.perception.caches.sender
 
     def close(self) -> None:
         """End the processes and threads that perceive; nothing can be generated afterwards."""

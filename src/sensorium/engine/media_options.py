@@ -24,8 +24,9 @@ _MAX_POOL_SIZE = 128  # half of what may share the memory of a cache
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaOptions:
     """`mm_processor_cache_gb=0` keeps nothing. `mm_processor_pool_size=0` processes in the
-    frontend's own process. `media_limits` with `allowed_*` and `deadline_s` left to the fields
-    here.
+    frontend's own process. `enable_mm_embeds`: items may come as an encoder's output, from any
+    caller, where the model's family allows it. `media_limits` with `allowed_*` and `deadline_s`
+    left to the fields here.
     """
 
     mm_processor_cache_gb: float = 4.0
@@ -37,6 +38,7 @@ class MediaOptions:
     media_io_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     allowed_local_media_path: str | os.PathLike[str] | None = None
     allowed_media_domains: Sequence[str] = ()
+    enable_mm_embeds: bool = False
     media_limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -84,6 +86,8 @@ class MediaOptions:
         is_path = isinstance(path, str | os.PathLike) and bool(os.fspath(path))
         if path is not None and not (is_path and Path(path).is_dir()):
             raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
+        if not isinstance(self.enable_mm_embeds, bool):
+            raise ModelError("enable_mm_embeds must be true or false")
         if not isinstance(self.media_limits, MediaLimits):
             raise ModelError("media_limits must be MediaLimits")
 
@@ -126,6 +130,7 @@ class MediaKwargs(TypedDict, total=False):
     media_io_kwargs: Mapping[str, Mapping[str, Any]]
     allowed_local_media_path: str | os.PathLike[str] | None
     allowed_media_domains: Sequence[str]
+    enable_mm_embeds: bool
     media_limits: MediaLimits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sensorium.engine.media_options import MediaOptions
@@ -13,6 +14,7 @@ from sensorium.multimodal.cache.readonly import SharedReadonlyCache
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
+from sensorium.multimodal.embeds_backend import EmbedsBackend
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
 from sensorium.multimodal.item_handler import make_settings
@@ -101,7 +103,10 @@ def build_perception(
     directory: str,
     model_revision: str,
     trust_remote_code: bool,
+    embeds_modalities: Collection[str] = (),
+    embeds_width: int = 0,
 ) -> Perception:
+    """`embeds_modalities`: of which embeddings may come computed, so wide."""
     limits = options.get_limits()
     store = caches.store
     hasher = MediaHasher(
@@ -111,23 +116,21 @@ def build_perception(
     )
     loader = MediaLoader(limits)
     uuids = UuidBindings()
-    pool = None
-    if options.mm_processor_pool_size:
-        shm_fd = None if store is None else store.fd
-        pool = ProcessPool(
-            options.mm_processor_pool_size,
-            handler=_HANDLER,
-            settings=make_settings(
-                directory, trust_remote_code=trust_remote_code, limits=limits, shm_fd=shm_fd
-            ),
-            inherited_fds=() if shm_fd is None else (shm_fd,),
-        )
+    pool = _build_pool(options, store, directory, trust_remote_code=trust_remote_code)
     in_process = InProcessBackend(ItemWorker(processor, limits))
 
     def make_backend(*, keep: bool) -> ItemBackend:
-        if pool is None:
-            return in_process
-        return PoolBackend(pool, processor, keep=keep, deadline_s=limits.process_deadline_s)
+        backend: ItemBackend = in_process
+        if pool is not None:
+            deadline_s = limits.process_deadline_s
+            backend = PoolBackend(pool, processor, keep=keep, deadline_s=deadline_s)
+        return EmbedsBackend(
+            backend,
+            processor,
+            is_enabled=options.enable_mm_embeds,
+            modalities=embeds_modalities,
+            width=embeds_width,
+        )
 
     def make_perceiver(cache: ProcessorCache, *, keep: bool) -> Perceiver:
         return Perceiver(
@@ -146,4 +149,24 @@ def build_perception(
         readonly=make_perceiver(caches.readonly, keep=False),
         loader=loader,
         pool=pool,
+    )
+
+
+def _build_pool(
+    options: MediaOptions, store: ShmStore | None, directory: str, *, trust_remote_code: bool
+) -> ProcessPool | None:
+    if not options.mm_processor_pool_size:
+        return None
+    shm_fd = None if store is None else store.fd
+    settings = make_settings(
+        directory,
+        trust_remote_code=trust_remote_code,
+        limits=options.get_limits(),
+        shm_fd=shm_fd,
+    )
+    return ProcessPool(
+        options.mm_processor_pool_size,
+        handler=_HANDLER,
+        settings=settings,
+        inherited_fds=() if shm_fd is None else (shm_fd,),
     )

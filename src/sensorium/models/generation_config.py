@@ -13,6 +13,8 @@ from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 
 logger = logging.getLogger(__name__)
+
+GENERATION_CONFIGS = ("auto", "none")
 # Fields that change the tokens and are not supported yet, with the value that changes nothing.
 _IGNORED_FIELDS: dict[str, object] = {
     "typical_p": 1.0,
@@ -33,11 +35,18 @@ _IGNORED_FIELDS: dict[str, object] = {
 }
 
 
-def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
+def get_generation_defaults(
+    model: PreTrainedModel, generation_config: str = "auto"
+) -> GenerationDefaults:
     """Greedy unless the config says `do_sample`, as in Transformers' `generate`: temperature and
     filters count only then, penalties and bans always.
+
+    With "none" only its end-of-sequence tokens count, without which no answer would end: a request
+    that is silent samples from the model's own distribution, and no token is banned.
     """
     config = model.generation_config
+    if generation_config == "none":
+        return GenerationDefaults(eos_token_ids=_get_eos_token_ids(config))
     _warn_of_ignored(config)
     eos_token_ids = _as_ids(config.eos_token_id)
     temperature = 1.0 if config.temperature is None else config.temperature
@@ -52,7 +61,7 @@ def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
         )
         bans = _get_bans(config, eos_token_ids)
     except RequestError as error:
-        raise ModelError(f"the model's generation_config.json is wrong: {error}") from error
+        raise _blame_config(error) from error
     return GenerationDefaults(
         temperature=temperature if config.do_sample else 0.0,
         top_p=1.0 if checked.top_p is None else checked.top_p,
@@ -62,6 +71,17 @@ def get_generation_defaults(model: PreTrainedModel) -> GenerationDefaults:
         eos_token_ids=eos_token_ids,
         bans=bans,
     )
+
+
+def _get_eos_token_ids(config: Any) -> tuple[int, ...]:
+    try:
+        return _check_ids("eos_token_id", _as_ids(config.eos_token_id))
+    except RequestError as error:
+        raise _blame_config(error) from error
+
+
+def _blame_config(error: RequestError) -> ModelError:
+    return ModelError(f"the model's generation_config.json is wrong: {error}")
 
 
 def _warn_of_ignored(config: Any) -> None:

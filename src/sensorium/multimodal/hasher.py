@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 
 from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.precomputed_embeds import PrecomputedEmbeds
 from sensorium.types.errors import ModelError, RequestError
 
 ALGORITHMS = ("sha256", "blake3", "sha512")
@@ -47,7 +48,11 @@ class MediaHasher:
         self._context = self._digest("context", [model_revision, processor_fingerprint])
 
     def digest_source(self, media: object) -> str:
-        """What identifies the source alone. The bytes of `MediaBytes` are digested once."""
+        """What identifies the source alone. The bytes of `MediaBytes` are digested once. Embeddings
+        are never named as a picture or a sound of the same numbers.
+        """
+        if isinstance(media, PrecomputedEmbeds):
+            return self._digest("embeds", media.tensor)
         if not isinstance(media, MediaBytes):
             return self._digest("source", media)
         if media.digest is None:

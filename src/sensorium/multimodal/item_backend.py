@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from sensorium.multimodal.item_messages import decode_reply, encode_job
@@ -12,14 +13,21 @@ from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
 from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.times import ItemTimes
 from sensorium.types.transfer import ShmReference
 
-ItemResult = ProcessedItem | ShmReference
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedItem:
+    """`times`: how long its stages took, wherever they ran."""
+
+    result: ProcessedItem | ShmReference
+    times: ItemTimes
 
 
 class ItemBackend(Protocol):
     def start(self, job: ItemJob, media: object) -> Flight:
-        """Begin with an item, which will be an `ItemResult`; media is `MediaBytes`, or what a
+        """Begin with an item, which will be a `FinishedItem`; media is `MediaBytes`, or what a
         caller in process may give.
         """
         ...
@@ -32,9 +40,9 @@ class InProcessBackend:
         self._worker = worker
 
     def start(self, job: ItemJob, media: object) -> Flight:
-        return FinishedFlight(
-            self._worker.process(job, media.data if isinstance(media, MediaBytes) else media)
-        )
+        plain = media.data if isinstance(media, MediaBytes) else media
+        item, times = self._worker.process(job, plain)
+        return FinishedFlight(FinishedItem(result=item, times=times))
 
 
 class PoolBackend:
@@ -51,15 +59,16 @@ class PoolBackend:
     def start(self, job: ItemJob, media: object) -> Flight:
         message, blocks = encode_job(job, media, processor=self._processor, keep=self._keep)
 
-        def as_result(reply: PoolReply) -> ItemResult:
+        def as_result(reply: PoolReply) -> FinishedItem:
             decoded = decode_reply(reply.reply)
             if decoded.reference is not None:
-                return decoded.reference
-            return ProcessedItem(
+                return FinishedItem(result=decoded.reference, times=decoded.times)
+            item = ProcessedItem(
                 modality=job.modality,
                 mm_hash=job.mm_hash,
                 kwargs=reply.kwargs,
                 layout=decoded.layout,
             )
+            return FinishedItem(result=item, times=decoded.times)
 
         return self._pool.submit(message, blocks, deadline_s=self._deadline_s, on_reply=as_result)

@@ -92,7 +92,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
     """Views of a writable block. A `RequestError` if the header doesn't fit it."""
-    return {spec.name: _decode_tensor(spec, block) for spec in _decode_header(header)}
+    return {spec.name: decode_tensor(spec, block) for spec in _decode_header(header)}
 
 
 def as_frames(kwargs: MultiModalKwargsItem) -> list[memoryview]:
@@ -108,7 +108,7 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
     if len(specs) != len(frames):
         raise RequestError(f"{len(frames)} frames for {len(specs)} tensors")
     return {
-        spec.name: _decode_tensor(replace(spec, offset=0), frame)
+        spec.name: decode_tensor(replace(spec, offset=0), frame)
         for spec, frame in zip(specs, frames, strict=True)
     }
 
@@ -120,7 +120,8 @@ def _decode_header(header: bytes) -> tuple[TensorSpec, ...]:
         raise RequestError(f"tensors can't be decoded: {error}") from error
 
 
-def _decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
+def decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
+    """A view of a writable block. A `RequestError` if it can't be one."""
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")

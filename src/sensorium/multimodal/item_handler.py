@@ -57,13 +57,13 @@ class ItemHandler:
 
     def __call__(self, job: bytes, block: memoryview) -> tuple[bytes, MultiModalKwargsItem]:
         item_job, media, keep = decode_job(job, block)
-        item = self._worker.process(item_job, media)
+        item, times = self._worker.process(item_job, media)
         if item.layout is None:
             raise InvariantError("an item was processed and has no layout")
         reference = None
         if self._store is not None and keep:
             reference = self._store.put(item)
-        reply = encode_reply(ItemReply(layout=item.layout, reference=reference))
+        reply = encode_reply(ItemReply(layout=item.layout, reference=reference, times=dict(times)))
         if self._store is None or reference is None:
             return reply, item.kwargs
         # Not leased on its way: should it be evicted before it is used, it is processed again.

@@ -31,10 +31,13 @@ class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`reference`: where the tensors are, if they don't come with the reply."""
+    """`reference`: where the tensors are, if they don't come with the reply. `times`: how long the
+    stages took.
+    """
 
     layout: ItemLayout
     reference: ShmReference | None = None
+    times: dict[str, float] = {}
 
 
 def _as_plain(value: object) -> object:

@@ -14,7 +14,9 @@ from sensorium.multimodal.media.decoding import decode
 from sensorium.multimodal.media.frame_sampling import make_frame_chooser
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.stage_times import StageTimes
 from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.times import ItemTimes
 
 
 class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,16 +36,19 @@ class ItemWorker:
         self._limits = limits
         self._lock = Lock()
 
-    def process(self, job: ItemJob, media: object) -> ProcessedItem:
-        """`media`: the bytes of a file, or what a caller in process may give. A `RequestError` if
-        it can't be done.
+    def process(self, job: ItemJob, media: object) -> tuple[ProcessedItem, ItemTimes]:
+        """The item, and how long its stages took. `media`: the bytes of a file, or what a caller
+        in process may give. A `RequestError` if it can't be done.
         """
+        times = StageTimes()
         if isinstance(media, bytes):
-            media = self._decode(job, media)
-        with self._lock:
-            return self._processor.process_item(
+            with times.measure("decode"):
+                media = self._decode(job, media)
+        with self._lock, times.measure("process"):
+            item = self._processor.process_item(
                 job.modality, media, job.processor_kwargs, mm_hash=job.mm_hash
             )
+        return item, times.get()
 
     def _decode(self, job: ItemJob, data: bytes) -> object:
         options = job.decode_options or {}

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
 from sensorium.multimodal.checks import check_unread
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.item_backend import ItemBackend
+from sensorium.multimodal.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.item_worker import ItemJob
 from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media.limits import MediaLimits
@@ -26,6 +27,7 @@ from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
+from sensorium.multimodal.stage_times import StageTimes, add_times
 from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings
 from sensorium.types.errors import (
     CapacityError,
@@ -35,16 +37,16 @@ from sensorium.types.errors import (
     add_label,
 )
 from sensorium.types.multimodal import ProcessedItem
-from sensorium.types.transfer import ShmReference
+from sensorium.types.times import ItemTimes
 
 _MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use
-_Result = ProcessedItem | ShmReference | None  # None: the cache has it by now
+_Result = FinishedItem | None  # None: the cache has it by now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceivedItem:
     """A handle, and what it was made from, should the core have lost the tensors: an `origin`, or
-    tensors that the caller `brought`.
+    tensors that the caller `brought`. `times`: seconds by stage, of what was done for this request.
     """
 
     handle: ItemHandle
@@ -52,6 +54,7 @@ class PerceivedItem:
     origin: MediaItem | None = None
     options: PerceptionOptions = field(default_factory=PerceptionOptions)
     brought: ProcessedItem | None = None
+    times: ItemTimes = field(default_factory=dict)
 
 
 class Perceiver:
@@ -112,16 +115,17 @@ class Perceiver:
         if item.origin is not None:
             (again,) = self.perceive([item.origin], item.options, cancelled=cancelled)
             if again.handle.mm_hash == mm_hash:
-                return again
+                return replace(again, times=add_times(item.times, again.times))
             self.cache.release([again.handle])  # the address has other content by now
         raise MissingMediaError(f"{item.label} is in no cache any more: send it again", (mm_hash,))
 
     def _load(self, calls: Sequence[_ItemCall]) -> None:
         sources = [(call.item.media, call.item.modality) for call in calls]
         for call, loaded in zip(calls, self.loader.load_all(sources), strict=True):
-            if isinstance(loaded, RequestError):
-                raise add_label(loaded, call.item.label) from loaded
-            call.source = loaded
+            call.times.add({"fetch": loaded.fetch_s})
+            if isinstance(loaded.outcome, RequestError):
+                raise add_label(loaded.outcome, call.item.label) from loaded.outcome
+            call.source = loaded.outcome
 
 
 class _ItemCall:
@@ -135,6 +139,7 @@ class _ItemCall:
         self._job: ItemJob | None = None
         self._bound: BoundSource | None = None
         self.item = item
+        self.times = StageTimes()
         is_here = isinstance(item.media, MediaBytes) or not item.is_encoded
         self.source: object | None = item.media if is_here else None
 
@@ -155,7 +160,8 @@ class _ItemCall:
             salt = self._options.cache_salt
             source = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
             if source is not None:
-                self._job = self._make_job(source)
+                with self.times.measure("hash"):
+                    self._job = self._make_job(source)
                 self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
                 self._bound = None if self._handle is None else source
         if item.media is None and self._handle is None:
@@ -169,12 +175,14 @@ class _ItemCall:
         perceiver, item = self._perceiver, self.item
         if not item.is_encoded:
             check_unread(item.modality, self.source, perceiver.limits)
-        digest = perceiver.hasher.digest_source(self.source)
+        with self.times.measure("hash"):
+            digest = perceiver.hasher.digest_source(self.source)
         self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
         if item.uuid is not None:
             salt = self._options.cache_salt
             perceiver.uuids.check(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
-        self._job = self._make_job(self._bound)
+        with self.times.measure("hash"):
+            self._job = self._make_job(self._bound)
         self._look_up_or_join()
 
     def _make_job(self, source: BoundSource) -> ItemJob:
@@ -229,12 +237,18 @@ class _ItemCall:
         other.
         """
         perceiver, mm_hash = self._perceiver, self._get_job().mm_hash
+        began = time.monotonic()
         try:
             # A flight has a deadline of its own, but may begin anew.
             timeout_s = 2 * perceiver.limits.process_deadline_s
-            result = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
+            finished = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
         except TimeoutError as error:
             raise RequestError("it could not be processed in time") from error
+        if not waiter.is_leader:
+            self.times.add({"wait": time.monotonic() - began})
+        elif finished is not None:
+            self.times.add(finished.times)
+        result = None if finished is None else finished.result
         if isinstance(result, ProcessedItem):
             self._handle = perceiver.cache.get_and_update_item(mm_hash, result)
         elif result is not None and perceiver.shared is not None and waiter.is_leader:
@@ -260,7 +274,11 @@ class _ItemCall:
             raise InvariantError(f"{self.item.label} has no handle")
         origin = self.item if self.source is None else replace(self.item, media=self.source)
         return PerceivedItem(
-            handle=self._handle, label=self.item.label, origin=origin, options=self._options
+            handle=self._handle,
+            label=self.item.label,
+            origin=origin,
+            options=self._options,
+            times=self.times.get(),
         )
 
     def _get_job(self) -> ItemJob:

@@ -198,6 +198,10 @@ class MultiModalProcessor:
                 f"text, and says {layout.num_embeds}"
             )
 
+    def make_plain_layout(self, modality: str, num_embeds: int) -> ItemLayout:
+        """Of an item that is nothing but its embeddings in a prompt."""
+        return self._make_layout(modality, self.get_marker(modality) * num_embeds)
+
     def _make_layout(self, modality: str, text: str) -> ItemLayout:
         token_ids = tokenize_fragment(self.tokenizer, text)
         for token_id in self.get_token_ids(modality):

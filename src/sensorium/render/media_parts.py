@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.types.errors import RequestError
+import torch
+
+from sensorium.multimodal.precomputed_embeds import PrecomputedEmbeds, decode_embeds
+from sensorium.types.errors import RequestError, add_label
 
 _MODALITIES = ("image", "video", "audio")
 _URL_TYPES = {f"{modality}_url": modality for modality in _MODALITIES}
-_KNOWN_TYPES = ("text", *_URL_TYPES, "input_audio", *_MODALITIES, "image_pil")
+_EMBEDS_TYPES = {"image_embeds": "image", "audio_embeds": "audio"}
+_KNOWN_TYPES = ("text", *_URL_TYPES, "input_audio", *_MODALITIES, "image_pil", *_EMBEDS_TYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaPart:
-    """`item`: a URL, encoded bytes or decoded media; `None` if only its `uuid` was given."""
+    """`item`: a URL, encoded bytes, decoded media or its embeddings; `None` if only its `uuid` was
+    given.
+    """
 
     modality: str
     item: object
@@ -54,6 +60,8 @@ def _get_media(kind: str, part: Mapping[str, Any], path: str) -> tuple[str, obje
         return _URL_TYPES[kind], _get_url(part.get(kind), f"{path}.{kind}")
     if kind == "input_audio":
         return "audio", _get_input_audio(part.get(kind), f"{path}.{kind}")
+    if kind in _EMBEDS_TYPES:
+        return _EMBEDS_TYPES[kind], _get_embeds(part.get(kind), f"{path}.{kind}")
     modality = "image" if kind == "image_pil" else kind
     for name in (kind, modality, "url"):
         if part.get(name) is not None:
@@ -87,12 +95,27 @@ def _get_input_audio(value: object, path: str) -> bytes | str | None:
     return _decode(_get_string(value, "data", path), f"{path}.data")
 
 
+def _get_embeds(value: object, path: str) -> PrecomputedEmbeds | None:
+    """A tensor in process, or the base64 of `decode_embeds`' msgpack."""
+    if value is None or isinstance(value, PrecomputedEmbeds):
+        return value
+    if not isinstance(value, str | torch.Tensor):
+        raise RequestError(f"{path} must be base64 or a tensor, not {type(value).__name__}")
+    given = _decode_base64(value, path) if isinstance(value, str) else value
+    try:
+        return decode_embeds(given) if isinstance(given, bytes) else PrecomputedEmbeds(given)
+    except RequestError as error:
+        raise add_label(error, path) from error
+
+
 def _decode(text: str, path: str) -> bytes | str:
     """Encoded bytes, or the text itself if it is a URL already."""
+    return text if text.startswith("data:") else _decode_base64(text, path)
+
+
+def _decode_base64(text: str, path: str) -> bytes:
     import pybase64
 
-    if text.startswith("data:"):
-        return text
     try:
         return pybase64.b64decode(text, validate=True)
     except ValueError as error:

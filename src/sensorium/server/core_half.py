@@ -20,6 +20,7 @@ from sensorium.engine.memory import format_bytes
 from sensorium.engine.perception import build_caches, build_receiver
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.families import FAMILIES
+from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.control import StartCore
 from sensorium.server.metrics.core import CoreMetrics
@@ -29,7 +30,6 @@ from sensorium.server.options import (
     make_media_options,
     make_source,
 )
-from sensorium.types.sampling import GenerationDefaults
 
 
 def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
@@ -47,10 +47,12 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
         info = CoreInfo(
             endpoint=start.endpoint,
             max_model_len=built.config.limits.max_model_len,
-            defaults=_get_defaults(built, options),
+            defaults=built.defaults,
+            epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
             description=describe_core(built, options, model_type=loaded.hf_config.model_type),
         )
     metrics = CoreMetrics(options.model_names[0])
+    metrics.sync(built.core)
     return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step), info
 
 
@@ -61,14 +63,6 @@ def _try_core(built: Core, source: Source, loaded: LoadedConfig, media: MediaOpt
     tried = try_core(built, frontend)
     frontend.perception.close()
     return tried
-
-
-def _get_defaults(built: Core, options: ServeOptions) -> GenerationDefaults:
-    """Where a model stops, and what it must never say, is no matter of taste."""
-    own = built.defaults
-    if options.generation_config == "none":
-        return GenerationDefaults(eos_token_ids=own.eos_token_ids, bans=own.bans)
-    return own
 
 
 def describe_core(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.builder import build_frontend, load_source
@@ -107,19 +108,24 @@ async def _serve(
     )
     metrics = FrontendMetrics(options.model_names[0])
 
+    def sync() -> None:
+        num_preparing = engine.get_statistics().num_preparing
+        metrics.sync(perception=perception, num_preparing=num_preparing)
+
     def on_started() -> None:
         tell_serving()
         if perception.pool is not None:
             perception.pool.start()  # it is not waited for: until it is there, jobs queue
 
-    config = make_config(options, make_app(engine, options, metrics))
+    app = SyncBeforeEnd(make_app(engine, options, metrics), sync)
+    config = make_config(options, app)
     config.load()  # before the core is there, not after
     server = _Server(config, on_started)
     try:
         if await _connect_first(messages, engine):
             tasks = [
                 asyncio.create_task(_obey(messages, engine, server)),
-                asyncio.create_task(_sync(metrics, engine, perception)),
+                asyncio.create_task(_sync_often(sync)),
             ]
             await server.serve(sockets=[socket.socket(fileno=start.listen_fd)])
             for task in tasks:
@@ -150,15 +156,15 @@ async def _obey(messages: Messages, engine: AsyncEngine, server: uvicorn.Server)
             server.should_exit = True
 
 
-async def _sync(metrics: FrontendMetrics, engine: AsyncEngine, perception: Perception) -> None:
+async def _sync_often(sync: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(_SYNC_S)
-        metrics.sync(engine, perception)
+        sync()
 
 
-def make_config(options: ServeOptions, app: object) -> uvicorn.Config:
+def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         loop="none",  # it is there already
         http="httptools",
         backlog=_BACKLOG,
@@ -167,6 +173,24 @@ def make_config(options: ServeOptions, app: object) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
     )
+
+
+class SyncBeforeEnd:
+    """Metrics are up to date before a client has its whole answer: whoever asks for them then,
+    any frontend, sees the request in them.
+    """
+
+    def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
+        self._app = app
+        self._sync = sync
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_after(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._sync()
+            await send(message)
+
+        await self._app(scope, receive, send_after if scope["type"] == "http" else send)
 
 
 class _Server(uvicorn.Server):

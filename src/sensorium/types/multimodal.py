@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The tensors that one item's processor call gave, by the name of the model's argument.
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
+# The only tensor of an item that is an encoder's output already.
+PRECOMPUTED = "embeds"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class ModelRunnerOutput:
 
     A failed request was left out of the step, or nothing sensible came of it. `failed_encodes` are
     by encoder key. `prompt_logprobs` has an entry for each token of the step that is followed by
-    another one of the prompt, for the requests that want them.
+    another one of the prompt, for the requests that want them. `encode_s`: how long the step's
+    encoders took, seen from the host.
     """
 
     sampled_token_ids: Mapping[str, int]
@@ -80,6 +81,7 @@ class ModelRunnerOutput:
     failed_encodes: Mapping[str, str]
     failed_requests: Mapping[str, str] = field(default_factory=dict)  # by request id
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    encode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from sensorium.models.adapter import ModelAdapter
-from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import PRECOMPUTED, MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.worker.encoder_cache import EncoderCache
 
 logger = logging.getLogger(__name__)
@@ -80,11 +81,7 @@ class EncoderRunner:
         """A batch's embeddings, or the reason if it fails."""
         modality = jobs[0].feature.modality
         try:
-            embeds = self._adapter.encode(
-                modality,
-                [job.item for job in jobs],
-                [job.feature.mm_position.get_num_embeds() for job in jobs],
-            )
+            embeds = self._get_embeds(modality, jobs)
             # A NaN in a stored key or value would reach other requests: attention multiplies masked
             # values by zero.
             is_finite = torch.stack([torch.isfinite(item).all() for item in embeds]).all()
@@ -93,6 +90,20 @@ class EncoderRunner:
             logger.debug("encoding %d %s item(s) failed", len(jobs), modality, exc_info=True)
             return f"{type(error).__name__}: {error}"
         return _EncodedBatch(jobs=jobs, embeds=embeds, is_finite=is_finite)
+
+    def _get_embeds(self, modality: str, jobs: Sequence[EncoderJob]) -> list[torch.Tensor]:
+        num_embeds = [job.feature.mm_position.get_num_embeds() for job in jobs]
+        items = [job.item for job in jobs]
+        if items[0].keys() == {PRECOMPUTED}:
+            pairs = zip(items, num_embeds, strict=True)
+            return [self._take_embeds(item[PRECOMPUTED], count) for item, count in pairs]
+        return self._adapter.encode(modality, items, num_embeds)
+
+    def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
+        """A copy: the item's own memory may belong to a cache that uses it again."""
+        if len(embeds) != num_expected:
+            raise RequestError(f"{len(embeds)} embeddings for placeholders of {num_expected}")
+        return self._adapter.to_model(embeds.clone())
 
 
 def _explain(job: EncoderJob, reason: str) -> str:

@@ -5,6 +5,7 @@ Owns all tensors of the engine. Item tensors are read from `payloads`, which the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -118,7 +119,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self._apply_changes(output)
-        failed = self._encoder_runner.run(self._get_encoder_jobs(output.scheduled))
+        failed, encode_s = self._encode(output.scheduled)
         left_out = self._get_left_out(output.scheduled, failed)
         rows = [
             (entry, self._states[entry.request_id])
@@ -127,7 +128,10 @@ class ModelRunner:
         ]
         result = self._run(self._input_batch.prepare(rows)) if rows else _NOTHING
         return replace(
-            result, failed_encodes=failed, failed_requests=left_out | {**result.failed_requests}
+            result,
+            failed_encodes=failed,
+            failed_requests=left_out | {**result.failed_requests},
+            encode_s=encode_s,
         )
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
@@ -145,6 +149,17 @@ class ModelRunner:
             )
         for scheduled in output.scheduled:
             self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
+
+    def _encode(self, scheduled: Sequence[ScheduledRequest]) -> tuple[dict[str, str], float]:
+        """The keys that could not be encoded, with the reason; and the seconds that it took. The
+        runner waits for the device once, if there is anything to encode.
+        """
+        jobs = self._get_encoder_jobs(scheduled)
+        if not jobs:
+            return {}, 0.0
+        began = time.monotonic()
+        failed = self._encoder_runner.run(jobs)
+        return failed, time.monotonic() - began
 
     def _get_encoder_jobs(self, scheduled: Sequence[ScheduledRequest]) -> list[EncoderJob]:
         jobs = []

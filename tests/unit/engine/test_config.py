@@ -123,6 +123,12 @@ def test_an_unknown_policy_is_refused_by_name() -> None:
         EngineOptions(scheduling_policy="lifo")
 
 
+@pytest.mark.parametrize("given", ["None", "generation_config.json", None, 1])
+def test_generation_config_is_auto_or_none(given: Any) -> None:
+    with pytest.raises(ModelError, match="generation_config must be auto or none"):
+        EngineOptions(generation_config=given)
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [

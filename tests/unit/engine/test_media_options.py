@@ -25,6 +25,7 @@ from sensorium.types.errors import ModelError
         ("allowed_media_domains", [1]),
         ("allowed_local_media_path", 3),
         ("media_limits", None),
+        ("enable_mm_embeds", "yes"),
     ],
 )
 def test_an_impossible_option_is_refused_by_its_name(name: str, value: Any) -> None:

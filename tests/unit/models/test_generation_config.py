@@ -42,6 +42,36 @@ def test_the_generation_config_is_the_default(
     assert get_generation_defaults(model) == expected  # type: ignore[arg-type]
 
 
+def test_none_takes_only_the_end_of_sequence_from_a_generation_config(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=0.3,
+        top_p=0.8,
+        top_k=20,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        suppress_tokens=[7],
+        begin_suppress_tokens=[9],
+        bad_words_ids=[[3]],
+        no_repeat_ngram_size=3,
+        eos_token_id=[2, 4],
+    )
+    model: Any = SimpleNamespace(generation_config=config)
+    assert get_generation_defaults(model, "none") == GenerationDefaults(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, eos_token_ids=(2, 4)
+    )
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("eos", ["2", [-1]])
+def test_without_a_generation_config_its_end_of_sequence_is_still_checked(eos: object) -> None:
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos))
+    with pytest.raises(ModelError, match=r"generation_config.json is wrong: eos_token_id must be"):
+        get_generation_defaults(model, "none")
+
+
 def get_defaults(**config: Any) -> GenerationDefaults:
     model = SimpleNamespace(generation_config=GenerationConfig(**config))
     return get_generation_defaults(model)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from sensorium.render.media_parts import MediaPart
@@ -108,6 +109,23 @@ BAD_PARTS: list[tuple[object, str]] = [
     ({"type": "image", "image": IMAGE, "uuid": 3}, r"content\[0\].uuid must be a string"),
     ({"type": "image", "image": IMAGE, "uuid": ""}, r"content\[0\].uuid must be a string"),
     ({"type": "image", "path": 3}, r"content\[0\].path must be a string"),
+    ({"type": "image_embeds"}, r"content\[0\] has neither media nor a uuid"),
+    (
+        {"type": "image_embeds", "image_embeds": {"pixels": "AAAA"}},
+        r"content\[0\].image_embeds must be base64 or a tensor, not dict",
+    ),
+    (
+        {"type": "audio_embeds", "audio_embeds": "%%"},
+        r"content\[0\].audio_embeds is not valid base64",
+    ),
+    (
+        {"type": "image_embeds", "image_embeds": "gAJjb3MKc3lzdGVtCg=="},
+        r"content\[0\].image_embeds: embeddings can't be decoded: they are msgpack",
+    ),
+    (
+        {"type": "image_embeds", "image_embeds": torch.zeros(4)},
+        r"content\[0\].image_embeds: embeddings have the shape",
+    ),
 ]
 
 

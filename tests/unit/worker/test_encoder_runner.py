@@ -21,6 +21,9 @@ class FakeAdapter:
     def __init__(self) -> None:
         self.batches: list[tuple[str, list[float]]] = []
 
+    def to_model(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float()
+
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
@@ -68,6 +71,32 @@ def test_items_of_one_modality_run_in_one_batch(
     assert adapter.batches == [("image", [1.0, 2.0]), ("video", [5.0])]
     assert cache["a"].tolist() == [[1.0, 1.0]] * 3
     assert cache["b"].tolist() == [[2.0, 2.0]]
+
+
+def take(key: str, embeds: torch.Tensor, num_embeds: int) -> EncoderJob:
+    return EncoderJob(key=key, feature=make_feature(key, 0, num_embeds), item={"embeds": embeds})
+
+
+def test_what_is_encoded_already_is_copied_beside_what_is_not(
+    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
+) -> None:
+    given = torch.tensor([[3.0, 4.0]])
+    jobs = [job("a", 1.0), take("b", given, 1), take("c", torch.ones(2, 2), 2)]
+    assert runner.run(jobs) == {}
+    assert adapter.batches == [("image", [1.0])]
+    given.zero_()  # the memory of a cache, which is used again
+    assert cache["b"].tolist() == [[3.0, 4.0]]
+    assert cache["c"].tolist() == [[1.0, 1.0]] * 2
+
+
+def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache) -> None:
+    jobs = [take("few", torch.ones(1, 2), 2), take("good", torch.ones(2, 2), 2)]
+    jobs.append(take("large", torch.full((2, 2), 1e30).double() * 1e30, 2))
+    failed = runner.run(jobs)
+    assert failed.keys() == {"few", "large"}
+    assert "1 embeddings for placeholders of 2" in failed["few"]
+    assert "not finite" in failed["large"]
+    assert "good" in cache
 
 
 def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, adapter: FakeAdapter) -> None:

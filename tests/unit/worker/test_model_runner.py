@@ -166,6 +166,16 @@ def _encode(key: str) -> tuple[EncoderInput, ...]:
     return (EncoderInput(mm_index=0, key=key),)
 
 
+def test_a_step_says_how_long_it_encoded() -> None:
+    runner = make_runner(payloads={"good": {"value": torch.tensor(6)}})
+    request = make_request((1, 1), make_feature("good", 1, 1))
+    scheduled = make_scheduled("r", 0, 2, block_ids=((1,),), encoder_inputs=_encode("good"))
+    encoding = start(runner, [request], [scheduled])
+    decoding = start(runner, [], [make_scheduled("r", 2, 3)])
+    assert encoding.encode_s > 0
+    assert decoding.encode_s == 0
+
+
 def test_a_step_whose_requests_all_failed_runs_no_model() -> None:
     runner = make_runner(payloads={"bad": {"value": torch.tensor(-1)}})
     request = make_request((1, 1), make_feature("bad", 1, 1))

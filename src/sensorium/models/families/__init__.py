@@ -24,11 +24,15 @@ _TIMES = "frames without metadata count as 24 a second"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`modalities`: what it takes besides text. `limits`: what a user may run into."""
+    """`modalities`: what it takes besides text. `embeds`: those of them whose items are nothing but
+    their embeddings in a prompt, so that these may come computed. `limits`: what a user may run
+    into.
+    """
 
     model_type: str
     name: str
     modalities: tuple[str, ...] = ()
+    embeds: tuple[str, ...] = ()
     adapter: type[ModelAdapter] = ModelAdapter
     special: str = ""
     limits: str = ""
@@ -36,12 +40,19 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family(model_type="llama", name="Llama", special="stands for all decoders of text"),
-    Family(model_type="llava", name="LLaVA", modalities=_IMAGE),
-    Family(model_type="llava_next", name="LLaVA-NeXT", modalities=_IMAGE, special="tiles"),
+    Family(model_type="llava", name="LLaVA", modalities=_IMAGE, embeds=_IMAGE),
+    Family(
+        model_type="llava_next",
+        name="LLaVA-NeXT",
+        modalities=_IMAGE,
+        embeds=_IMAGE,
+        special="tiles",
+    ),
     Family(
         model_type="llava_onevision",
         name="LLaVA-OneVision",
         modalities=_VISUAL,
+        embeds=_IMAGE,
         special="tiles",
         limits="each image is tiled, also among several",
     ),
@@ -97,6 +108,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="qwen2_audio",
         name="Qwen2-Audio",
         modalities=_AUDIO,
+        embeds=_AUDIO,
         adapter=Qwen2AudioAdapter,
         limits="sounds are cut off at the window of its processor (30 seconds)",
     ),
@@ -104,6 +116,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="audioflamingo3",
         name="Audio Flamingo 3",
         modalities=_AUDIO,
+        embeds=_AUDIO,
         limits="sounds are cut off at 10 minutes",
     ),
     Family(
@@ -118,8 +131,10 @@ FAMILIES: tuple[Family, ...] = (
         model_type="voxtral",
         name="Voxtral",
         modalities=_AUDIO,
+        embeds=_AUDIO,
         special="Mistral's tokenizer",
         limits="sounds take 375 tokens for each begun 30 seconds",
     ),
 )
+EMBEDS = {family.model_type: family.embeds for family in FAMILIES}
 ADAPTERS: dict[str, type[ModelAdapter]] = {family.model_type: family.adapter for family in FAMILIES}

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from sensorium.multimodal.media.address_guard import Resolve, resolve_host
 from sensorium.multimodal.media.data_url import decode_data_url
-from sensorium.multimodal.media.fetch_statistics import FetchCounters, FetchStatistics
+from sensorium.multimodal.media.fetch_statistics import FetchCounters, FetchStatistics, SourceKind
 from sensorium.multimodal.media.hosts import AllowedDomains
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.local_file import read_local_file
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
 
 MediaSource = bytes | bytearray | memoryview | str
 _CLOSED = "media can't be loaded: the server is stopping"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedMedia:
+    """What came of one item, and how long that took from the moment that its turn came."""
+
+    outcome: MediaBytes | RequestError
+    fetch_s: float
 
 
 class MediaLoader:
@@ -69,34 +78,42 @@ class MediaLoader:
             media = self._load(source, modality)
             if not media.data:
                 raise RefusedMediaError("the media is empty", "empty")
+            self._counters.add_loaded(_get_kind(source), len(media.data))
         except RequestError as error:
             reason = error.reason if isinstance(error, RefusedMediaError) else "malformed"
             self._counters.add_refusal(reason)
             raise
         return media
 
-    def load_all(self, items: Sequence[tuple[MediaSource, str]]) -> list[MediaBytes | RequestError]:
+    def load_all(self, items: Sequence[tuple[MediaSource, str]]) -> list[LoadedMedia]:
         """One result per item, in their order; a URL that is named twice is loaded once."""
-        started: dict[tuple[str, str], Future[MediaBytes]] = {}
+        started: dict[tuple[str, str], Future[LoadedMedia]] = {}
         for source, modality in items:
             if _is_remote(source) and (source, modality) not in started:
                 started[source, modality] = self._submit(source, modality)
-        results: list[MediaBytes | RequestError] = []
+        results: list[LoadedMedia] = []
         for source, modality in items:
             try:
                 if _is_remote(source):
                     results.append(started[source, modality].result())
                 else:
-                    results.append(self.load(source, modality))
-            except RequestError as error:
-                results.append(error)
+                    results.append(self._try_to_load(source, modality))
             except CancelledError as error:
                 raise CapacityError(_CLOSED) from error
         return results
 
-    def _submit(self, source: str, modality: str) -> Future[MediaBytes]:
+    def _try_to_load(self, source: MediaSource, modality: str) -> LoadedMedia:
+        began = time.monotonic()
+        outcome: MediaBytes | RequestError
         try:
-            return self._threads.submit(self.load, source, modality)
+            outcome = self.load(source, modality)
+        except RequestError as error:
+            outcome = error
+        return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
+
+    def _submit(self, source: str, modality: str) -> Future[LoadedMedia]:
+        try:
+            return self._threads.submit(self._try_to_load, source, modality)
         except RuntimeError as error:  # the executor's word for being shut down
             raise CapacityError(_CLOSED) from error
 
@@ -156,6 +173,14 @@ class MediaLoader:
                     ssl_context=self._ssl_context,
                 )
             return self._client
+
+
+def _get_kind(source: MediaSource) -> SourceKind:
+    """Of a source that was loaded."""
+    if not isinstance(source, str):
+        return "bytes"
+    scheme = source[:4].lower()
+    return "data" if scheme == "data" else "file" if scheme == "file" else "http"
 
 
 def _is_remote(source: MediaSource) -> TypeGuard[str]:

@@ -7,8 +7,10 @@ import importlib
 import random
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,7 +92,7 @@ def test_files_are_read_below_the_allowed_path(tmp_path: Path) -> None:
 def test_results_come_in_the_order_of_their_items(loader: MediaLoader) -> None:
     one = "data:;base64," + base64.b64encode(b"one").decode()
     items = [(one, "image"), ("http://host/", "audio"), (b"two", "video"), (b"", "image")]
-    first, refused, second, empty = loader.load_all(items)
+    first, refused, second, empty = (loaded.outcome for loaded in loader.load_all(items))
     assert (first, second) == (MediaBytes(b"one"), MediaBytes(b"two"))
     assert isinstance(refused, MediaFetchError)
     assert isinstance(empty, RequestError)
@@ -102,7 +104,7 @@ def test_a_url_that_is_named_twice_is_loaded_once() -> None:
         MediaLimits(), resolve=lambda *_: ["8.8.8.8"], connect=refuse_to_connect, num_threads=1
     )
     one, other = loader.load_all([("http://host/", "image")] * 2)
-    assert one is other
+    assert one is other  # what came, and how long it took
     assert loader.statistics().refusals == {"connection": 1}
     loader.close()
 
@@ -112,7 +114,39 @@ def test_what_needs_no_waiting_needs_no_thread(
 ) -> None:
     monkeypatch.setattr(loader._threads, "submit", pytest.fail)
     items = [(b"one", "image"), ("data:,two", "image"), ("DATA:,three", "image")]
-    assert [media.data for media in loader.load_all(items)] == [b"one", b"two", b"three"]
+    loaded = [MediaBytes(content) for content in (b"one", b"two", b"three")]
+    assert [entry.outcome for entry in loader.load_all(items)] == loaded
+
+
+def test_what_was_loaded_is_counted_by_the_kind_of_its_source(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"picture")
+    loader = MediaLoader(MediaLimits(allowed_local_path=tmp_path))
+    sources = [b"four", bytearray(b"1"), "data:,two", "DATA:,three", f"file://{tmp_path}/cat.png"]
+    loader.load_all([(source, "image") for source in [*sources, b"", "file:///none"]])
+    statistics = loader.statistics()
+    assert statistics.loaded_bytes == {"bytes": 5, "data": 8, "file": 7}
+    assert statistics.num_bytes == 0  # of responses
+    loader.close()
+
+
+def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
+    loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = threading.local()
+    both_run = threading.Barrier(2, timeout=30.0)
+
+    def load(source: str, modality: str) -> MediaBytes:
+        both_run.wait()
+        clocks.now = {"http://host/a": 1.0, "http://host/b": 5.0}[source]
+        if source.endswith("b"):
+            raise MediaFetchError("gone")
+        return MediaBytes(modality.encode())
+
+    monkeypatch.setattr(loader, "load", load)
+    clock = SimpleNamespace(monotonic=lambda: getattr(clocks, "now", 0.0))
+    monkeypatch.setattr("sensorium.multimodal.media.loader.time", clock)
+    results = loader.load_all([("http://host/a", "image"), ("http://host/b", "image")])
+    assert [loaded.fetch_s for loaded in results] == [1.0, 5.0]
 
 
 def test_a_wrong_list_of_domains_is_refused_at_the_start() -> None:

@@ -1,0 +1,125 @@
+"""What a caller learns of the time that its media took: the stages that ran, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sensorium import LLM
+from sensorium.types.outputs import RequestOutput
+from sensorium.types.times import ITEM_STAGES, ItemTimes
+from tests.integration.perceiving import (
+    CACHE_TYPES,
+    GREEDY,
+    OPTIONS,
+    Gate,
+    LlmOf,
+    Outcomes,
+    forget_outputs,
+    make_new_image,
+    make_new_png,
+    make_prompt,
+    make_uuid_prompt,
+    process,
+    release,
+    wait_until,
+)
+from tests.parity.driver import make_llm
+
+with_caches = pytest.mark.parametrize("cache_type", CACHE_TYPES)
+
+
+def run(llm: LLM, prompt: Any) -> RequestOutput:
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    return output
+
+
+def get_stages(times: ItemTimes) -> list[str]:
+    assert all(seconds >= 0 for seconds in times.values())
+    assert set(times) <= set(ITEM_STAGES)
+    return [stage for stage in ITEM_STAGES if stage in times]
+
+
+def get_all_stages(output: RequestOutput) -> list[list[str]]:
+    return [get_stages(item.times) for item in output.mm_items]
+
+
+@with_caches
+def test_an_item_that_a_cache_has_was_only_fetched_and_named(
+    llm_of: LlmOf, cache_type: str
+) -> None:
+    llm, data, image = llm_of(cache_type), make_new_png(), make_new_image()
+    prompt = make_prompt(data, image)
+    assert get_all_stages(run(llm, prompt)) == [
+        ["fetch", "hash", "decode", "process"],
+        ["hash", "process"],
+    ]
+    assert get_all_stages(run(llm, prompt)) == [["fetch", "hash"], ["hash"]]
+
+
+def test_a_uuid_spares_the_fetch(llm_of: LlmOf) -> None:
+    llm, data = llm_of("lru"), make_new_png()
+    run(llm, make_uuid_prompt(data, "times"))
+    assert get_all_stages(run(llm, make_uuid_prompt(None, "times"))) == [["hash"]]
+    url = "https://nowhere.example/picture.png"
+    assert get_all_stages(run(llm, make_uuid_prompt(url, "times"))) == [["hash"]]
+
+
+@with_caches
+def test_who_joins_another_request_waits_and_does_not_process(
+    llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
+) -> None:
+    llm, data = llm_of(cache_type), make_new_png()
+    gate, perceiver = Gate(monkeypatch), llm.perception.perceiver
+    outcomes = Outcomes([lambda: process(llm, make_prompt(data)) for _ in range(2)])
+    wait_until(lambda: perceiver.flights.statistics().num_waiting == 2)
+    gate.open()
+    results = outcomes.wait()
+    stages = sorted(get_stages(result.items[0].times) for result in results)
+    assert stages == [["fetch", "hash", "decode", "process"], ["fetch", "hash", "wait"]]
+    for result in results:
+        release(llm, result)
+
+
+@with_caches
+def test_the_processes_of_a_pool_tell_how_long_they_took(
+    tiny_model: Callable[[str], str], cache_type: str
+) -> None:
+    options = {**OPTIONS[cache_type], "mm_processor_pool_size": 1}
+    with make_llm(tiny_model("llava"), max_model_len=256, **options) as llm:
+        output = run(llm, make_prompt(make_new_png(), make_new_image()))
+    assert get_all_stages(output) == [["fetch", "hash", "decode", "process"], ["hash", "process"]]
+    assert all(item.times["process"] > 0 for item in output.mm_items)
+
+
+def test_what_had_to_be_perceived_again_counts(llm_of: LlmOf) -> None:
+    llm, prompt = llm_of("lru"), make_prompt(make_new_png())
+    run(llm, prompt)
+    forget_outputs(llm)
+    processed = llm.input_processor.process("times", prompt, GREEDY)
+    assert get_stages(processed.items[0].times) == ["fetch", "hash"]
+    llm.perception.caches.receiver.clear_cache()  # type: ignore[union-attr]
+    reports = llm._delivery.deliver(processed.request, processed.items)
+    assert get_stages(reports[0].times) == ["fetch", "hash", "decode", "process"]
+    release(llm, processed)
+    llm.core.abort_requests(["times"])
+
+
+def test_an_output_says_when_its_request_ran_and_which_items_were_encoded_before(
+    llm_of: LlmOf,
+) -> None:
+    llm, known, new = llm_of("lru"), make_new_png(), make_new_png()
+    first = run(llm, make_prompt(known))
+    assert first.times is not None
+    assert first.times.encode_s > 0
+    moments = [first.times.scheduled, first.times.first_token, first.times.finished]
+    assert None not in moments
+    assert first.times.arrived <= moments[0] <= moments[1] <= moments[2]  # type: ignore[operator]
+    second = run(llm, make_prompt(new, known, text="and these?"))
+    assert second.encoder_hits == (1,)
+    assert second.num_encoder_hits == 1
+    text = run(llm, "no media")
+    assert text.times is not None
+    assert (text.times.encode_s, text.encoder_hits) == (0.0, ())
