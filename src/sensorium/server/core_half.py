@@ -96,11 +96,12 @@ def _describe_model(options: ServeOptions) -> str:
 
 
 def _describe_kv_cache(built: Core) -> str:
-    """Of groups with a window the blocks are named, but tokens are those that all layers have."""
+    """The first block of a group is never given out. Tokens: those that all layers have room for;
+    groups with a window keep the last of them only.
+    """
     config = built.config
-    whole = [group.num_blocks for group in config.groups if group.window is None]
-    num_blocks = " + ".join(str(group.num_blocks) for group in config.groups)
+    counts = [group.num_blocks - 1 for group in config.groups]
+    whole = [group.num_blocks - 1 for group in config.groups if group.window is None]
+    tokens = f", {min(whole) * config.block_size} tokens" if whole else ""
     size = format_bytes(config.memory.kv_cache_bytes)
-    num_tokens = min(whole, default=0) * config.block_size
-    tokens = f", {num_tokens} tokens" if num_tokens else ""
-    return f"{num_blocks} blocks of {config.block_size}{tokens}, {size}"
+    return f"{' + '.join(map(str, counts))} blocks of {config.block_size}{tokens}, {size}"

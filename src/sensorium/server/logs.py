@@ -12,6 +12,8 @@ from sensorium.server.options import LogFormat, LogLevel
 # Libraries speak when something is wrong. The server's library announces each start of its own,
 # which is the supervisor's to tell; its access log is wanted as it is.
 _QUIET = logging.WARNING
+# What the engine resolved is announced by the parent, for people.
+_TOLD_ELSEWHERE = "sensorium.engine.builder"
 _ACCESS_LOGGER = "uvicorn.access"
 
 
@@ -66,5 +68,6 @@ def set_up_logging(
     root.handlers = [handler]
     root.setLevel(max(level, _QUIET))
     logging.getLogger("sensorium").setLevel(level)
+    logging.getLogger(_TOLD_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
     logging.getLogger(_ACCESS_LOGGER).setLevel(logging.INFO if access_log else _QUIET)
     logging.captureWarnings(True)
