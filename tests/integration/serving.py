@@ -1,0 +1,178 @@
+"""A real server for tests: `sensorium serve` as a user starts it, on a port of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 240.0
+_COMMAND = "from sensorium.cli import main; main()"
+_READY = re.compile(r"Sensorium is ready: (http://\S+)")
+
+
+class ServerProcess:
+    """`lines` is what it has said so far, on both streams."""
+
+    def __init__(self, model: str, *flags: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, "serve", model, "--port", "0", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.url: str | None = None
+        self._is_said = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            with self._is_said:
+                self.lines.append(line)
+                found = _READY.search(line)
+                self.url = self.url or (found.group(1) if found else None)
+                self._is_said.notify_all()
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.url is None:
+            if self.process.poll() is not None:
+                self._reader.join(10)
+                raise AssertionError(
+                    f"the server ended with {self.process.returncode}:\n{self.output}"
+                )
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the server is not ready:\n{self.output}")
+            with self._is_said:
+                self._is_said.wait(0.5)
+
+    def get_url(self, path: str = "") -> str:
+        if self.url is None:
+            raise AssertionError("the server is not ready")
+        return self.url.rstrip("/") + path
+
+    def make_client(self, **options: Any) -> OpenAI:
+        options = {"api_key": "none", "max_retries": 0, "timeout": 120.0, **options}
+        return OpenAI(base_url=self.get_url("/v1"), **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.get_url(path), json=body, timeout=120.0, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.get_url(path), timeout=60.0, **options)
+
+    def get_metrics(self) -> dict[str, float]:
+        """Samples by name and labels, e.g. `vllm:request_success_total{finished_reason="stop"}`;
+        labels that all have (model_name, engine) are left out.
+        """
+        samples: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                labels = {
+                    name: value
+                    for name, value in sorted(sample.labels.items())
+                    if name not in ("model_name", "engine")
+                }
+                inner = ",".join(f'{name}="{value}"' for name, value in labels.items())
+                samples[sample.name + (f"{{{inner}}}" if inner else "")] = sample.value
+        return samples
+
+    def get_process_ids(self) -> list[int]:
+        """The parent and all below it."""
+        return [self.process.pid, *get_descendants(self.process.pid)]
+
+    def find_children(self, word: str) -> list[int]:
+        """Those whose command line has this word, e.g. "core_main"."""
+        return [pid for pid in get_descendants(self.process.pid) if word in get_command(pid)]
+
+    def stop(self, timeout_s: float = 60.0) -> int:
+        """As an operator does; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the server did not stop:\n{self.output}") from None
+        self._reader.join(10)
+        return status
+
+    def kill(self) -> None:
+        """Everything, whatever state it is in."""
+        for pid in reversed(self.get_process_ids()):
+            kill(pid)
+        self.process.wait(30)
+
+
+@contextmanager
+def serve(model: str, *flags: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *flags)
+    try:
+        server.wait_until_ready()
+        yield server
+        server.stop()
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal_number)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def get_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def get_descendants(pid: int) -> list[int]:
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children += [int(word) for word in path.read_text().split()]
+        except OSError:
+            continue
+    return children + [entry for child in children for entry in get_descendants(child)]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s} s in vain until {what}")
+        time.sleep(0.05)
