@@ -26,12 +26,18 @@ from sensorium.types.errors import InvariantError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCacheStatistics:
+    """`num_queries`: items that were given a reference, `num_hits`: those whose entry was there. A
+    preempted request asks again.
+    """
+
     capacity: int
     num_used_embeds: int
     num_evictable_embeds: int
     num_entries: int
     num_references: int
     num_evictions: int
+    num_queries: int
+    num_hits: int
 
 
 @dataclass(slots=True)
@@ -50,6 +56,8 @@ class EncoderCacheManager:
         self._num_free = capacity
         self._num_evictable = 0
         self._num_evictions = 0
+        self._num_queries = 0
+        self._num_hits = 0
         self.num_releases = 0  # entries given up so far: while it stands still, no room is made
         self._freed_keys: list[str] = []
 
@@ -93,6 +101,7 @@ class EncoderCacheManager:
             del self._evictable[key]
             self._num_evictable -= entry.num_embeds
         self._add_reference(entry, request.request_id, mm_index)
+        self._num_hits += 1
         return True
 
     def can_allocate(self, num_embeds: int) -> bool:
@@ -171,10 +180,13 @@ class EncoderCacheManager:
             num_entries=len(self._entries),
             num_references=sum(len(entry.references) for entry in self._entries.values()),
             num_evictions=self._num_evictions,
+            num_queries=self._num_queries,
+            num_hits=self._num_hits,
         )
 
     def _add_reference(self, entry: _Entry, request_id: str, mm_index: int) -> None:
         entry.references.add((request_id, mm_index))
+        self._num_queries += 1
         self.request_cached_ids.setdefault(request_id, set()).add(mm_index)
 
     def _remove_from_index(self, request_id: str, mm_index: int) -> None:

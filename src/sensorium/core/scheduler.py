@@ -21,6 +21,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
+from sensorium.core.counters import SchedulerCounters
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
 from sensorium.core.request import Rank, Request, RequestStatus
@@ -62,6 +63,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
+        self.counters = SchedulerCounters()
         self._policy = policy
         self._clock = clock
         self._planner = WindowPlanner(limits, encoder_cache)
@@ -186,6 +188,8 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled = self._clock()
+            if self.kv_cache.enable_prefix_caching and not self.limits.is_encoder_decoder:
+                self.counters.add_look_up(request, num_cached_tokens)
         started = StartedRequest(
             request=request.core_request, output_token_ids=request.output_token_ids
         )
@@ -225,6 +229,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self.counters.num_preemptions += 1
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
@@ -258,6 +263,7 @@ class Scheduler:
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         stopped, self._stopped = tuple(self._stopped), []
+        self.counters.num_scheduled_tokens += step.num_tokens
         return SchedulerOutput(
             scheduled=tuple(step.scheduled.values()),
             started=tuple(step.started),
@@ -382,6 +388,7 @@ class Scheduler:
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
         request.append_token(token_id)
+        self.counters.add_token(request)
         if request.first_token is None:
             request.first_token = self._clock()
         new_logprobs = () if logprobs is None else (logprobs,)
@@ -396,6 +403,7 @@ class Scheduler:
                 prompt_logprobs=prompt_logprobs,
                 stop_token_id=stop_token_id,
             )
+        may_be_last = bool(request.sampling_params.stop)  # if the frontend finds one of them
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=(token_id,),
@@ -403,6 +411,8 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_encoder_hits=request.num_encoder_hits,
+            encoder_hits=tuple(sorted(request.encoder_hits)) if may_be_last else (),
+            times=request.make_times(self._clock()) if may_be_last else None,
         )
 
     def _finish(
@@ -421,6 +431,7 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self.counters.finished[reason] += 1
         del self.requests[request.request_id]
         return EngineCoreOutput(
             request_id=request.request_id,

@@ -23,6 +23,11 @@ _MAX_IDLE_STEPS = 8  # a step may be empty once in a while; a row of them means 
 
 
 class Runner(Protocol):
+    @property
+    def num_encoder_bytes(self) -> int:
+        """Of all encoder outputs that it holds."""
+        ...
+
     def add_request(self, request: EngineCoreRequest) -> None: ...
 
     def forget_request(self, request_id: str) -> None: ...

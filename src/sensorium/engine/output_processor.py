@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.engine.completion import Completion, make_logprobs
+from sensorium.engine.report_places import place_reports
 from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
@@ -139,7 +140,7 @@ class OutputProcessor:
             num_cached_tokens=0 if first is None else first.num_cached_tokens,
             num_encoder_hits=0 if first is None else first.num_encoder_hits,
             encoder_hits=() if first is None else first.encoder_hits,
-            mm_items=state.mm_items,
+            mm_items=place_reports(state.mm_items, state.request.mm_features),
             times=None if first is None else first.times,
             stages=state.stages,
             error=_make_error(last) if is_error else None,

@@ -36,6 +36,7 @@ def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
         replace(
             request,
             request_id=child_id,
+            sibling=index,
             sampling_params=first
             if index == 0
             else replace(first, seed=_derive_seed(params.seed, index), prompt_logprobs=None),

@@ -38,7 +38,8 @@ class CompletionOutput:
 class MediaItemReport:
     """Which caches served an item: `is_processor_hit`: it was not processed for this request;
     `transfer`: what went to the core, "tensors", "shared" (a place in shared memory) or "none".
-    `times`: seconds by stage, of what was done for this request.
+    `times`: seconds by stage, of what was done for this request. `mm_index`, `prompt_end`: which of
+    the prompt's items it is, and where its placeholders end, once that is known.
     """
 
     modality: str
@@ -46,6 +47,8 @@ class MediaItemReport:
     is_processor_hit: bool
     transfer: str
     times: ItemTimes = field(default_factory=dict)
+    mm_index: int | None = None
+    prompt_end: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

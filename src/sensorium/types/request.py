@@ -28,7 +28,8 @@ class EngineCoreRequest:
 
     `mm_features` are sorted by offset. `sampling_params` are resolved. `eos_token_ids` end it
     unless it ignores them. `bans` are what it never generates. `cache_salt` and `adapter` separate
-    what may share KV blocks and encoder outputs. A lower `priority` runs first.
+    what may share KV blocks and encoder outputs. A lower `priority` runs first. `sibling`: which of
+    the completions of one prompt it is.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class EngineCoreRequest:
     cache_salt: str | None = None
     adapter: str | None = None
     priority: int = 0
+    sibling: int = 0
 
     @property
     def encoder_key_suffix(self) -> str:
@@ -72,8 +74,9 @@ class EngineCoreOutput:
 
     `prompt_logprobs` are those of the next prompt tokens, from the second on. `stop_token_id` is
     the token that ended it, when a token did. `error` explains `FinishReason.ERROR`; `is_internal`:
-    it is the engine's fault. Of the last one only: `encoder_hits` are the indices of the items
-    whose encoder output was there, `times` when things happened.
+    it is the engine's fault. Of one that is the last, or may be (a stop string would make it so):
+    `encoder_hits` are the indices of the items whose encoder output was there, `times` when things
+    happened.
     """
 
     request_id: str

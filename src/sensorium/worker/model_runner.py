@@ -67,6 +67,10 @@ class ModelRunner:
         self._sampler = Sampler(device=adapter.device)
         self._prompt_scorer = PromptScorer(adapter)
 
+    @property
+    def num_encoder_bytes(self) -> int:
+        return self.encoder_cache.num_bytes
+
     # ---- requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> None:

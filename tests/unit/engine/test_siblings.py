@@ -36,7 +36,8 @@ def test_children_differ_in_their_names_and_seeds_alone() -> None:
     assert len(set(seeds)) == len(set(get_child_ids(request))) == 4
     for child in children:
         params = replace(child.sampling_params, n=4, seed=7)
-        assert replace(child, request_id="r", sampling_params=params) == request
+        assert replace(child, request_id="r", sibling=0, sampling_params=params) == request
+    assert [child.sibling for child in children] == [0, 1, 2, 3]
 
 
 def test_seeds_of_children_repeat_and_do_not_meet_those_of_other_seeds() -> None:

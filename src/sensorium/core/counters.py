@@ -1,0 +1,37 @@
+"""What a scheduler has done since its start. It counts, others read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sensorium.core.request import Request
+from sensorium.types.request import FinishReason
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """A request for several completions is several requests here; its prompt is counted with the
+    first of them only. The tokens of a prompt are counted when its first token was sampled, those
+    that were looked up in the prefix cache when it is first scheduled.
+    """
+
+    num_scheduled_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+
+    def add_look_up(self, request: Request, num_cached_tokens: int) -> None:
+        self.num_prefix_queries += request.num_prompt_tokens
+        self.num_prefix_hits += num_cached_tokens
+
+    def add_token(self, request: Request) -> None:
+        """It has just been appended."""
+        self.num_sampled_tokens += 1
+        if request.num_output_tokens == 1 and request.core_request.sibling == 0:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += request.num_cached_tokens or 0

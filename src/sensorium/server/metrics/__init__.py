@@ -1,0 +1,1 @@
+"""What the server counts and measures: written by each process, read by any of them."""

@@ -1,0 +1,132 @@
+"""What a frontend counts: HTTP requests, what became of them, and its half of the caches."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from sensorium.server.metrics.clock import RequestClock
+from sensorium.server.metrics.collect import Files, Source, Values, render
+from sensorium.server.metrics.metric_set import MetricSet, get_directory
+from sensorium.server.metrics.totals import Totals
+
+if TYPE_CHECKING:
+    from sensorium.engine.perception import Caches, Perception
+    from sensorium.multimodal.media.fetch_statistics import FetchStatistics
+    from sensorium.multimodal.pool.pool import PoolStatistics
+    from sensorium.types.sampling import SamplingParams
+
+_IN_FLIGHT = "sensorium:http_requests_in_flight"
+
+
+class FrontendMetrics:
+    """One per process. Not thread-safe: called on the event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        self._metrics = MetricSet(model_name)
+        self._totals = Totals(self._metrics)
+
+    # ---- HTTP
+
+    def track_arrival(self) -> AbstractContextManager[None]:
+        """A request is here until its last byte is sent."""
+        return self._metrics.gauge(_IN_FLIGHT).track_inprogress()
+
+    def track_websocket(self) -> AbstractContextManager[None]:
+        return self._metrics.gauge("vllm:websocket_connections_active").track_inprogress()
+
+    def count_refusal(self, reason: str) -> None:
+        """`reason` is one of a few words (`definitions.REFUSAL_REASONS`), never a client's text."""
+        self._metrics.counter("sensorium:refused_requests_total", reason).inc()
+
+    def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
+        """`handler`: the path of a route as it was declared. What no route takes has none: it must
+        not become a series of its own.
+        """
+        kind = f"{status // 100}xx"
+        self._metrics.counter("http_requests_total", handler, method, kind).inc()
+        self._metrics.histogram("http_request_duration_seconds", handler, method).observe(seconds)
+
+    def observe_loop_lag(self, seconds: float) -> None:
+        self._metrics.histogram("sensorium:event_loop_lag_seconds").observe(seconds)
+
+    # ---- requests of the engine
+
+    def start_request(
+        self, *, arrived: float | None = None, params: SamplingParams | None = None
+    ) -> RequestClock:
+        """`arrived` is a time of the monotonic clock; now, if there is none."""
+        started = time.monotonic() if arrived is None else arrived
+        return RequestClock(self._metrics, arrived=started, params=params)
+
+    # ---- what others count
+
+    def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
+        """Takes over what the parts of this frontend have counted, a microsecond each. To be called
+        after each request and about once a second.
+        """
+        self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
+        if perception is None:
+            return
+        self._sync_caches(perception.caches)
+        self._sync_loader(perception.loader.statistics())
+        joined = perception.perceiver.flights.statistics().num_joined
+        self._totals.follow("sensorium:items_joined_total", joined)
+        if perception.pool is not None:
+            self._sync_pool(perception.pool.statistics())
+
+    def _sync_caches(self, caches: Caches) -> None:
+        """What a store in shared memory holds and evicts is that of all frontends: the core says
+        it, once.
+        """
+        sender, totals = caches.sender.statistics(), self._totals
+        totals.follow("vllm:mm_cache_queries_total", sender.num_queries)
+        totals.follow("vllm:mm_cache_hits_total", sender.num_hits)
+        totals.follow("sensorium:cache_resends_total", sender.num_resends)
+        if caches.store is None:
+            totals.follow_level("processor", sender)
+            totals.follow("sensorium:cache_oversize_total", sender.num_oversize)
+        else:
+            totals.follow_look_ups("processor", sender)
+        totals.follow_level("readonly", caches.readonly.statistics())
+
+    def _sync_loader(self, fetched: FetchStatistics) -> None:
+        totals = self._totals
+        # Every address is looked up: the answer is kept, or is asked for; a host may say that what
+        # is kept is still good.
+        num_hits = fetched.num_response_cache_hits
+        totals.follow("sensorium:cache_queries_total", num_hits + fetched.num_fetches, "response")
+        totals.follow(
+            "sensorium:cache_hits_total", num_hits + fetched.num_revalidations, "response"
+        )
+        totals.follow("sensorium:media_fetches_total", fetched.num_fetches)
+        totals.follow("sensorium:media_bytes_fetched_total", fetched.num_bytes)
+        for reason, count in fetched.refusals.items():
+            totals.follow("sensorium:media_refusals_total", count, reason)
+
+    def _sync_pool(self, pool: PoolStatistics) -> None:
+        self._metrics.gauge("sensorium:pool_workers").set(pool.num_workers)
+        self._metrics.gauge("sensorium:pool_queued").set(pool.num_queued)
+        self._metrics.gauge("sensorium:pool_running").set(pool.num_running)
+        self._totals.follow("sensorium:pool_restarts_total", pool.num_restarts)
+        for outcome, count in (
+            ("done", pool.num_done),
+            ("failed", pool.num_failed),
+            ("cancelled", pool.num_cancelled),
+        ):
+            self._totals.follow("sensorium:pool_jobs_total", count, outcome)
+
+    # ---- reading, of all processes
+
+    def render(self) -> tuple[bytes, str]:
+        """The body and the content type of `GET /metrics`."""
+        return render(self._get_source("*.db"))
+
+    def get_load(self) -> int:
+        """The requests in flight, in all frontends."""
+        return round(Values(self._get_source("gauge_*.db")).get(_IN_FLIGHT))
+
+    def _get_source(self, pattern: str) -> Source:
+        directory = get_directory()
+        return self._metrics.registry if directory is None else Files(directory, pattern)

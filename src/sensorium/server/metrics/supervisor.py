@@ -1,0 +1,17 @@
+"""What the parent of all processes counts: how often it had to start one again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sensorium.server.metrics.metric_set import MetricSet
+
+
+class SupervisorMetrics:
+    """Made after `use_directory`: the parent's own environment doesn't name the directory."""
+
+    def __init__(self, model_name: str) -> None:
+        self._metrics = MetricSet(model_name)
+
+    def count_restart(self, kind: Literal["core", "frontend"]) -> None:
+        self._metrics.counter("sensorium:process_restarts_total", kind).inc()

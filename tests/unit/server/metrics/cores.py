@@ -1,0 +1,47 @@
+"""A real core with a worker that computes nothing."""
+
+from __future__ import annotations
+
+from sensorium.core.admission import Limits
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.scheduler import Scheduler
+from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.payload_store import PayloadStore
+from sensorium.multimodal.cache.interface import ReceiverCache
+from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
+
+LIMITS = Limits(
+    max_model_len=64,
+    max_num_batched_tokens=16,
+    max_num_seqs=4,
+    encoder_cache_size=8,
+    max_num_encoder_embeds=8,
+)
+NUM_ENCODER_BYTES = 4096
+
+
+class IdleRunner:
+    """Samples token 1 for everyone."""
+
+    num_encoder_bytes = NUM_ENCODER_BYTES
+
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    def forget_request(self, request_id: str) -> None: ...
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
+        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+
+
+def make_core(receiver: ReceiverCache | None = None, *, num_blocks: int = 17) -> EngineCore:
+    """16 blocks of 4 tokens, unless told otherwise."""
+    scheduler = Scheduler(
+        LIMITS,
+        kv_cache=KVCacheManager([KVCacheGroup(num_blocks=num_blocks)], block_size=4),
+        encoder_cache=EncoderCacheManager(8),
+    )
+    return EngineCore(scheduler, IdleRunner(), PayloadStore(receiver or MirrorReceiver()))

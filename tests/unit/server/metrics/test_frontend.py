@@ -1,0 +1,223 @@
+"""What a frontend takes over from its parts is what these have counted."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+
+import pytest
+
+from sensorium.engine.perception import Caches, Perception
+from sensorium.multimodal.cache.interface import SenderCache
+from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
+from sensorium.multimodal.cache.shm import ShmSender
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.item_worker import ItemJob
+from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.loader import MediaLoader
+from sensorium.multimodal.perceiver import Perceiver
+from sensorium.multimodal.pool.pool import PoolStatistics
+from sensorium.multimodal.single_flight import Flight
+from sensorium.multimodal.uuid_bindings import UuidBindings
+from sensorium.server.metrics.collect import Values
+from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.types.errors import RequestError
+from tests.unit.multimodal.cache.item_building import make_item
+
+CAPACITY = 4096
+
+
+class NoBackend:
+    def start(self, job: ItemJob, media: object) -> Flight:
+        raise NotImplementedError
+
+
+def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perception:
+    limits = MediaLimits()
+    loader = MediaLoader(limits)
+    readonly = ProcessorOnlyCache(CAPACITY)
+
+    def make_perceiver() -> Perceiver:
+        return Perceiver(
+            cache=sender,
+            hasher=MediaHasher(),
+            loader=loader,
+            backend=NoBackend(),
+            uuids=UuidBindings(),
+            limits=limits,
+        )
+
+    return Perception(
+        caches=Caches(sender=sender, readonly=readonly, store=store),
+        perceiver=make_perceiver(),
+        readonly=make_perceiver(),
+        loader=loader,
+        pool=None,
+    )
+
+
+@pytest.fixture
+def perception() -> Iterator[Perception]:
+    perception = make_perception(MirrorSender(CAPACITY, epoch=1))
+    yield perception
+    perception.close()
+
+
+@pytest.fixture
+def metrics() -> FrontendMetrics:
+    return FrontendMetrics("tiny")
+
+
+def read(metrics: FrontendMetrics) -> Values:
+    return Values(metrics._metrics.registry)
+
+
+def look_up(sender: SenderCache, *names: str, num_bytes: int = 128) -> None:
+    for name in names:
+        handle = sender.get_and_update_item(name, make_item(name, num_bytes))
+        assert handle is not None
+        sender.release([handle])
+
+
+def test_look_ups_of_media_are_counted_once_however_often_one_looks(
+    metrics: FrontendMetrics, perception: Perception
+) -> None:
+    sender = perception.caches.sender
+    look_up(sender, "cat", "dog", "cat")
+    metrics.sync(perception=perception)
+    metrics.sync(perception=perception)
+    values = read(metrics)
+    assert values.get("vllm:mm_cache_queries_total") == 3
+    assert values.get("vllm:mm_cache_hits_total") == 1
+    look_up(sender, "dog")
+    metrics.sync(perception=perception)
+    values = read(metrics)
+    assert values.get("vllm:mm_cache_queries_total", model_name="tiny") == 4
+    assert values.get("sensorium:cache_queries_total", level="processor") == 4
+    assert values.get("sensorium:cache_hits_total", level="processor") == 2
+    assert values.get("sensorium:cache_items", level="processor") == 2
+    assert values.get("sensorium:cache_capacity_bytes", level="processor") == CAPACITY
+
+
+def test_requests_without_an_engine_have_a_level_of_their_own(
+    metrics: FrontendMetrics, perception: Perception
+) -> None:
+    readonly = perception.caches.readonly
+    for _ in range(2):
+        handle = readonly.get_and_update_item("cat", make_item("cat"))
+        assert handle is not None
+        readonly.release([handle])
+    metrics.sync(perception=perception)
+    values = read(metrics)
+    assert values.get("sensorium:cache_hits_total", level="readonly") == 1
+    assert values.get("vllm:mm_cache_queries_total") == 0
+
+
+def test_evictions_of_a_private_cache_are_the_frontends_to_count(
+    metrics: FrontendMetrics, perception: Perception
+) -> None:
+    look_up(perception.caches.sender, *map(str, range(8)), num_bytes=1024)
+    metrics.sync(perception=perception)
+    values = read(metrics)
+    num_evictions = perception.caches.sender.statistics().num_evictions
+    assert num_evictions > 0
+    assert values.get("sensorium:cache_evictions_total", level="processor") == num_evictions
+
+
+def test_what_a_shared_store_holds_is_left_to_the_core(metrics: FrontendMetrics) -> None:
+    store = ShmStore.create(capacity_bytes=1 << 16, max_object_bytes=1 << 15)
+    perception = make_perception(ShmSender(store), store)
+    look_up(perception.caches.sender, "cat", "cat")
+    look_up(perception.caches.sender, *map(str, range(4)), num_bytes=29_952)
+    metrics.sync(perception=perception)
+    values = read(metrics)
+    assert store.statistics().num_evictions > 0
+    assert values.get("vllm:mm_cache_queries_total") == 6
+    assert values.get("vllm:mm_cache_hits_total") == 1
+    assert values.get("sensorium:cache_items", level="processor") == 0
+    assert values.get("sensorium:cache_bytes", level="processor") == 0
+    assert values.get("sensorium:cache_evictions_total", level="processor") == 0
+    perception.close()
+
+
+def test_refused_media_is_counted_by_reason(
+    metrics: FrontendMetrics, perception: Perception
+) -> None:
+    empty = "data:image/png;base64,"
+    with pytest.raises(RequestError):
+        perception.loader.load(empty, "image")
+    perception.loader.load(empty + base64.b64encode(b"pixels").decode(), "image")
+    metrics.sync(perception=perception)
+    assert read(metrics).get("sensorium:media_refusals_total", reason="empty") == 1
+
+
+def test_what_a_pool_did_is_counted(metrics: FrontendMetrics) -> None:
+    """Its own counts are tested with real processes; here they are only taken over."""
+    statistics = PoolStatistics(
+        num_workers=4,
+        num_queued=3,
+        num_running=2,
+        num_restarts=1,
+        num_done=9,
+        num_failed=6,
+        num_cancelled=5,
+    )
+    for _ in range(2):
+        metrics._sync_pool(statistics)
+    values = read(metrics)
+    gauges = [values.get(f"sensorium:pool_{word}") for word in ("workers", "queued", "running")]
+    assert gauges == [4, 3, 2]
+    assert values.get("sensorium:pool_restarts_total") == 1
+    outcomes = ("done", "failed", "cancelled")
+    counts = [values.get("sensorium:pool_jobs_total", outcome=outcome) for outcome in outcomes]
+    assert counts == [9, 6, 5]
+
+
+def test_requests_before_the_core_are_a_queue(metrics: FrontendMetrics) -> None:
+    metrics.sync(num_preparing=2)
+    assert read(metrics).get("sensorium:num_requests_preparing") == 2
+    metrics.sync(num_preparing=0)
+    assert read(metrics).get("sensorium:num_requests_preparing") == 0
+
+
+def test_the_load_is_what_has_arrived_and_not_left(metrics: FrontendMetrics) -> None:
+    with metrics.track_arrival(), metrics.track_arrival():
+        assert metrics.get_load() == 2
+    assert metrics.get_load() == 0
+    with pytest.raises(ValueError, match="broken"), metrics.track_arrival():
+        raise ValueError("broken")
+    assert metrics.get_load() == 0
+
+
+def test_responses_are_counted_by_route_and_class_of_status(metrics: FrontendMetrics) -> None:
+    for status, seconds in ((200, 1.0), (201, 2.0), (503, 0.5)):
+        metrics.observe_response(handler="/x", method="POST", status=status, seconds=seconds)
+    values = read(metrics)
+    assert values.get("http_requests_total", handler="/x", status="2xx") == 2
+    assert values.get("http_requests_total", handler="/x", status="5xx") == 1
+    assert values.get("http_request_duration_seconds_sum", handler="/x") == 3.5
+
+
+def test_refusals_sockets_and_lag_are_counted(metrics: FrontendMetrics) -> None:
+    metrics.count_refusal("capacity")
+    metrics.observe_loop_lag(0.02)
+    with metrics.track_websocket():
+        values = read(metrics)
+    assert values.get("sensorium:refused_requests_total", reason="capacity") == 1
+    assert values.get("vllm:websocket_connections_active") == 1
+    assert values.get("sensorium:event_loop_lag_seconds_bucket", le="0.025") == 1
+    assert values.get("sensorium:event_loop_lag_seconds_bucket", le="0.01") == 0
+
+
+def test_an_alias_says_the_same_as_the_name(metrics: FrontendMetrics) -> None:
+    clock = metrics.start_request()
+    clock.on_tokens(0, 1)
+    clock.on_tokens(0, 1)
+    lines = metrics.render()[0].decode().splitlines()
+    counts = [line.split()[-1] for line in lines if "token_latency_seconds_count{" in line]
+    aliases = [line.split()[-1] for line in lines if "per_output_token_seconds_count{" in line]
+    assert counts == ["1.0"]
+    # The mean of a request that has not ended, and the other name of the time between tokens.
+    assert sorted(aliases) == ["0.0", "1.0"]
