@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.server.metrics.collect import Files, Values
 from tests.integration.supervised import Supervised, is_alive, wait_until
 
 
@@ -68,6 +69,8 @@ def test_a_core_that_dies_is_replaced_and_every_frontend_hears_of_both(server: S
     assert {path.name for path in private.glob("*.sock")} == {"core-2.sock"}
     assert not (private / "metrics" / f"gauge_livesum_{core['pid']}.db").exists()
     assert len(server.get_child_ids()) == 4
+    values = Values(Files(private / "metrics"))
+    assert values.get("sensorium:process_restarts_total", kind="core") == 1
 
 
 def test_a_frontend_that_dies_is_replaced_and_the_core_hears_of_it(server: Supervised) -> None:

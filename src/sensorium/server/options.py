@@ -91,9 +91,7 @@ def make_source(options: ServeOptions, *, use_tqdm: bool) -> Source:
 def make_engine_options(options: ServeOptions) -> EngineOptions:
     from sensorium.engine.config import EngineOptions
 
-    return EngineOptions(
-        **{**options.engine, "generation_config": options.generation_config}
-    )
+    return EngineOptions(**{**options.engine, "generation_config": options.generation_config})
 
 
 def make_media_options(options: ServeOptions) -> MediaOptions:

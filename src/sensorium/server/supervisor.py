@@ -21,8 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-
-from prometheus_client import multiprocess
+from typing import Literal
 
 from sensorium.engine.core_info import CoreInfo
 from sensorium.server.announcement import Announcer
@@ -39,6 +38,10 @@ from sensorium.server.control import (
     StartFrontend,
     Stop,
 )
+from sensorium.server.load_log import log_load
+from sensorium.server.metrics.collect import mark_dead
+from sensorium.server.metrics.metric_set import use_directory
+from sensorium.server.metrics.supervisor import SupervisorMetrics
 from sensorium.server.options import ServeOptions
 from sensorium.server.premises import Premises
 from sensorium.server.processes import ChildProcess, Commands, make_commands, make_environment
@@ -69,6 +72,7 @@ class Supervisor:
         self._make_policy = make_policy
         self._announcer = Announcer(options)
         self._premises: Premises
+        self._metrics: SupervisorMetrics
         self._environment: dict[str, str] = {}
         self._children: set[ChildProcess] = set()
         self._core: ChildProcess | None = None
@@ -84,22 +88,28 @@ class Supervisor:
         `SensoriumError` if the server can't be started or kept up.
         """
         with Premises(self._options) as self._premises, self._handling_signals():
+            use_directory(self._premises.metrics_directory)
+            self._metrics = SupervisorMetrics(self._options.model_names[0])
             self._environment = make_environment(self._premises.metrics_directory)
-            core = asyncio.create_task(self._keep("the core", self._live_core))
+            core = asyncio.create_task(self._keep("core", self._live_core))
             frontends = [
-                asyncio.create_task(self._keep(f"frontend {n}", self._make_frontend_life(n)))
-                for n in range(self._options.api_server_count)
+                asyncio.create_task(self._keep("frontend", self._make_frontend_life(index)))
+                for index in range(self._options.api_server_count)
             ]
+            log = asyncio.create_task(log_load(self._premises.metrics_directory))
             try:
                 await self._wait_for_stop([core, *frontends])
                 await self._drain(core, frontends)
             finally:
-                await self._end_all([core, *frontends])
+                log.cancel()
+                await self._end_all([core, *frontends, log])
         return self._status
 
     # Keeping processes alive.
 
-    async def _keep(self, name: str, live: Callable[[int], Awaitable[str]]) -> None:
+    async def _keep(
+        self, kind: Literal["core", "frontend"], live: Callable[[int], Awaitable[str]]
+    ) -> None:
         """One process after another, until the server stops. `live` returns how one ended."""
         policy = self._make_policy()
         for life in count(1):
@@ -107,7 +117,7 @@ class Supervisor:
             try:
                 end = await live(life)
             except OSError as error:  # the system has no room for a process
-                end = f"{name} can't be started: {error}"
+                end = f"a {kind} can't be started: {error}"
             if self._stop.is_set():
                 return
             if not self._is_ready:
@@ -115,13 +125,14 @@ class Supervisor:
             pause_s = policy.note_end(lived_s=time.monotonic() - begun)
             if pause_s is None:
                 raise ServerFailedError(
-                    f"{name} was started again {policy.max_tries} times in a row and never stayed; "
-                    f"last: {end}"
+                    f"a {kind} was started again {policy.max_tries} times in a row and never "
+                    f"stayed; last: {end}"
                 )
-            logger.error("%s; %s is started again in %.1f s", end, name, pause_s)
+            logger.error("%s; it is started again in %.1f s", end, pause_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause_s)
                 return
+            self._metrics.count_restart(kind)
 
     async def _live_core(self, life: int) -> str:
         premises = self._premises
@@ -213,8 +224,7 @@ class Supervisor:
         forget()
         end = await child.wait_until_ended()
         self._children.discard(child)
-        directory = str(self._premises.metrics_directory)
-        multiprocess.mark_process_dead(child.process_id, directory)  # type: ignore[no-untyped-call]
+        mark_dead(child.process_id, self._premises.metrics_directory)
         return failure or f"the process of {child.name} ended with {end}"
 
     def _on_core_message(self, message: FromChild) -> None:

@@ -87,7 +87,8 @@ def test_several_frontends_share_their_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("num_frontends", "num_cores", "expected"), [(1, 1, 1), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 1)]
+    ("num_frontends", "num_cores", "expected"),
+    [(1, 1, 1), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 1)],
 )
 def test_the_pool_is_a_part_of_the_cores_divided_among_frontends(
     num_frontends: int, num_cores: int, expected: int
@@ -153,8 +154,6 @@ def test_limits_of_media_are_json_or_short(
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("1", 1), ("4G", 2**32), ("1.5 GiB", 3 * 2**29), ("8kb", 8192)]
 )
-def test_bytes_may_have_a_unit(
-    monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int
-) -> None:
+def test_bytes_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int) -> None:
     options = parse(monkeypatch, "m", "--kv-cache-memory-bytes", text)
     assert options.engine["kv_cache_memory_bytes"] == num_bytes

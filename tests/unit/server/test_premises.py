@@ -69,5 +69,5 @@ def test_a_failure_on_the_way_leaves_nothing(temporary: Path) -> None:
 
 
 def test_an_address_that_is_none_is_told() -> None:
-    with pytest.raises(RequestError, match="'999.1.1.1' is no address"):
+    with pytest.raises(RequestError, match=r"'999\.1\.1\.1' is no address"):
         bind("999.1.1.1", 0)
