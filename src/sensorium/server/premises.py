@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from sensorium.multimodal.cache.shm_memory import create_memory
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import RequestError
 
@@ -89,6 +88,8 @@ def _reserve_memory(options: ServeOptions) -> int | None:
     """Its descriptor. The memory itself is not kept mapped here: the parent never looks at it."""
     if not options.shm_capacity_bytes:
         return None
+    from sensorium.multimodal.cache.shm_memory import create_memory  # brings numpy along
+
     segment = create_memory(
         capacity_bytes=options.shm_capacity_bytes, max_object_bytes=options.shm_max_object_bytes
     )
