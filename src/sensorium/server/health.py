@@ -1,0 +1,56 @@
+"""Routes for those who watch the server."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from sensorium.server.authentication import METRICS_PATH
+from sensorium.server.calls import Context
+from sensorium.server.errors import RETRY_AFTER_S, ApiError
+from sensorium.server.openapi import make_responses
+
+VERSION = version("sensorium")
+
+
+def make_health_router(context: Context) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health", responses=make_responses(None, 503))
+    async def health() -> Response:
+        """Whether the engine is there."""
+        if not context.engine.is_connected:
+            raise ApiError(
+                "the engine is not there",
+                status=503,
+                code="engine_lost",
+                reason="health",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
+        return JSONResponse({})
+
+    @router.get("/ping", responses=make_responses(None))
+    @router.post("/ping", responses=make_responses(None))
+    async def ping() -> Response:
+        """Whether this process is there."""
+        return JSONResponse({})
+
+    @router.get("/version", responses=make_responses(None))
+    async def get_version() -> Response:
+        return JSONResponse({"version": VERSION})
+
+    @router.get("/load", responses=make_responses(None, 401))
+    async def get_load() -> Response:
+        """Requests for text in all frontends, from their arrival to their last byte."""
+        load = await asyncio.to_thread(context.metrics.get_load)
+        return JSONResponse({"server_load": load})
+
+    @router.get(METRICS_PATH, include_in_schema=False)
+    async def get_metrics() -> Response:
+        body, content_type = await asyncio.to_thread(context.metrics.render)
+        return Response(body, headers={"content-type": content_type})
+
+    return router

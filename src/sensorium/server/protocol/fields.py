@@ -1,0 +1,49 @@
+"""Types of single fields. Strict as JSON is: "5" is no number, and 1 is one wherever 1.0 is.
+
+Numbers are bounded by what other processes can be told, or as `SamplingParams` bounds them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from sensorium.types.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_N
+
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Length = Annotated[int, Field(ge=1, le=2**63 - 1)]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_N)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TopK = Annotated[int, Field(ge=-1, le=2**63 - 1)]  # some clients say -1 for "no limit"
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+JsonObject = dict[str, Any]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+_TEXT_OR_LIST: JsonObject = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}},
+    ]
+}
+TextOrList = Annotated[list[str], BeforeValidator(_as_list), WithJsonSchema(_TEXT_OR_LIST)]
+
+_LOGIT_BIAS: JsonObject = {
+    "type": "object",
+    "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}},
+    "additionalProperties": False,
+}
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number], WithJsonSchema(_LOGIT_BIAS)
+]

@@ -1,0 +1,273 @@
+"""A scripted engine and metrics that only count, and a real HTTP server over them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import uvicorn
+
+from sensorium.engine.chat import Chat
+from sensorium.server.app import make_app
+from sensorium.types.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    Logprob,
+    RequestDelta,
+    RequestOutput,
+)
+from sensorium.types.request import FinishReason
+from sensorium.types.sampling import SamplingParams
+
+WORDS = ("Hel", "lo", " wörld")
+PROMPT_IDS = (1, 2, 3)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Patient: a limit only against hangs."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(what)
+
+
+def make_logprob(index: int) -> dict[int, Logprob]:
+    return {
+        100 + index: Logprob(logprob=-0.5, rank=1, decoded_token=WORDS[index]),
+        7: Logprob(logprob=float("-inf"), rank=2, decoded_token="x"),
+    }
+
+
+@dataclass
+class ScriptedEngine:
+    """Says `WORDS`, one a delta, to whatever it is asked. `prepare` runs before the first delta,
+    `between` before each later one; either may wait or raise.
+    """
+
+    is_connected: bool = True
+    info: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=64))
+    prepare: Callable[[Any], Any] | None = None
+    between: Callable[[int], Any] | None = None
+    calls: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    resets: list[str] = field(default_factory=list)
+    num_open: int = 0
+    num_started: int = 0
+    num_aborted: int = 0
+    reset_error: Exception | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
+
+    async def stream(
+        self, prompt: Any, params: SamplingParams, *, request_id: str
+    ) -> AsyncGenerator[RequestDelta, None]:
+        self.calls.append((prompt, params))
+        self.num_open += 1
+        self.num_started += 1
+        is_ended = False
+        try:
+            if isinstance(prompt, Chat):
+                _check_chat(prompt)
+            if self.prepare is not None:
+                await _settle(self.prepare(prompt))
+            for index in range(len(WORDS)):
+                if index and self.between is not None:
+                    await _settle(self.between(index))
+                await asyncio.sleep(0)
+                delta = self._make_delta(index, params, request_id)
+                is_ended = delta.final is not None
+                yield delta
+        finally:
+            self.num_open -= 1
+            self.num_aborted += not is_ended
+
+    def _make_delta(self, index: int, params: SamplingParams, request_id: str) -> RequestDelta:
+        is_last = index == len(WORDS) - 1
+        has_logprobs = params.logprobs is not None
+        entries = tuple(
+            CompletionDelta(
+                index=choice,
+                text=WORDS[index],
+                token_ids=(100 + index,),
+                finish_reason=FinishReason.STOP if is_last else None,
+                stop_reason=42 if is_last else None,
+                logprobs=(make_logprob(index),) if has_logprobs else None,
+            )
+            for choice in range(params.n)
+        )
+        return RequestDelta(
+            request_id=request_id,
+            deltas=entries,
+            prompt_token_ids=PROMPT_IDS,
+            final=self._make_final(params, request_id) if is_last else None,
+        )
+
+    def _make_final(self, params: SamplingParams, request_id: str) -> RequestOutput:
+        logprobs = tuple(make_logprob(index) for index in range(len(WORDS)))
+        outputs = tuple(
+            CompletionOutput(
+                index=choice,
+                text="".join(WORDS),
+                token_ids=(100, 101, 102),
+                finish_reason=FinishReason.STOP,
+                stop_reason=42,
+                logprobs=logprobs if params.logprobs is not None else None,
+            )
+            for choice in range(params.n)
+        )
+        entry = {2: Logprob(logprob=-1.0, rank=3, decoded_token="<2>")}
+        last = {3: Logprob(logprob=-2.0, rank=1, decoded_token="<3>")}
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=PROMPT_IDS,
+            outputs=outputs,
+            finished=True,
+            prompt_logprobs=None if params.prompt_logprobs is None else (None, entry, last),
+            num_cached_tokens=2,
+        )
+
+    async def reset_cache(self, level: str) -> None:
+        if self.reset_error is not None:
+            raise self.reset_error
+        self.resets.append(level)
+
+
+def _check_chat(chat: Chat) -> None:
+    """As rendering does."""
+    from sensorium.render.messages import parse_messages
+
+    parse_messages(chat.messages)
+
+
+async def _settle(value: Any) -> None:
+    if asyncio.iscoroutine(value):
+        await value
+
+
+class CountingClock:
+    def __init__(self, metrics: CountingMetrics) -> None:
+        self._metrics = metrics
+
+    def mark(self, stage: str) -> None:
+        self._metrics.stages[stage] += 1
+
+    def on_tokens(self, index: int, num_tokens: int) -> None:
+        self._metrics.tokens[index] += num_tokens
+
+    def on_finish(self, output: RequestOutput) -> None:
+        self._metrics.finished.append(output)
+
+
+class CountingMetrics:
+    def __init__(self) -> None:
+        self.refusals: Counter[str] = Counter()
+        self.stages: Counter[str] = Counter()
+        self.tokens: Counter[int] = Counter()
+        self.finished: list[RequestOutput] = []
+        self.load = 0
+        self.num_lags = 0
+
+    @contextmanager
+    def track_arrival(self) -> Iterator[None]:
+        self.load += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
+
+    def count_refusal(self, reason: str) -> None:
+        self.refusals[reason] += 1
+
+    def start_request(self, *, arrived: float, params: SamplingParams | None) -> CountingClock:
+        assert arrived <= time.monotonic()
+        assert params is not None
+        return CountingClock(self)
+
+    def observe_loop_lag(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.num_lags += 1
+
+    def render(self) -> tuple[bytes, str]:
+        return b"metric 1\n", "text/plain; version=0.0.4"
+
+    def get_load(self) -> int:
+        return self.load
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandInOptions:
+    model_names: tuple[str, ...] = ("tiny", "org/tiny")
+    api_key: tuple[str, ...] = ()
+    api_server_count: int = 1
+    max_concurrent_requests: int = 64
+    max_body_mb: int = 64
+    allowed_origins: tuple[str, ...] = ()
+    trust_request_chat_template: bool = False
+    protect_metrics: bool = False
+
+
+@dataclass
+class RunningServer:
+    url: str
+    engine: ScriptedEngine
+    metrics: CountingMetrics
+    loop: asyncio.AbstractEventLoop
+    port: int
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, **options)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        body = {"prompt": "hi", **fields}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+
+
+class _Server(uvicorn.Server):
+    loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: Any = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+
+
+@contextmanager
+def serve(engine: ScriptedEngine | None = None, **options: Any) -> Iterator[RunningServer]:
+    engine = engine or ScriptedEngine()
+    metrics = CountingMetrics()
+    app = make_app(engine, StandInOptions(**options), metrics)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+    )
+    server = _Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started, "the server does not start")
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield RunningServer(f"http://127.0.0.1:{port}", engine, metrics, server.loop, port)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def read_events(response: httpx.Response) -> list[str]:
+    """The data of each event."""
+    frames = response.text.split("\n\n")
+    assert frames.pop() == ""
+    assert all(frame.startswith("data: ") for frame in frames)
+    return [frame.removeprefix("data: ") for frame in frames]

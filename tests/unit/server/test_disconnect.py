@@ -1,0 +1,82 @@
+"""A client that leaves ends its request, whatever it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve, wait_until
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": ["a", "b"]},
+}
+
+
+async def _wait_for_ever(_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def send(running: RunningServer, path: str, *, stream: bool) -> socket.socket:
+    body = json.dumps({**BODIES[path], "stream": stream}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def check_all_is_over(running: RunningServer) -> None:
+    engine = running.engine
+    wait_until(lambda: engine.num_open == 0, "a request remains")
+    wait_until(lambda: running.metrics.load == 0, "a request is still counted")
+    assert engine.num_aborted == engine.num_started > 0
+    assert running.metrics.finished == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["prepare", "between"])
+def test_a_client_that_leaves_aborts_its_request(path: str, stream: bool, phase: str) -> None:
+    engine = ScriptedEngine(**{phase: _wait_for_ever})
+    num_prompts = len(BODIES[path].get("prompt", "a"))
+    with serve(engine) as running:
+        with send(running, path, stream=stream) as connection:
+            wait_until(lambda: engine.num_open == num_prompts, "the request does not start")
+            if stream and phase == "between":
+                assert b"200 OK" in connection.recv(65536)
+        check_all_is_over(running)
+
+
+def test_a_client_that_leaves_while_it_sends_starts_nothing() -> None:
+    with serve() as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+            connection.sendall(head.encode())
+            wait_until(lambda: running.metrics.load == 1, "the request is not counted")
+        wait_until(lambda: running.metrics.load == 0, "the request is still counted")
+        assert running.engine.calls == []
+
+
+def test_many_clients_that_leave_leave_nothing() -> None:
+    engine = ScriptedEngine(between=_wait_for_ever)
+    with serve(engine) as running:
+        connections = [
+            send(running, "/v1/chat/completions", stream=bool(index % 2)) for index in range(60)
+        ]
+        wait_until(lambda: engine.num_open == 60, "the requests do not start")
+        for connection in connections:
+            connection.close()
+        check_all_is_over(running)
+        assert running.chat(model="other").status_code == 404  # and it still answers
+
+
+def test_a_pipelined_request_behind_is_no_disconnect() -> None:
+    """One connection, two requests after each other: the first ends as it should."""
+    with serve() as running, running.client() as client:
+        for _ in range(3):
+            response = client.post("/v1/completions", json={"prompt": "a"})
+            assert response.json()["choices"][0]["finish_reason"] == "stop"
