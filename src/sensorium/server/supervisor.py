@@ -182,7 +182,7 @@ class Supervisor:
         def handle(message: FromChild) -> None:
             if isinstance(message, Serving):
                 self._serving.add(identity)
-                self._check_ready()
+                self._on_serving(name)
 
         return await self._follow(frontend, handle, forget)
 
@@ -241,8 +241,10 @@ class Supervisor:
         for frontend in self._frontends.values():
             frontend.send(message)
 
-    def _check_ready(self) -> None:
-        if not self._is_ready and len(self._serving) == self._options.api_server_count:
+    def _on_serving(self, name: str) -> None:
+        if self._is_ready:
+            logger.info("%s serves again", name)
+        elif len(self._serving) == self._options.api_server_count:
             self._is_ready = True
             self._announcer.announce_ready(self._premises.url)
 
