@@ -29,7 +29,7 @@ def test_messages_wait_until_somebody_takes_them_and_keep_their_order() -> None:
 def test_metrics_are_up_to_date_before_the_last_byte_is_sent() -> None:
     happened: list[str] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
         await send({"type": "http.response.body", "body": b"b"})
@@ -46,7 +46,7 @@ def test_metrics_are_up_to_date_before_the_last_byte_is_sent() -> None:
 
 
 def test_uvicorn_gets_what_the_options_say() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None: ...
 
     options = ServeOptions(model="m", access_log=False, shutdown_timeout=1.5)
     config = make_config(options, app)
