@@ -46,7 +46,9 @@ def _ignore(core: EngineCore, outputs: Sequence[EngineCoreOutput]) -> None:
 
 
 class CoreLoop:
-    """`on_step` is called after each step, before its news is sent."""
+    """`on_step` is called after each step, before its news is sent, and when messages have changed
+    something without one.
+    """
 
     def __init__(self, core: EngineCore, endpoint: str, *, on_step: OnStep = _ignore) -> None:
         self._core = core
@@ -60,6 +62,7 @@ class CoreLoop:
         self._socket.linger = 0
         self._socket.bind(endpoint)
         self._frontends: set[bytes] = set()
+        self._gone: set[bytes] = set()  # some of their messages may still come
         self._owners: dict[str, bytes] = {}  # of the requests that have not ended
         self._answers: dict[bytes, list[Answer]] = {}  # that were not sent yet
         self._num_failed_steps = 0
@@ -84,8 +87,7 @@ class CoreLoop:
                 poller.poll(0 if self._core.has_requests else None)
                 self._run_calls()
                 self._receive()
-                outputs = self._step() if self._core.has_requests else []
-                self._send_news(outputs)
+                self._send_news(self._step())
         finally:
             self._socket.close()
             self._context.term()
@@ -108,6 +110,7 @@ class CoreLoop:
 
     def _forget_frontend(self, frontend: bytes) -> None:
         self._frontends.discard(frontend)
+        self._gone.add(frontend)
         self._answers.pop(frontend, None)
         self._abort([key for key, owner in self._owners.items() if owner == frontend])
 
@@ -117,6 +120,8 @@ class CoreLoop:
                 frontend, first, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            if frontend.bytes in self._gone:
+                continue
             self._frontends.add(frontend.bytes)
             self._handle(frontend.bytes, first.buffer, [frame.buffer for frame in rest])
 
@@ -171,13 +176,18 @@ class CoreLoop:
         self._send(frontend, ResetDone(message.number))
 
     def _step(self) -> list[EngineCoreOutput]:
-        outputs = self._core.step()
+        outputs: list[EngineCoreOutput] = []
+        if self._core.has_requests:
+            outputs = self._core.step()
+            self._count_failure(outputs)
+        self._on_step(self._core, outputs)
+        return outputs
+
+    def _count_failure(self, outputs: Sequence[EngineCoreOutput]) -> None:
         is_failed = any(output.is_internal for output in outputs)
         self._num_failed_steps = self._num_failed_steps + 1 if is_failed else 0
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise InvariantError(f"{_MAX_FAILED_STEPS} steps failed in a row: {outputs[-1].error}")
-        self._on_step(self._core, outputs)
-        return outputs
 
     def _send_news(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not outputs and not self._answers:

@@ -42,6 +42,7 @@ REFUSAL_REASONS = (
     "unauthorized",
 )
 PROCESS_KINDS = ("core", "frontend")
+MEDIA_SOURCES = ("bytes", "data", "file", "http")
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
 _STATUSES = ("2xx", "4xx", "5xx")
 
@@ -233,6 +234,12 @@ _OF_CACHES = (
     _count("sensorium:items_joined_total", "Items that another request was processing already."),
     _count("sensorium:media_fetches_total", "Requests to hosts of media."),
     _count("sensorium:media_bytes_fetched_total", "Bytes of media that came from hosts."),
+    _count(
+        "sensorium:media_bytes_total",
+        "Bytes of media that were loaded, by kind of source.",
+        labels=("source",),
+        values=_each(MEDIA_SOURCES),
+    ),
     _count(
         "sensorium:media_refusals_total",
         "Media that was not loaded, by reason.",

@@ -102,6 +102,8 @@ class FrontendMetrics:
         )
         totals.follow("sensorium:media_fetches_total", fetched.num_fetches)
         totals.follow("sensorium:media_bytes_fetched_total", fetched.num_bytes)
+        for source, num_bytes in fetched.loaded_bytes.items():
+            totals.follow("sensorium:media_bytes_total", num_bytes, source)
         for reason, count in fetched.refusals.items():
             totals.follow("sensorium:media_refusals_total", count, reason)
 

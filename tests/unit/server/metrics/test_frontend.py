@@ -142,7 +142,7 @@ def test_what_a_shared_store_holds_is_left_to_the_core(metrics: FrontendMetrics)
     perception.close()
 
 
-def test_refused_media_is_counted_by_reason(
+def test_media_is_counted_by_source_and_by_reason_of_refusal(
     metrics: FrontendMetrics, perception: Perception
 ) -> None:
     empty = "data:image/png;base64,"
@@ -150,7 +150,10 @@ def test_refused_media_is_counted_by_reason(
         perception.loader.load(empty, "image")
     perception.loader.load(empty + base64.b64encode(b"pixels").decode(), "image")
     metrics.sync(perception=perception)
-    assert read(metrics).get("sensorium:media_refusals_total", reason="empty") == 1
+    values = read(metrics)
+    assert values.get("sensorium:media_refusals_total", reason="empty") == 1
+    assert values.get("sensorium:media_bytes_total", source="data") == len(b"pixels")
+    assert values.get("sensorium:media_bytes_total") == len(b"pixels")
 
 
 def test_what_a_pool_did_is_counted(metrics: FrontendMetrics) -> None:
