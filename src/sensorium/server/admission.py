@@ -7,7 +7,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sensorium.server.errors import RETRY_AFTER_S, ApiError
-from sensorium.server.interfaces import Metrics
+from sensorium.server.metrics.frontend import FrontendMetrics
 
 GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
@@ -20,7 +20,7 @@ def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
 class Admission:
     """Owns the count. All on one event loop."""
 
-    def __init__(self, app: ASGIApp, *, limit: int, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, limit: int, metrics: FrontendMetrics) -> None:
         self._app = app
         self._limit = limit
         self._metrics = metrics

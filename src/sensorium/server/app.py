@@ -1,6 +1,7 @@
 """The HTTP application: routes, and what every request passes on its way to them.
 
-From the outside in: an id, CORS, the answer to every error, the API key, the limit of requests.
+From the outside in: an id, the time of the response, CORS, the answer to every error, the API key,
+the limit of requests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sensorium.engine.async_engine import AsyncEngine
 from sensorium.server.admin import make_admin_router
 from sensorium.server.admission import Admission, get_limit
 from sensorium.server.authentication import Authentication
@@ -25,14 +27,16 @@ from sensorium.server.error_boundary import ErrorBoundary
 from sensorium.server.errors import ErrorAnswer, get_phrase
 from sensorium.server.failures import FailureLog
 from sensorium.server.health import VERSION, make_health_router
-from sensorium.server.interfaces import Engine, Metrics, Options
+from sensorium.server.http_options import HttpOptions
 from sensorium.server.loop_lag import measure_loop_lag
+from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.openapi import install_openapi
 from sensorium.server.request_ids import HEADER, RequestIds
+from sensorium.server.response_times import ResponseTimes
 from sensorium.server.text_routes import make_text_router
 
 
-def make_app(engine: Engine, options: Options, metrics: Metrics) -> FastAPI:
+def make_app(engine: AsyncEngine, options: HttpOptions, metrics: FrontendMetrics) -> FastAPI:
     context = Context(engine=engine, options=options, metrics=metrics, started=int(time.time()))
     failures = FailureLog(metrics)
 
@@ -60,8 +64,10 @@ def make_app(engine: Engine, options: Options, metrics: Metrics) -> FastAPI:
     return app
 
 
-def _make_middleware(options: Options, metrics: Metrics, failures: FailureLog) -> list[Middleware]:
-    layers = [Middleware(RequestIds)]
+def _make_middleware(
+    options: HttpOptions, metrics: FrontendMetrics, failures: FailureLog
+) -> list[Middleware]:
+    layers = [Middleware(RequestIds), Middleware(ResponseTimes, metrics=metrics)]
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

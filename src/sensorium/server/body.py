@@ -78,7 +78,7 @@ def _make_size_error(max_bytes: int) -> ApiError:
 
 
 def _decode(body: bytearray) -> dict[str, Any]:
-    if not body.strip():
+    if len(body) <= _SMALL_BYTES and not body.strip():
         raise _make_json_error("the body is empty")
     try:
         value = decode_json(body)

@@ -10,11 +10,14 @@ from typing import Any, Generic, TypeVar, cast
 
 from starlette.requests import Request
 
+from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.chat import Chat
 from sensorium.server.body import read_json
 from sensorium.server.errors import ApiError
 from sensorium.server.generation import Generation
-from sensorium.server.interfaces import Engine, Metrics, Options
+from sensorium.server.http_options import HttpOptions
+from sensorium.server.input_paths import RequestInput
+from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.protocol.generating import GeneratingRequest
 from sensorium.server.protocol.reading import read_request
 from sensorium.server.trace import make_trace
@@ -33,9 +36,9 @@ Work = tuple[Sequence[Prompt | Chat], SamplingParams]
 class Context:
     """What every route has at hand. `started`: seconds since 1970."""
 
-    engine: Engine
-    options: Options
-    metrics: Metrics
+    engine: AsyncEngine
+    options: HttpOptions
+    metrics: FrontendMetrics
     started: int
 
 
@@ -75,8 +78,11 @@ async def receive_call(
     prepare: Callable[[_Wire], Work],
     *,
     id_prefix: str,
+    field: str,
 ) -> Call[_Wire]:
-    """Read and check the request. `prepare` makes prompts and parameters of it."""
+    """Read and check the request. `prepare` makes prompts and parameters of it, `field` has
+    what the model reads.
+    """
 
     def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
         request = read_request(kind, body)
@@ -85,6 +91,7 @@ async def receive_call(
 
     max_bytes = context.options.max_body_mb * _MEBIBYTE
     request, (prompts, params) = await read_json(http_request, parse, max_bytes=max_bytes)
+    http_request.state.input = RequestInput(name=field, value=getattr(request, field))
     generation = Generation(
         engine=context.engine,
         metrics=context.metrics,
@@ -110,7 +117,7 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
             status=404,
             param="model",
             code="model_not_found",
-            reason="model_not_found",
+            reason="not_found",
         )
 
 

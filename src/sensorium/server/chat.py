@@ -46,7 +46,12 @@ async def answer_chat(http_request: Request, context: Context, failures: Failure
 
     is_trusted = context.options.trust_request_chat_template
     call = await receive_call(
-        http_request, context, ChatCompletionRequest, prepare, id_prefix="chatcmpl"
+        http_request,
+        context,
+        ChatCompletionRequest,
+        prepare,
+        id_prefix="chatcmpl",
+        field="messages",
     )
     if call.request.stream:
         frames = Frames(call, _ChatChunks(call)).run()

@@ -41,7 +41,9 @@ MAX_CHOICES = 1024  # prompts and their completions, in one call
 async def answer_completion(
     http_request: Request, context: Context, failures: FailureLog
 ) -> Response:
-    call = await receive_call(http_request, context, CompletionRequest, _prepare, id_prefix="cmpl")
+    call = await receive_call(
+        http_request, context, CompletionRequest, _prepare, id_prefix="cmpl", field="prompt"
+    )
     tokenizer = context.engine.tokenizer
     if call.request.stream:
         frames = Frames(call, _CompletionChunks(call, tokenizer)).run()

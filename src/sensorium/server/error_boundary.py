@@ -28,9 +28,11 @@ class ErrorBoundary:
 
         try:
             await self._app(scope, receive, watch_start)
+        except ClientGoneError:
+            pass  # nobody reads an answer
         except Exception as error:  # the boundary: nothing may pass it unanswered
-            answer = self._failures.report(error, scope["state"]["request_id"])
+            answer = self._failures.report(error, scope["state"])
             if not is_started:
                 await answer.make_response()(scope, receive, send)
-            elif not isinstance(error, ClientGoneError):
+            else:
                 raise

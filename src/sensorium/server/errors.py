@@ -10,6 +10,7 @@ from http import HTTPStatus
 import msgspec
 from starlette.responses import Response
 
+from sensorium.server.input_paths import MEDIA_LABEL
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -20,7 +21,6 @@ from sensorium.types.errors import (
 )
 
 RETRY_AFTER_S = 1
-CLIENT_GONE_STATUS = 499  # nobody reads it; as proxies log it
 # A field's path at the beginning of a text: messages[0].content[1].image_url.url
 _PATH = re.compile(r"[a-z_]+(?:\[\d+\]|\.[A-Za-z_]+)*(?=[ :])")
 _PROMPT_FIELD = re.compile(r"prompt field '(\w+)'")
@@ -37,7 +37,7 @@ class ApiError(Exception):
         status: int = 400,
         param: str | None = None,
         code: str | None = None,
-        reason: str = "bad_request",
+        reason: str | None = "bad_request",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -54,13 +54,15 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorAnswer:
-    """`is_bug`: the log has to have it."""
+    """`reason`: as the metrics call it (`None`: nothing was refused). `is_bug`: the log has to have
+    it.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
-    reason: str = "bad_request"
+    reason: str | None = "bad_request"
     missing: tuple[str, ...] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     is_bug: bool = False
@@ -93,8 +95,6 @@ def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> Er
             reason=error.reason,
             headers=error.headers,
         )
-    if isinstance(error, ClientGoneError):
-        return ErrorAnswer(status=CLIENT_GONE_STATUS, message="closed", reason="client_gone")
     if isinstance(error, CapacityError):
         return _make_capacity_answer(error)
     if isinstance(error, RequestError):
@@ -124,7 +124,7 @@ def _make_request_answer(error: RequestError, fields: frozenset[str]) -> ErrorAn
             message=message,
             param=param,
             code="media_not_cached",
-            reason="media",
+            reason="missing_media",
             missing=error.missing,
         )
     if isinstance(error, MediaFetchError):
@@ -140,7 +140,7 @@ def find_param(message: str, fields: frozenset[str]) -> str | None:
     if named is not None:
         return named.group(1)
     found = _PATH.match(message)
-    if found is None:
+    if found is None or MEDIA_LABEL.match(message):
         return None
     path = found.group()
     return path if re.split(r"[.\[]", path, maxsplit=1)[0] in fields else None

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.chat import Chat
-from sensorium.server.interfaces import Clock, Engine, Metrics
+from sensorium.server.metrics.clock import RequestClock
+from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import InvariantError
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
+from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
 
 _MAX_WAITING = 8  # deltas of one prompt that nobody has taken yet
@@ -22,14 +25,14 @@ class Generation:
     prompt has ended.
     """
 
-    engine: Engine
-    metrics: Metrics
+    engine: AsyncEngine
+    metrics: FrontendMetrics
     request_id: str
     prompts: Sequence[Prompt | Chat]
     params: SamplingParams
     arrived: float
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    clocks: dict[int, Clock] = field(default_factory=dict)
+    clocks: dict[int, RequestClock] = field(default_factory=dict)
 
     async def run(self) -> AsyncGenerator[tuple[int, RequestDelta], None]:
         """The news of all prompts, each with its prompt's index. Closing it aborts them all."""
@@ -67,16 +70,20 @@ class Generation:
         self.clocks[index] = clock
         request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
         news = self.engine.stream(self.prompts[index], self.params, request_id=request_id)
+        end = FinishReason.ABORT  # of a request that is given up here
         try:
             async for delta in news:
                 for entry in delta.deltas:
-                    if entry.token_ids:
-                        clock.on_tokens(entry.index, len(entry.token_ids))
+                    clock.on_tokens(entry.index, len(entry.token_ids))
                 if delta.final is not None:
                     clock.on_finish(delta.final)
                     self.outputs[index] = delta.final
                 yield delta
+        except Exception:
+            end = FinishReason.ERROR
+            raise
         finally:
+            clock.on_end(end)
             await news.aclose()
         if index not in self.outputs:
             raise InvariantError("the engine's stream ended without its final output")

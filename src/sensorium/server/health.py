@@ -27,7 +27,7 @@ def make_health_router(context: Context) -> APIRouter:
                 "the engine is not there",
                 status=503,
                 code="engine_lost",
-                reason="health",
+                reason=None,
                 headers={"retry-after": str(RETRY_AFTER_S)},
             )
         return JSONResponse({})

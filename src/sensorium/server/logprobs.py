@@ -82,7 +82,7 @@ def _by_id(entry: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
 
 
 def _by_text(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
-    """The likeliest and the chosen one, as OpenAI does. Different tokens may have the same text: the
+    """The likeliest and the chosen one, as OpenAI does. Of different tokens with the same text the
     likelier one stands for both.
     """
     found: dict[str, float] = {}

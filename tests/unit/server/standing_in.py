@@ -158,6 +158,7 @@ async def _settle(value: Any) -> None:
 class CountingClock:
     def __init__(self, metrics: CountingMetrics) -> None:
         self._metrics = metrics
+        self._is_ended = False
 
     def mark(self, stage: str) -> None:
         self._metrics.stages[stage] += 1
@@ -166,7 +167,20 @@ class CountingClock:
         self._metrics.tokens[index] += num_tokens
 
     def on_finish(self, output: RequestOutput) -> None:
+        self._is_ended = True
         self._metrics.finished.append(output)
+
+    def on_end(self, reason: FinishReason) -> None:
+        if not self._is_ended:
+            self._metrics.ends[str(reason)] += 1
+
+    @property
+    def stages(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def elapsed_s(self) -> float:
+        return 0.0
 
 
 class CountingMetrics:
@@ -174,6 +188,8 @@ class CountingMetrics:
         self.refusals: Counter[str] = Counter()
         self.stages: Counter[str] = Counter()
         self.tokens: Counter[int] = Counter()
+        self.ends: Counter[str] = Counter()
+        self.responses: Counter[tuple[str, str, int]] = Counter()
         self.finished: list[RequestOutput] = []
         self.load = 0
         self.num_lags = 0
@@ -197,6 +213,10 @@ class CountingMetrics:
     def observe_loop_lag(self, seconds: float) -> None:
         assert seconds >= 0
         self.num_lags += 1
+
+    def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.responses[handler, method, status] += 1
 
     def render(self) -> tuple[bytes, str]:
         return b"metric 1\n", "text/plain; version=0.0.4"

@@ -95,6 +95,18 @@ def test_the_limit_itself_is_allowed(small: RunningServer) -> None:
     assert httpx.post(f"{small.url}{PATH}", content=body + b" ").status_code == 413
 
 
+def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sensorium.server import body as body_module
+
+    monkeypatch.setattr(body_module, "_IDLE_S", 0.05)
+    with serve() as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
+            connection.sendall(head.encode())
+            assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+        wait_until(lambda: running.metrics.load == 0, "the request is still counted")
+
+
 def test_a_stream_goes_on_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large one is held in its parser until the stream has ended: were it parsed on the event
     loop, the stream could not end.

@@ -135,7 +135,7 @@ def test_the_fields_of_a_request_reach_the_engine(server: RunningServer) -> None
         tools=tools,
         tool_choice="auto",
         max_tokens=9,
-        max_completion_tokens=5,
+        max_completion_tokens=5.0,
         temperature=1,
         stop="END",
         seed=-3,

@@ -33,6 +33,7 @@ def openai(server: RunningServer) -> Iterator[OpenAI]:
         ("a", [{"prompt": "a"}]),
         (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
         ([1, 2], [{"prompt_token_ids": [1, 2]}]),
+        ([1, 2.0], [{"prompt_token_ids": [1, 2]}]),
         ([[1], [2, 3]], [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2, 3]}]),
     ],
 )

@@ -35,6 +35,9 @@ def check_all_is_over(running: RunningServer) -> None:
     wait_until(lambda: running.metrics.load == 0, "a request is still counted")
     assert engine.num_aborted == engine.num_started > 0
     assert running.metrics.finished == []
+    assert running.metrics.ends == {"abort": engine.num_started}
+    assert running.metrics.refusals == {}
+    assert {status for _, _, status in running.metrics.responses} <= {200}
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -48,12 +48,13 @@ def _no_fault() -> Iterator[None]:
     early.error = late.error = None
 
 
+INPUT = "what the model reads"
 FAULTS = [
     (RequestError("messages[0].content is odd"), 400, "messages[0].content", None),
     (RequestError("prompt field 'cache_salt' must be str"), 400, "cache_salt", None),
-    (RequestError("the chat template refuses this"), 400, None, None),
-    (MediaFetchError("image 0: no such host"), 422, None, "media_not_fetched"),
-    (MissingMediaError("gone", ("abc",)), 409, None, "media_not_cached"),
+    (RequestError("a chat template refuses this"), 400, INPUT, None),
+    (MediaFetchError("image 0: no such host"), 422, INPUT, "media_not_fetched"),
+    (MissingMediaError("gone", ("abc",)), 409, INPUT, "media_not_cached"),
     (CapacityError("full"), 503, None, "no_capacity"),
     (EngineLostError("the engine has died"), 503, None, "engine_lost"),
     (FailedRequestError("a step failed"), 500, None, None),
@@ -74,6 +75,7 @@ def test_a_failure_before_the_first_token_has_its_status(
 ) -> None:
     early.error = error
     response = faulty.chat(stream=stream)
+    param = "messages" if param == INPUT else param
     body = response.json()["error"]
     assert (response.status_code, body["param"], body["code"]) == (status, param, code)
     assert response.headers["content-type"] == "application/json"
@@ -92,14 +94,43 @@ def test_a_failure_after_the_first_token_is_an_event(
     assert (response.status_code, done) == (200, "[DONE]")
     assert [json.loads(event)["choices"][0]["text"] for event in events] == ["Hel"]
     body = json.loads(last)["error"]
+    param = "prompt" if param == INPUT else param
     assert (body["param"], body["code"]) == (param, code)
     assert "secret" not in last
     assert status != 500 or body["type"] == "server_error"
 
 
+def test_requests_that_fail_in_the_engine_end_with_an_error(faulty: RunningServer) -> None:
+    before = faulty.metrics.ends.copy()
+    late.error = EngineLostError("the engine has died")
+    faulty.chat(stream=True)
+    faulty.chat()
+    assert faulty.metrics.ends - before == {"error": 2}
+
+
 def test_a_late_failure_of_a_whole_answer_has_its_status(faulty: RunningServer) -> None:
     late.error = EngineLostError("the engine has died")
     assert faulty.chat().status_code == 503
+
+
+def test_media_that_fails_is_named_by_its_place(faulty: RunningServer) -> None:
+    def make_part(kind: str) -> dict[str, Any]:
+        return {"type": kind, kind: "https://a.example/x", "uuid": "x"}
+
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA"}}
+    first = [{"type": "text", "text": "a"}, make_part("image_url"), sound]
+    second = [make_part("video_url"), make_part("image_url")]
+    messages = [{"role": "user", "content": content} for content in (first, "text", second)]
+    for label, param in (
+        ("image 0", "messages[0].content[1]"),
+        ("image 1", "messages[2].content[1]"),
+        ("audio 0", "messages[0].content[2]"),
+        ("video 0", "messages[2].content[0]"),
+        ("video 7", "messages"),
+    ):
+        early.error = RequestError(f"{label}: is broken")
+        response = faulty.chat(messages=messages)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_bug_is_logged_under_the_request_id(
@@ -126,7 +157,7 @@ def test_failures_are_counted_by_reason(faulty: RunningServer) -> None:
         "media": 1,
         "engine_lost": 1,
         "internal": 1,
-        "model_not_found": 1,
+        "not_found": 1,
     }
 
 

@@ -57,6 +57,24 @@ def test_every_cache_can_be_reset() -> None:
         assert client.post("/reset_mm_cache").status_code == 503
 
 
+def test_responses_are_counted_by_their_route() -> None:
+    with serve() as running, running.client() as client:
+        client.get("/v1/models/org/tiny")
+        client.get("/v1/models/other")
+        client.get("/somewhere/else")
+        client.request("MKCOL", "/ping")
+        running.chat(stream=True)
+        running.chat(n=0)
+        assert running.metrics.responses == {
+            ("/v1/models/{model:path}", "GET", 200): 1,
+            ("/v1/models/{model:path}", "GET", 404): 1,
+            ("none", "GET", 404): 1,
+            ("/ping", "other", 405): 1,
+            ("/v1/chat/completions", "POST", 200): 1,
+            ("/v1/chat/completions", "POST", 400): 1,
+        }
+
+
 def test_the_lag_of_the_event_loop_is_measured() -> None:
     with serve() as running:
         wait_until(lambda: running.metrics.num_lags > 2, "nothing is measured")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
-from sensorium.server.protocol.fields import JsonObject, Length, NumLogprobs
+from sensorium.server.protocol.fields import JsonObject, Length, NumLogprobs, Unsupported
 from sensorium.server.protocol.generating import GeneratingRequest
 
 # Checked in depth by `render.messages`, which names the field.
@@ -16,6 +16,13 @@ Messages = Annotated[
         {"type": "array", "items": {"$ref": "#/components/schemas/ChatMessage"}, "minItems": 1}
     ),
 ]
+
+_TEXT_ONLY = {
+    "type": "array",
+    "items": {"const": "text", "type": "string"},
+    "minItems": 1,
+    "maxItems": 1,
+}
 
 
 class ChatCompletionRequest(GeneratingRequest):
@@ -35,12 +42,12 @@ class ChatCompletionRequest(GeneratingRequest):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     tools: list[JsonObject] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = None
     parallel_tool_calls: bool | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    modalities: Annotated[list[str], WithJsonSchema(_TEXT_ONLY)] | None = None
+    audio: Unsupported = None
 
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None

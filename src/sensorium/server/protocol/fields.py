@@ -1,4 +1,5 @@
-"""Types of single fields. Strict as JSON is: "5" is no number, and 1 is one wherever 1.0 is.
+"""Types of single fields. Strict as JSON is: "5" is no number, 1 is one wherever 1.0 is, and 1.0 is
+an integer.
 
 Numbers are bounded by what other processes can be told, or as `SamplingParams` bounds them.
 """
@@ -11,20 +12,31 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from sensorium.types.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_N
 
-Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Length = Annotated[int, Field(ge=1, le=2**63 - 1)]
-NumChoices = Annotated[int, Field(ge=1, le=MAX_N)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-TopK = Annotated[int, Field(ge=-1, le=2**63 - 1)]  # some clients say -1 for "no limit"
+_MAX_INTEGER = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def as_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_WHOLE = BeforeValidator(as_integer)
+Integer = Annotated[int, Field(ge=-(2**63), le=_MAX_INTEGER), _WHOLE]
+Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER), _WHOLE]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), _WHOLE]
+Length = Annotated[int, Field(ge=1, le=_MAX_INTEGER), _WHOLE]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_N), _WHOLE]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
+TopK = Annotated[int, Field(ge=-1, le=_MAX_INTEGER), _WHOLE]  # some clients say -1 for "no limit"
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+TopP = Annotated[float, Field(ge=1e-9, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 JsonObject = dict[str, Any]
+# What is refused unless it is null; see `server.sampling`.
+Unsupported = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 
 def _as_list(value: object) -> object:
@@ -41,7 +53,9 @@ TextOrList = Annotated[list[str], BeforeValidator(_as_list), WithJsonSchema(_TEX
 
 _LOGIT_BIAS: JsonObject = {
     "type": "object",
-    "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}},
+    "patternProperties": {
+        "^[0-9]{1,9}$": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+    },
     "additionalProperties": False,
 }
 LogitBias = Annotated[

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from sensorium.server.protocol.fields import (
     Count,
@@ -22,7 +22,14 @@ from sensorium.server.protocol.fields import (
     TokenId,
     TopK,
     TopP,
+    Unsupported,
 )
+
+_TEXT_FORMAT = {
+    "type": "object",
+    "properties": {"type": {"const": "text", "type": "string"}},
+    "required": ["type"],
+}
 
 
 class WireModel(BaseModel):
@@ -66,7 +73,7 @@ class GeneratingRequest(WireModel):
     logit_bias: LogitBias | None = None
     seed: Integer | None = None
     stop: TextOrList | None = None
-    response_format: JsonObject | None = None
+    response_format: Annotated[JsonObject, WithJsonSchema(_TEXT_FORMAT)] | None = None
 
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -76,7 +83,7 @@ class GeneratingRequest(WireModel):
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: TextOrList | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -85,12 +92,12 @@ class GeneratingRequest(WireModel):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Integer | None = None
     trace: bool | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    use_beam_search: bool | None = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    structured_outputs: Unsupported = None
+    use_beam_search: Unsupported = None
 
     user: str | None = None
     service_tier: str | None = None

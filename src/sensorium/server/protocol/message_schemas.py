@@ -45,6 +45,8 @@ _PARTS: dict[str, Schema] = {
     "InputAudioPart": _make_media_part(
         "input_audio", _make_object(("data",), data=_TEXT, format=_TEXT)
     ),
+    "ImageEmbedsPart": _make_media_part("image_embeds", _TEXT),
+    "AudioEmbedsPart": _make_media_part("audio_embeds", _TEXT),
 }
 _TOOL_CALL = _make_object(
     ("id", "type", "function"),
