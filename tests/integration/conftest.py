@@ -1,16 +1,19 @@
-"""Engines that a whole session shares: a test that leaves something behind disturbs the next."""
+"""Engines and servers that a whole session shares: a test that leaves something behind disturbs the next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from sensorium import LLM
+from tests.integration.conversing import MODEL
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
 from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
+from tests.integration.serving import ServerProcess, serve
 from tests.parity.driver import make_llm
 
 
@@ -56,3 +59,48 @@ def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], L
     yield get
     for llm in used.values():
         assert_idle(llm)
+
+
+@pytest.fixture(scope="session")
+def media_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that servers may read media from."""
+    return tmp_path_factory.mktemp("served-media")
+
+
+@pytest.fixture(scope="session")
+def omni_flags(media_path: Path) -> tuple[str, ...]:
+    """Of servers that answer as `omni_llm` does, in small steps."""
+    return (
+        *("--served-model-name", MODEL, "--max-model-len", "2048", "--dtype", "float32"),
+        *("--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
+        *("--mm-processor-cache-gb", "0.25", "--allowed-local-media-path", str(media_path)),
+        "--allow-private-media-addresses",
+    )
+
+
+@pytest.fixture(scope="session")
+def omni_server(
+    tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
+) -> Iterator[ServerProcess]:
+    """One frontend, with the mirrored cache. It takes images, videos and sounds."""
+    with serve(tiny_model("qwen2_5_omni"), *omni_flags) as server:
+        server.note_first_metrics()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_server(
+    tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
+) -> Iterator[ServerProcess]:
+    """Two frontends, with a cache in shared memory."""
+    flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
+    with serve(tiny_model("qwen2_5_omni"), *flags) as server:
+        server.note_first_metrics()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def omni_llm(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
+    llm = make_llm(tiny_model("qwen2_5_omni"), max_model_len=2048)
+    yield llm
+    llm.close()

@@ -25,7 +25,7 @@ _READY = re.compile(r"Sensorium is ready: (http://\S+)")
 
 
 class ServerProcess:
-    """`lines` is what it has said so far, on both streams."""
+    """`lines` is what it has said so far, on both streams. `first_metrics`: as they were noted."""
 
     def __init__(self, model: str, *flags: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
@@ -40,17 +40,21 @@ class ServerProcess:
         )
         self.lines: list[str] = []
         self.url: str | None = None
+        self.first_metrics = ""
         self._is_said = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self.process.stdout or ():
-            with self._is_said:
-                self.lines.append(line)
-                found = _READY.search(line)
-                self.url = self.url or (found.group(1) if found else None)
-                self._is_said.notify_all()
+        if self.process.stdout is None:
+            return
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._is_said:
+                    self.lines.append(line)
+                    found = _READY.search(line)
+                    self.url = self.url or (found.group(1) if found else None)
+                    self._is_said.notify_all()
 
     @property
     def output(self) -> str:
@@ -69,6 +73,14 @@ class ServerProcess:
             with self._is_said:
                 self._is_said.wait(0.5)
 
+    def wait_for_output(self, words: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while words not in self.output:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the server did not say {words!r}:\n{self.output}")
+            with self._is_said:
+                self._is_said.wait(0.5)
+
     def get_url(self, path: str = "") -> str:
         if self.url is None:
             raise AssertionError("the server is not ready")
@@ -83,6 +95,14 @@ class ServerProcess:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.get_url(path), timeout=60.0, **options)
+
+    def note_first_metrics(self) -> None:
+        """What it says before anybody has asked for anything."""
+        self.first_metrics = self.get("/metrics").text
+
+    def reset_caches(self) -> None:
+        for level in ("mm", "encoder", "prefix"):
+            self.post(f"/reset_{level}_cache").raise_for_status()
 
     def get_metrics(self) -> dict[str, float]:
         """Samples by name and labels, e.g. `vllm:request_success_total{finished_reason="stop"}`;
@@ -125,6 +145,7 @@ class ServerProcess:
         for pid in reversed(self.get_process_ids()):
             kill(pid)
         self.process.wait(30)
+        self._reader.join(10)
 
 
 @contextmanager

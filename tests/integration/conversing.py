@@ -1,0 +1,210 @@
+"""Conversations with every kind of media, as clients send them, and what came back."""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from openai import OpenAI
+
+from tests.media_files import (
+    make_clip,
+    make_melody,
+    make_pixels,
+    write_image,
+    write_sound,
+    write_video,
+)
+
+MODEL = "tiny"
+Part = dict[str, Any]
+Message = dict[str, Any]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 10}
+
+
+@cache
+def make_png(seed: int = 0, height: int = 56, width: int = 84) -> bytes:
+    return write_image(make_pixels(height, width, seed=seed), "PNG")
+
+
+@cache
+def make_mp4(seed: int = 0, num_frames: int = 4) -> bytes:
+    clip = make_clip(num_frames, 28, 28)
+    return write_video((clip // (1 + seed % 3)).astype(clip.dtype), fps=10 + seed)
+
+
+@cache
+def make_wav(seed: int = 0) -> bytes:
+    return write_sound(make_melody(4000, pitch=300.0 + 50 * seed), "WAV", "PCM_16")
+
+
+def as_base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def make_url_part(modality: str, url: str, **fields: Any) -> Part:
+    return {"type": f"{modality}_url", f"{modality}_url": {"url": url}, **fields}
+
+
+def make_image_part(seed: int = 0, **fields: Any) -> Part:
+    return make_url_part("image", f"data:image/png;base64,{as_base64(make_png(seed))}", **fields)
+
+
+def make_video_part(seed: int = 0, **fields: Any) -> Part:
+    return make_url_part("video", f"data:video/mp4;base64,{as_base64(make_mp4(seed))}", **fields)
+
+
+def make_audio_part(seed: int = 0, **fields: Any) -> Part:
+    sound = {"data": as_base64(make_wav(seed)), "format": "wav"}
+    return {"type": "input_audio", "input_audio": sound, **fields}
+
+
+def make_text_part(text: str = "What is this?") -> Part:
+    return {"type": "text", "text": text}
+
+
+def ask(*parts: Part | str) -> list[Message]:
+    """One message of the user."""
+    content = [make_text_part(part) if isinstance(part, str) else part for part in parts]
+    return [{"role": "user", "content": content}]
+
+
+def make_conversations(seed: int = 0) -> dict[str, list[Message]]:
+    """One of each modality, and of several at once. Those of different seeds share no media."""
+    first, second, third = (make_image_part(10 * seed + index) for index in range(3))
+    video, audio = make_video_part(seed), make_audio_part(seed)
+    return {
+        "text": ask(f"Tell me about the number {seed}."),
+        "image": ask(first, "What is this?"),
+        "images": ask(first, second, "Which one is", third, "?"),
+        "video": ask(video, "What happens?"),
+        "audio": ask(audio, "Who speaks?"),
+        "mixed": ask("One:", second, "two:", video, "three:", audio, "four:", first),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`logprobs`: of the chosen tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: Any
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    choices: tuple[Choice, ...]
+    usage: Any
+    prompt_token_ids: tuple[int, ...]
+    trace: Any = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return int(self.usage.prompt_tokens_details.cached_tokens)
+
+    def get_hits(self, level: str) -> list[Any]:
+        """What the trace says of each media item at this level."""
+        return [item[level] for item in self.trace["items"]]
+
+
+_OURS = {"return_token_ids": True, "trace": True}
+
+
+def chat(client: OpenAI, messages: list[Message], /, **fields: Any) -> Answer:
+    """Whole. `extra_body` has the fields that OpenAI does not know."""
+    fields = {**GREEDY, **fields}
+    extra = {**_OURS, **fields.pop("extra_body", {})}
+    found: Any = client.chat.completions.create(
+        model=MODEL, messages=messages, extra_body=extra, **fields
+    )
+    return Answer(
+        choices=tuple(
+            Choice(
+                text=choice.message.content,
+                token_ids=tuple(choice.token_ids),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                logprobs=_get_logprobs(choice.logprobs),
+            )
+            for choice in found.choices
+        ),
+        usage=found.usage,
+        prompt_token_ids=tuple(found.prompt_token_ids),
+        trace=found.sensorium_trace,
+    )
+
+
+@dataclass(slots=True)
+class _Growing:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    logprobs: list[float] = field(default_factory=list)
+
+
+def stream_chat(client: OpenAI, messages: list[Message], /, **fields: Any) -> Answer:
+    """The same, put together from its chunks."""
+    fields = {**GREEDY, **fields}
+    extra = {**_OURS, **fields.pop("extra_body", {})}
+    chunks: Any = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        extra_body=extra,
+        stream=True,
+        stream_options={"include_usage": True},
+        **fields,
+    )
+    return join_chunks(chunks)
+
+
+def join_chunks(chunks: Iterable[Any]) -> Answer:
+    choices: dict[int, _Growing] = defaultdict(_Growing)
+    prompt_token_ids: tuple[int, ...] = ()
+    last: Any = None
+    for chunk in chunks:
+        last = chunk
+        prompt_token_ids = tuple(getattr(chunk, "prompt_token_ids", None) or prompt_token_ids)
+        for piece in chunk.choices:
+            choice = choices[piece.index]
+            assert choice.finish_reason is None, "a choice goes on after its end"
+            choice.text += piece.delta.content or ""
+            choice.token_ids += getattr(piece, "token_ids", None) or ()
+            choice.logprobs += _get_logprobs(piece.logprobs)
+            choice.finish_reason = piece.finish_reason
+            choice.stop_reason = getattr(piece, "stop_reason", None)
+    return Answer(
+        choices=tuple(_freeze(choices[index]) for index in sorted(choices)),
+        usage=last.usage,
+        prompt_token_ids=prompt_token_ids,
+        trace=getattr(last, "sensorium_trace", None),
+    )
+
+
+def _freeze(choice: _Growing) -> Choice:
+    return Choice(
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=tuple(choice.logprobs),
+    )
+
+
+def _get_logprobs(logprobs: Any) -> tuple[float, ...]:
+    return tuple(entry.logprob for entry in logprobs.content) if logprobs is not None else ()

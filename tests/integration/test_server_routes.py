@@ -1,0 +1,64 @@
+"""The routes beside those for text: models, health, load, metrics, and what all answers have."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from tests.integration.conversing import MODEL, ask
+from tests.integration.serving import ServerProcess
+
+pytestmark = pytest.mark.xdist_group("server")
+
+
+def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
+    with omni_server.make_client() as client:
+        (model,) = client.models.list().data
+        assert model.id == MODEL and model.object == "model"
+        assert client.models.retrieve(MODEL).id == MODEL
+    missing = omni_server.get("/v1/models/another")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    body = {"model": "another", "messages": ask("Hello")}
+    refused = omni_server.post("/v1/chat/completions", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+
+
+def test_those_who_watch_are_answered(omni_server: ServerProcess) -> None:
+    assert omni_server.get("/health").status_code == 200
+    assert omni_server.get("/ping").status_code == omni_server.post("/ping").status_code == 200
+    assert omni_server.get("/version").json() == {"version": version("sensorium")}
+    assert omni_server.get("/load").json() == {"server_load": 0}
+    metrics = omni_server.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert "vllm:num_requests_running" in metrics.text
+    paths = omni_server.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= paths.keys()
+
+
+def test_answers_bear_the_id_of_their_request(omni_server: ServerProcess) -> None:
+    for path in ("/health", "/v1/models", "/nowhere"):
+        given = omni_server.get(path, headers={"X-Request-Id": "mine-1"})
+        assert given.headers["x-request-id"] == "mine-1"
+        made = {omni_server.get(path).headers["x-request-id"] for _ in range(2)}
+        assert len(made) == 2
+    body = {"messages": ask("Hello"), "max_tokens": 1, "stream": True}
+    streamed = omni_server.post("/v1/chat/completions", body, headers={"X-Request-Id": "mine-2"})
+    assert streamed.headers["x-request-id"] == "mine-2"
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_unknown_routes_and_methods_are_told(omni_server: ServerProcess) -> None:
+    assert omni_server.get("/nowhere").json()["error"]["code"] == "route_not_found"
+    wrong = omni_server.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("level", ["mm", "encoder", "prefix"])
+def test_caches_are_reset_on_all_servers(
+    omni_server: ServerProcess, shared_server: ServerProcess, level: str
+) -> None:
+    for server in (omni_server, shared_server):
+        assert server.post(f"/reset_{level}_cache").status_code == 200
+        assert server.get(f"/reset_{level}_cache").status_code == 405
