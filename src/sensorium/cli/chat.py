@@ -19,6 +19,7 @@ from sensorium.cli.flags import (
     make_sampling_params,
     read_media,
 )
+from sensorium.cli.media_flags import add_media_options
 from sensorium.types.errors import CapacityError, RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.sampling import SamplingParams
@@ -67,6 +68,7 @@ def add_command(commands: Any) -> None:
     )
     add_sampling_flags(chat, max_tokens=256)
     add_loading_flags(chat)
+    add_media_options(chat)
     chat.set_defaults(run=run)
 
 

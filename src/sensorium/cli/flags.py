@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sensorium.cli.media_flags import add_media_options, make_media_kwargs
+from sensorium.cli.media_flags import make_llm_media
+from sensorium.cli.parsing import at_least
 from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
@@ -21,7 +22,12 @@ _URL_SCHEMES = ("http:", "https:", "data:", "file:")
 
 def add_loading_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("loading")
-    group.add_argument("--max-model-len", type=int, help="context length (default: the model's)")
+    group.add_argument(
+        "--max-model-len",
+        type=at_least(1),
+        metavar="N",
+        help="context length in tokens (default: the model's)",
+    )
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument(
@@ -40,7 +46,12 @@ def add_loading_flags(command: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of a CUDA device's memory that may be in use (default 0.9)",
     )
-    add_media_options(command)
+
+
+def make_loading_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How a model is loaded, but for what its engine needs: keywords of `builder.Source`."""
+    names = ("dtype", "device", "revision", "trust_remote_code")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
@@ -49,13 +60,10 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     return LLM(
         arguments.model,
         max_model_len=arguments.max_model_len,
-        dtype=arguments.dtype,
-        device=arguments.device,
         attention_backend=arguments.attention_backend,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
-        **make_media_kwargs(arguments),
+        **make_loading_kwargs(arguments),
+        **make_llm_media(arguments),
     )
 
 

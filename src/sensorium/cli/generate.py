@@ -14,6 +14,7 @@ from sensorium.cli.flags import (
     make_sampling_params,
     read_media,
 )
+from sensorium.cli.media_flags import add_media_options
 from sensorium.types.errors import RequestError
 from sensorium.types.prompts import TextPrompt
 
@@ -33,6 +34,7 @@ def add_command(commands: Any) -> None:
     generate.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
     add_sampling_flags(generate, max_tokens=64)
     add_loading_flags(generate)
+    add_media_options(generate)
     generate.set_defaults(run=_generate)
 
 

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from sensorium.cli.parsing import at_least, between, parse_mapping
 
 if TYPE_CHECKING:
     from sensorium.engine.media_options import MediaKwargs
 
 _MEBIBYTE = 2**20
+_MAX_GIBIBYTES = 2.0**20
+_MAX_POOL_SIZE = 128
+_NAMES = (
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_processor_pool_size",
+    "mm_hasher_algorithm",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "allowed_local_media_path",
+    "allowed_media_domains",
+    "enable_mm_embeds",
+)
 
 
-def add_media_options(command: argparse.ArgumentParser) -> None:
+def add_media_options(command: argparse.ArgumentParser, *, is_server: bool = False) -> None:
+    """A server chooses the kind of cache and the number of processes where they are left open."""
     group = command.add_argument_group("media")
-    _add_processing(group)
+    _add_cache(group, is_server=is_server)
+    _add_processing(group, is_server=is_server)
     _add_sources(group)
+    if is_server:
+        group.add_argument(
+            "--enable-mm-embeds",
+            action="store_true",
+            help="anyone may send media as an encoder's output, for models that allow it",
+        )
 
 
-def _add_processing(group: argparse._ArgumentGroup) -> None:
+def _add_cache(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
     group.add_argument(
         "--mm-processor-cache-gb",
-        type=float,
+        type=between(0.0, _MAX_GIBIBYTES),
         default=4.0,
         metavar="GIB",
         help="room for processed media (default 4; 0: keep nothing)",
@@ -30,22 +52,30 @@ def _add_processing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mm-processor-cache-type",
         choices=["lru", "shm"],
-        default="lru",
-        help="lru: tensors beside the engine; shm: in shared memory (default lru)",
+        default=None if is_server else "lru",
+        help="lru: tensors beside the engine; shm: in shared memory (default lru"
+        + ("; shm with several frontends)" if is_server else ")"),
     )
     group.add_argument(
         "--mm-shm-cache-max-object-size-mb",
-        type=int,
+        type=at_least(1),
         default=128,
         metavar="MIB",
         help="larger items are not kept in shared memory (default 128)",
     )
+
+
+def _add_processing(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
+    most = (
+        "of each frontend; 0: its own (default: half of the cores, 4 at most, divided among them)"
+    )
     group.add_argument(
         "--mm-processor-pool-size",
-        type=int,
-        default=0,
+        type=at_least(0, _MAX_POOL_SIZE),
+        default=None if is_server else 0,
         metavar="N",
-        help="processes that decode and process media (default 0: this one)",
+        help="processes that decode and process media"
+        + (f", {most}" if is_server else " (default 0: this one)"),
     )
     group.add_argument(
         "--mm-hasher-algorithm",
@@ -58,7 +88,7 @@ def _add_processing(group: argparse._ArgumentGroup) -> None:
         ("--media-io-kwargs", "decoders get, by modality"),
     ):
         group.add_argument(
-            name, type=_parse_mapping, default={}, metavar="JSON", help=f"options that {purpose}"
+            name, type=parse_mapping, default={}, metavar="JSON", help=f"options that {purpose}"
         )
 
 
@@ -82,40 +112,31 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
         help="fetch from loopback and private networks too",
     )
     group.add_argument(
-        "--max-media-mb", type=int, metavar="MIB", help="of one encoded item (default 256)"
+        "--max-media-mb", type=at_least(1), metavar="MIB", help="of one encoded item (default 256)"
     )
     group.add_argument(
         "--media-deadline", type=float, metavar="SECONDS", help="for fetching an item (default 30)"
     )
 
 
-def make_media_kwargs(arguments: argparse.Namespace) -> MediaKwargs:
+def make_media_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of `MediaOptions`, with the fields of `MediaLimits` as they were given."""
+    given = {name: getattr(arguments, name) for name in _NAMES if hasattr(arguments, name)}
+    return given | {"media_limits": _make_limits(arguments)}
+
+
+def make_llm_media(arguments: argparse.Namespace) -> MediaKwargs:
     from sensorium.multimodal.media.limits import MediaLimits
 
-    limits = MediaLimits(allow_private_addresses=arguments.allow_private_media_addresses)
+    media: Any = make_media_kwargs(arguments)
+    media["media_limits"] = MediaLimits(**media["media_limits"])
+    return cast("MediaKwargs", media)
+
+
+def _make_limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    limits = {"allow_private_addresses": arguments.allow_private_media_addresses}
     if arguments.max_media_mb is not None:
-        limits = replace(limits, max_bytes=arguments.max_media_mb * _MEBIBYTE)
+        limits["max_bytes"] = arguments.max_media_mb * _MEBIBYTE
     if arguments.media_deadline is not None:
-        limits = replace(limits, deadline_s=arguments.media_deadline)
-    return {
-        "mm_processor_cache_gb": arguments.mm_processor_cache_gb,
-        "mm_processor_cache_type": arguments.mm_processor_cache_type,
-        "mm_shm_cache_max_object_size_mb": arguments.mm_shm_cache_max_object_size_mb,
-        "mm_processor_pool_size": arguments.mm_processor_pool_size,
-        "mm_hasher_algorithm": arguments.mm_hasher_algorithm,
-        "mm_processor_kwargs": arguments.mm_processor_kwargs,
-        "media_io_kwargs": arguments.media_io_kwargs,
-        "allowed_local_media_path": arguments.allowed_local_media_path,
-        "allowed_media_domains": arguments.allowed_media_domains,
-        "media_limits": limits,
-    }
-
-
-def _parse_mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("a JSON object is needed")
-    return value
+        limits["deadline_s"] = arguments.media_deadline
+    return limits

@@ -23,7 +23,7 @@ from typing import Any
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.core_client import CoreClient
-from sensorium.engine.core_messages import CoreInfo
+from sensorium.engine.core_info import CoreInfo
 from sensorium.engine.delivery import MAX_ATTEMPTS, make_reports
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.output_processor import OutputProcessor

@@ -13,11 +13,11 @@ from itertools import groupby
 
 import msgspec
 
+from sensorium.engine.core_info import CoreInfo as CoreInfo
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
-from sensorium.types.sampling import GenerationDefaults
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Payload, ShmReference, Transfer
 
 Frame = bytes | memoryview
@@ -101,18 +101,6 @@ class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
 
 
 FromCore = News | ResetDone | ForgetMedia
-
-
-class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend has to know of a core that is ready. `epoch`: of its half of the mirrored
-    cache, if it has one. `description`: what was resolved, as pairs of words for people.
-    """
-
-    endpoint: str
-    max_model_len: int
-    defaults: GenerationDefaults
-    epoch: int | None = None
-    description: tuple[tuple[str, str], ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,13 +25,8 @@ from types import TracebackType
 import msgspec
 
 from sensorium.multimodal.cache.interface import CacheStatistics
-from sensorium.multimodal.cache.shm_index import (
-    HEADER_BYTES,
-    MAX_MEMBERS,
-    Key,
-    ShmIndex,
-    get_table_bytes,
-)
+from sensorium.multimodal.cache.shm_index import MAX_MEMBERS, Key, ShmIndex, get_table_bytes
+from sensorium.multimodal.cache.shm_memory import create_memory
 from sensorium.multimodal.cache.shm_segment import ShmSegment
 from sensorium.multimodal.item_codec import (
     decode_block,
@@ -39,15 +34,9 @@ from sensorium.multimodal.item_codec import (
     get_num_bytes,
     write_block,
 )
-from sensorium.types.errors import InvariantError, ModelError
+from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
 from sensorium.types.transfer import ShmReference
-
-# A slot for each so many bytes of capacity, between these numbers of slots: smaller items fill the
-# table before the memory, and every search reads the whole table.
-_BYTES_PER_SLOT = 128 * 1024
-_MIN_SLOTS = 64
-_MAX_SLOTS = 8 * 1024
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -93,18 +82,9 @@ class ShmStore:
     @classmethod
     def create(cls, *, capacity_bytes: int, max_object_bytes: int) -> ShmStore:
         """Reserves the memory. A `ModelError` if the system does not have it."""
-        if capacity_bytes < 1 or max_object_bytes < 1:
-            raise ModelError("the shared-memory cache and its largest object need >= 1 byte")
-        capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES
-        num_slots = min(max(capacity_bytes // _BYTES_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
-        segment = ShmSegment.create(get_table_bytes(num_slots) + capacity_bytes)
-        ShmIndex.format(
-            segment.buffer,
-            num_slots=num_slots,
-            capacity_bytes=capacity_bytes,
-            max_object_bytes=max_object_bytes,
+        return cls._join(
+            create_memory(capacity_bytes=capacity_bytes, max_object_bytes=max_object_bytes)
         )
-        return cls._join(segment)
 
     @classmethod
     def attach(cls, fd: int) -> ShmStore:

@@ -1,0 +1,140 @@
+"""Flags about the server itself: where it listens, who may ask, how much, and what it logs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sensorium.cli.parsing import at_least, between, parse_file
+
+MAX_FRONTENDS = 64
+_MAX_TIMEOUT_S = 86_400.0
+_NAMES = (
+    "host",
+    "port",
+    "api_server_count",
+    "shutdown_timeout",
+    "max_concurrent_requests",
+    "max_body_mb",
+    "chat_template",
+    "trust_request_chat_template",
+    "generation_config",
+    "protect_metrics",
+    "log_format",
+    "log_level",
+    "access_log",
+)
+_LISTS = ("served_model_name", "api_key", "allowed_origins")
+
+
+def add_server_flags(command: argparse.ArgumentParser) -> None:
+    _add_listening(command.add_argument_group("server"))
+    _add_requests(command.add_argument_group("requests"))
+    _add_logging(command.add_argument_group("logging"))
+
+
+def _add_listening(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1: this machine only; 0.0.0.0: everyone)",
+    )
+    group.add_argument(
+        "--port", type=at_least(0, 65_535), default=8000, help="default 8000; 0: any free one"
+    )
+    group.add_argument(
+        "--api-server-count",
+        type=at_least(1, MAX_FRONTENDS),
+        default=1,
+        metavar="N",
+        help="processes that serve HTTP and perceive media (default 1; above it, processed media "
+        "is kept in shared memory)",
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="requests must bring it; may be repeated (default: none is needed)",
+    )
+    group.add_argument("--protect-metrics", action="store_true", help="/metrics needs the key too")
+    group.add_argument(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may ask (CORS), * for all; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=between(0.0, _MAX_TIMEOUT_S),
+        default=30.0,
+        metavar="SECONDS",
+        help="that requests get to end after SIGTERM (default 30)",
+    )
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--served-model-name",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model; answers bear the first (default: MODEL)",
+    )
+    group.add_argument(
+        "--max-concurrent-requests",
+        type=at_least(1),
+        default=512,
+        metavar="N",
+        help="more are told to come back later (default 512)",
+    )
+    group.add_argument(
+        "--max-body-mb",
+        type=at_least(1),
+        default=512,
+        metavar="MIB",
+        help="of one request; media as base64 counts (default 512)",
+    )
+    group.add_argument(
+        "--chat-template",
+        type=parse_file,
+        metavar="FILE",
+        help="instead of the model's own template",
+    )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="requests may bring a template, which is a program (default: they are refused)",
+    )
+    group.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="auto",
+        help="whether the model's own defaults for sampling hold (default auto: yes)",
+    )
+
+
+def _add_logging(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--log-format", choices=["text", "json"], default="text", help="default text"
+    )
+    group.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="default info",
+    )
+    group.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a line for each request (default: yes)",
+    )
+
+
+def make_server_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `ServeOptions`."""
+    given = {name: getattr(arguments, name) for name in _NAMES}
+    return given | {name: tuple(getattr(arguments, name)) for name in _LISTS}

@@ -1,0 +1,59 @@
+"""What a server says of itself when it starts: what was resolved, and where it can be reached."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sensorium.engine.core_info import CoreInfo
+from sensorium.server.options import ServeOptions
+
+logger = logging.getLogger(__name__)
+Rows = Sequence[tuple[str, str]]
+
+
+class Announcer:
+    """Lines for people on stdout; entries of the log where that is made of JSON."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+
+    def announce_core(self, info: CoreInfo) -> None:
+        rows = [*info.description, *describe_media(self._options)]
+        if self._options.log_format == "json":
+            logger.info("the engine is ready", extra={"fields": {"engine": dict(rows)}})
+        else:
+            print(format_rows(rows), flush=True)
+
+    def announce_ready(self, url: str) -> None:
+        line = f"Sensorium is ready: {url}"
+        if self._options.log_format == "json":
+            logger.info(line, extra={"fields": {"url": url}})
+        else:
+            print(f"{line}  (OpenAI's API below /v1, documented at /docs)", flush=True)
+
+
+def describe_media(options: ServeOptions) -> Rows:
+    media = options.media
+    num_processes = media.get("mm_processor_pool_size", 0)
+    pool = f"{num_processes} process(es)" if num_processes else "in the frontend's own process"
+    if options.api_server_count > 1:
+        pool += " each"
+    return (
+        ("processor cache", _describe_cache(options)),
+        ("frontends", str(options.api_server_count)),
+        ("media processing", pool),
+    )
+
+
+def _describe_cache(options: ServeOptions) -> str:
+    if not options.has_processor_cache:
+        return "off"
+    gibibytes = options.media.get("mm_processor_cache_gb", 4.0)
+    kind = "in shared memory" if options.shm_capacity_bytes else "lru, beside the engine"
+    return f"{gibibytes:g} GiB, {kind}"
+
+
+def format_rows(rows: Rows) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,73 @@
+"""How all processes of a server log: on stderr, as text or as JSON lines, with who says it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from sensorium.server.options import LogFormat, LogLevel
+
+# Libraries speak when something is wrong. The server's library announces each start of its own,
+# which is the supervisor's to tell; its access log is wanted as it is.
+_QUIET = logging.WARNING
+# What the engine resolved is announced by the parent, for people.
+_TOLD_ELSEWHERE = "sensorium.engine.builder"
+_ACCESS_LOGGER = "uvicorn.access"
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31 12:34:56.789 INFO    core        sensorium.engine.core_loop: text`"""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {process:<11} %(name)s: %(message)s")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line. What a call gives as `extra={"fields": {...}}` is put beside the
+    text.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _format_utc(record.created),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "process_id": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields = record.__dict__.get("fields")
+        if isinstance(fields, dict):
+            line |= {str(name): value for name, value in fields.items() if name not in line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def _format_utc(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def set_up_logging(
+    process: str, *, log_format: LogFormat, log_level: LogLevel, access_log: bool = False
+) -> None:
+    """For this whole process, which `process` names: "parent", "core", "frontend-0"."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    level = logging.getLevelNamesMapping()[log_level.upper()]
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(max(level, _QUIET))
+    logging.getLogger("sensorium").setLevel(level)
+    logging.getLogger(_TOLD_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
+    logging.getLogger(_ACCESS_LOGGER).setLevel(logging.INFO if access_log else _QUIET)
+    logging.captureWarnings(True)

@@ -1,0 +1,102 @@
+"""What the user says of a server, as one value that goes to all of its processes.
+
+Free of torch: the process that supervises the others has it too. `loading`, `engine` and `media`
+are for the processes that build an engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from sensorium.types.errors import RequestError
+
+if TYPE_CHECKING:
+    from sensorium.engine.builder import Source
+    from sensorium.engine.config import EngineOptions
+    from sensorium.engine.media_options import MediaOptions
+
+DEFAULT_CACHE_GB = 4.0
+_GIBIBYTE = 2**30
+_MEBIBYTE = 2**20
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`loading`, `engine`: keywords of `Source` and `EngineOptions`. `media`: those of
+    `MediaOptions`, with the fields of `MediaLimits` as `media_limits`.
+
+    `max_concurrent_requests` is the sum over all frontends. `max_body_mb`: of one request; a chat
+    of several videos as base64 still fits. `port` 0: any free one.
+    """
+
+    model: str
+    served_model_name: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: tuple[str, ...] = ()
+    api_server_count: int = 1
+    shutdown_timeout: float = 30.0
+    max_concurrent_requests: int = 512
+    max_body_mb: int = 512
+    allowed_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    generation_config: Literal["auto", "none"] = "auto"
+    protect_metrics: bool = False
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    access_log: bool = True
+    loading: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    media: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.api_server_count > 1 and self.has_processor_cache and not self.shm_capacity_bytes:
+            raise RequestError(
+                f"api_server_count={self.api_server_count}: several frontends share their cache of "
+                "media. Use mm_processor_cache_type=shm, or mm_processor_cache_gb=0 for none"
+            )
+
+    @property
+    def has_processor_cache(self) -> bool:
+        return bool(self.media.get("mm_processor_cache_gb", DEFAULT_CACHE_GB))
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may call the model; the first is what answers call it."""
+        return self.served_model_name or (self.model,)
+
+    @property
+    def shm_capacity_bytes(self) -> int:
+        """Of the memory that processes share for media; 0: they share none."""
+        if self.media.get("mm_processor_cache_type") != "shm":
+            return 0
+        return int(self.media.get("mm_processor_cache_gb", DEFAULT_CACHE_GB) * _GIBIBYTE)
+
+    @property
+    def shm_max_object_bytes(self) -> int:
+        return int(self.media.get("mm_shm_cache_max_object_size_mb", 128)) * _MEBIBYTE
+
+
+def make_source(options: ServeOptions, *, use_tqdm: bool) -> Source:
+    from sensorium.engine.builder import Source
+
+    return Source(**{**options.loading, "model": options.model, "use_tqdm_on_load": use_tqdm})
+
+
+def make_engine_options(options: ServeOptions) -> EngineOptions:
+    from sensorium.engine.config import EngineOptions
+
+    return EngineOptions(**{**options.engine, "generation_config": options.generation_config})
+
+
+def make_media_options(options: ServeOptions) -> MediaOptions:
+    from sensorium.engine.media_options import MediaOptions
+    from sensorium.multimodal.media.limits import MediaLimits
+
+    limits = MediaLimits(**options.media.get("media_limits", {}))
+    return MediaOptions(**{**options.media, "media_limits": limits})

@@ -1,0 +1,133 @@
+"""A child of the supervisor that speaks its protocol and computes nothing.
+
+    python stand_in_child.py core|frontend FOLDER DESCRIPTOR
+
+It writes what it hears to FOLDER/events, a JSON object a line, and behaves as FOLDER/core or
+FOLDER/frontend says: lines of `fail`, `die`, `hang`, `busy`, `deaf`, each with the number of the
+first life that it is about. Only the outermost things are made up here: the connection, its end and
+what follows from that are the server's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sensorium.engine.core_info import CoreInfo
+from sensorium.server.child import follow_parent, open_channel, receive_start, report_failure
+from sensorium.server.control import (
+    TO_CORE,
+    TO_FRONTEND,
+    CoreReady,
+    CoreUp,
+    Drain,
+    Serving,
+    StartCore,
+    StartFrontend,
+    Stop,
+)
+from sensorium.types.errors import ModelError
+from sensorium.types.sampling import GenerationDefaults
+
+FOLDER = Path(sys.argv[2])
+STOPPED = threading.Event()
+
+
+def note(who: str, event: str, **more: Any) -> None:
+    line = json.dumps({"who": who, "pid": os.getpid(), "event": event, **more}) + "\n"
+    with (FOLDER / "events").open("a") as file:  # appended in one piece
+        file.write(line)
+
+
+def behave(kind: str, life: int, channel: Any) -> set[str]:
+    path = FOLDER / kind
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    behaviours = {word for word, first in rows if life >= int(first)}
+    if "die" in behaviours:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "fail" in behaviours:
+        report_failure(channel, ModelError("this model is only a name"))
+        os._exit(1)
+    if "hang" in behaviours:
+        work(behaviours)
+    return behaviours
+
+
+def work(behaviours: set[str]) -> NoReturn:
+    while "busy" in behaviours:
+        sum(range(1000))
+    while True:
+        if STOPPED.wait(60):
+            os._exit(0)
+
+
+def write_metrics() -> None:
+    path = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]) / f"gauge_livesum_{os.getpid()}.db"
+    path.write_bytes(b"")
+
+
+def run_core() -> None:
+    channel = open_channel(TO_CORE)
+    start = receive_start(channel, StartCore)
+    who = f"core-{start.life}"
+    shm_bytes = None if start.shm_fd is None else os.fstat(start.shm_fd).st_size
+    note(who, "StartCore", socket_dir=start.socket_dir, shm_bytes=shm_bytes)
+    behaviours: set[str] = set()
+
+    def handle(message: Any) -> None:
+        note(who, type(message).__name__, identity=getattr(message, "identity", None))
+        if isinstance(message, Stop) and "deaf" not in behaviours:
+            STOPPED.set()
+
+    follow_parent(channel, handle, socket_dir=start.socket_dir)
+    behaviours |= behave("core", start.life, channel)
+    write_metrics()
+    Path(start.endpoint.removeprefix("ipc://")).touch()
+    description = (("model", start.options.model), ("KV cache", "9 blocks"))
+    info = CoreInfo(
+        endpoint=start.endpoint,
+        max_model_len=8,
+        defaults=GenerationDefaults(),
+        description=description,
+    )
+    channel.send(CoreReady(info))
+    work(behaviours)
+
+
+def run_frontend() -> None:
+    channel = open_channel(TO_FRONTEND)
+    start = receive_start(channel, StartFrontend)
+    who, life = start.identity, int(start.identity.partition("-")[2])
+    note(who, "StartFrontend", socket_dir=start.socket_dir)
+    behaviours: set[str] = set()
+    is_up = threading.Event()
+
+    def handle(message: Any) -> None:
+        endpoint = message.info.endpoint if isinstance(message, CoreUp) else None
+        note(who, type(message).__name__, endpoint=endpoint)
+        if isinstance(message, CoreUp):
+            is_up.set()
+        elif isinstance(message, Drain) and "deaf" not in behaviours:
+            STOPPED.set()
+
+    follow_parent(channel, handle, socket_dir=start.socket_dir)
+    behaviours |= behave("frontend", life, channel)
+    write_metrics()
+    while not is_up.wait(0.05):
+        if STOPPED.is_set():
+            os._exit(0)
+    listener = socket.socket(fileno=start.listen_fd)
+    listener.listen()
+    note(who, "serves")
+    channel.send(Serving())
+    work(behaviours)
+
+
+if __name__ == "__main__":
+    run_core() if sys.argv[1] == "core" else run_frontend()

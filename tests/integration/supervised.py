@@ -1,0 +1,104 @@
+"""A supervisor with stand-in children, as a test sees it: from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HANG_S = 60.0  # only against hangs
+_PARENT = str(Path(__file__).parent / "stand_in_parent.py")
+Event = dict[str, Any]
+
+
+class Supervised:
+    """`folder` also holds the private directory that the server makes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "t"
+        self.temporary.mkdir()
+        self._parent: subprocess.Popen[str] | None = None
+
+    def behave(self, kind: str, *lines: str) -> None:
+        (self.folder / kind).write_text("".join(f"{line}\n" for line in lines))
+
+    def start(self, **options: Any) -> None:
+        given = {"model": "a-model", "port": 0, "shutdown_timeout": 0.1, **options}
+        with (self.folder / "stderr").open("w") as stderr:
+            self._parent = subprocess.Popen(
+                [sys.executable, _PARENT, str(self.folder), json.dumps(given)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=os.environ | {"TMPDIR": str(self.temporary)},
+            )
+
+    @property
+    def parent(self) -> subprocess.Popen[str]:
+        assert self._parent is not None
+        return self._parent
+
+    def read_until_ready(self) -> list[str]:
+        """The lines on stdout up to the one that says so."""
+        lines: list[str] = []
+        assert self.parent.stdout is not None
+        for line in self.parent.stdout:
+            lines.append(line.rstrip())
+            if "is ready" in line:
+                return lines
+        raise AssertionError(f"it ended before it was ready: {self.get_stderr()}")
+
+    def end(self) -> int:
+        """Wait for its end; its status."""
+        return self.parent.wait(HANG_S)
+
+    def get_stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def get_events(self, who: str = "", event: str = "") -> list[Event]:
+        path = self.folder / "events"
+        text = path.read_text() if path.exists() else ""
+        events = [json.loads(line) for line in text.splitlines()]
+        return [e for e in events if e["who"].startswith(who) and e["event"].startswith(event)]
+
+    def wait_for_event(self, who: str, event: str) -> Event:
+        wait_until(lambda: bool(self.get_events(who, event)))
+        return self.get_events(who, event)[0]
+
+    def get_child_ids(self) -> set[int]:
+        return {event["pid"] for event in self.get_events(event="Start")}
+
+    def check_nothing_is_left(self) -> None:
+        """Not one of all the children that ever were, and no file."""
+        wait_until(lambda: not any(map(is_alive, self.get_child_ids())))
+        wait_until(lambda: not list(self.temporary.iterdir()))
+
+    def clean_up(self) -> None:
+        if self._parent is None:
+            return
+        if self._parent.poll() is None:
+            self._parent.kill()
+        self._parent.communicate()
+        for process_id in self.get_child_ids():
+            if is_alive(process_id):
+                os.kill(process_id, signal.SIGKILL)
+
+
+def is_alive(process_id: int) -> bool:
+    """Zombies count too: somebody has forgotten them."""
+    return Path(f"/proc/{process_id}").exists()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)

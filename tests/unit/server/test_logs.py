@@ -1,0 +1,82 @@
+"""One format of the log in all processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sensorium.server.logs import JsonFormatter, TextFormatter, set_up_logging
+
+NAMES = ("", "sensorium", "uvicorn.access")
+
+
+@pytest.fixture
+def _restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, levels = root.handlers, [logging.getLogger(name).level for name in NAMES]
+    yield
+    root.handlers = handlers
+    for name, level in zip(NAMES, levels, strict=True):
+        logging.getLogger(name).setLevel(level)
+    logging.captureWarnings(False)
+
+
+def make_record(message: str, *arguments: object, **more: object) -> logging.LogRecord:
+    record = logging.LogRecord("a.b", logging.INFO, "f", 1, message, arguments, None)
+    record.__dict__.update(more)
+    return record
+
+
+def test_a_line_of_text_says_when_who_and_what() -> None:
+    line = TextFormatter("core").format(make_record("%d steps", 3))
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO    core        a\.b: 3 steps", line
+    )
+
+
+def test_a_line_of_json_is_one_object_with_the_fields_of_its_call() -> None:
+    fields = {"num_running": 2, "level": "never", "path": object}
+    line = JsonFormatter("frontend-0").format(make_record("two\nlines", fields=fields))
+    entry = json.loads(line)
+    assert "\n" not in line
+    assert (entry["message"], entry["process"], entry["level"]) == (
+        "two\nlines",
+        "frontend-0",
+        "info",
+    )
+    assert entry["num_running"] == 2
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["time"])
+
+
+def test_a_traceback_stays_inside_its_line_of_json() -> None:
+    try:
+        raise ValueError("deep")
+    except ValueError:
+        record = make_record("failed", exc_info=sys.exc_info())
+    line = JsonFormatter("core").format(record)
+    assert "\n" not in line
+    assert "ValueError: deep" in json.loads(line)["exception"]
+
+
+@pytest.mark.usefixtures("_restored_logging")
+def test_levels_are_ours_and_libraries_stay_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("core", log_format="json", log_level="debug", access_log=True)
+    logging.getLogger("sensorium.x").debug("ours")
+    logging.getLogger("httpx").info("theirs")
+    logging.getLogger("httpx").warning("their trouble")
+    logging.getLogger("uvicorn.error").info("Started server process")
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "a", "GET", "/", "1.1", 200)
+    lines = [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["ours", "their trouble", 'a - "GET / HTTP/1.1" 200']
+
+
+@pytest.mark.usefixtures("_restored_logging")
+def test_the_access_log_can_be_off(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("frontend-0", log_format="text", log_level="info", access_log=False)
+    logging.getLogger("uvicorn.access").info("a request")
+    assert capsys.readouterr().err == ""
