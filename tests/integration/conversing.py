@@ -123,6 +123,19 @@ class Answer:
 
 
 _OURS = {"return_token_ids": True, "trace": True}
+_KINDS = ("image_url", "video_url", "input_audio")
+
+
+def get_media(messages: list[Message]) -> list[Part]:
+    """The parts with media, in their order."""
+    parts = [part for message in messages for part in message["content"]]
+    return [part for part in parts if part["type"] in _KINDS]
+
+
+def get_content(part: Part) -> bytes:
+    """Of media that travels within the request."""
+    value = part[part["type"]]
+    return base64.b64decode(value["data"] if "data" in value else value["url"].partition(",")[2])
 
 
 def chat(client: OpenAI, messages: list[Message], /, **fields: Any) -> Answer:

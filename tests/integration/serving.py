@@ -21,23 +21,24 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 _COMMAND = "from sensorium.cli import main; main()"
-_READY = re.compile(r"Sensorium is ready: (http://\S+)")
+_READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
 
 class ServerProcess:
     """`lines` is what it has said so far, on both streams. `first_metrics`: as they were noted."""
 
-    def __init__(self, model: str, *flags: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    def __init__(self, model: str, *flags: str, **environment: str) -> None:
+        ours = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, "serve", model, "--port", "0", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**os.environ, **ours, **environment},
             text=True,
             start_new_session=True,
         )
+        self.flags = flags
         self.lines: list[str] = []
         self.url: str | None = None
         self.first_metrics = ""
@@ -104,12 +105,12 @@ class ServerProcess:
         for level in ("mm", "encoder", "prefix"):
             self.post(f"/reset_{level}_cache").raise_for_status()
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self, **options: Any) -> dict[str, float]:
         """Samples by name and labels, e.g. `vllm:request_success_total{finished_reason="stop"}`;
         labels that all have (model_name, engine) are left out.
         """
         samples: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.get("/metrics").text):
+        for family in text_string_to_metric_families(self.get("/metrics", **options).text):
             for sample in family.samples:
                 labels = {
                     name: value

@@ -73,7 +73,8 @@ def test_stop_strings_end_streams_where_they_end_whole_answers(
     free = chat(client, CONVERSATIONS["text"], **fields)
     decode = omni_llm.get_tokenizer().decode
     word = decode(free.token_ids[6:8])  # of two tokens: the first alone must be held back
-    assert word in free.text and not free.text.startswith(word)
+    assert word in free.text
+    assert not free.text.startswith(word)
     fields["extra_body"]["include_stop_str_in_output"] = is_kept
     whole = chat(client, CONVERSATIONS["text"], stop=[word, "never said"], **fields)
     streamed = stream_chat(client, CONVERSATIONS["text"], stop=[word, "never said"], **fields)
@@ -102,7 +103,8 @@ def test_chunks_have_no_usage_unless_it_is_asked_for(client: OpenAI) -> None:
     assert counted[-1].choices == []
     running = get_chunks(stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [chunk.usage.completion_tokens for chunk in running]
-    assert counts == sorted(counts) and counts[-1] == counted[-1].usage.completion_tokens
+    assert counts == sorted(counts)
+    assert counts[-1] == counted[-1].usage.completion_tokens
     assert {chunk.id for chunk in running} == {running[0].id}
 
 
@@ -179,7 +181,8 @@ def test_uuid_stands_for_media_that_was_sent(client: OpenAI, omni_server: Server
     assert (response.status_code, error["missing"]) == (409, ["dog"])
     other = {"messages": ask(make_image_part(42, uuid="cat"))}
     refused = omni_server.post("/v1/chat/completions", other)
-    assert refused.status_code == 400 and "cat" in refused.json()["error"]["message"]
+    assert refused.status_code == 400
+    assert "cat" in refused.json()["error"]["message"]
 
 
 def test_known_uuid_spares_the_fetch(client: OpenAI) -> None:
@@ -248,7 +251,8 @@ def test_trace_is_asked_for_by_field_or_by_header(client: OpenAI) -> None:
             client.chat.completions.create(max_tokens=3, stream=True, **options)
         )
         traces = [chunk.sensorium_trace for chunk in chunks if hasattr(chunk, "sensorium_trace")]
-        assert len(traces) == 1 and hasattr(chunks[-1], "sensorium_trace")
+        assert len(traces) == 1
+        assert hasattr(chunks[-1], "sensorium_trace")
         for trace in (whole.sensorium_trace, traces[0]):
             kinds = sorted(item["modality"] for item in trace["items"])
             assert kinds == ["audio", "image", "image", "video"]

@@ -14,12 +14,13 @@ from tests.integration.conversing import Answer, Message, chat, make_conversatio
 from tests.integration.serving import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
+OTHERS = make_conversations(1)
 CONVERSATIONS = {
-    f"{name} {seed}": messages
-    for seed in range(2)
-    for name, messages in make_conversations(seed).items()
+    **make_conversations(0),
+    "another image": OTHERS["image"],
+    "another sound": OTHERS["audio"],
 }
-MAX_TOKENS = 8
+MAX_TOKENS = 6
 
 
 @pytest.fixture(params=["omni_server", "shared_server"])

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.xdist_group("server")
 def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
     with omni_server.make_client() as client:
         (model,) = client.models.list().data
-        assert model.id == MODEL and model.object == "model"
+        assert model.id == MODEL
+        assert model.object == "model"
         assert client.models.retrieve(MODEL).id == MODEL
     missing = omni_server.get("/v1/models/another")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

@@ -28,7 +28,8 @@ def client(omni_server: ServerProcess) -> Iterator[OpenAI]:
 def plain(client: OpenAI) -> Answer:
     answer = chat(client, QUESTION, max_tokens=16)
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.token_ids[-1] == EOS and len(answer.token_ids) < 12
+    assert answer.token_ids[-1] == EOS
+    assert len(answer.token_ids) < 12
     return answer
 
 
@@ -43,13 +44,15 @@ def test_max_completion_tokens_goes_before_max_tokens(client: OpenAI) -> None:
 
 def test_min_tokens_put_off_the_end(client: OpenAI, plain: Answer) -> None:
     answer = ask_with(client, min_tokens=12)
-    assert EOS not in answer.token_ids[:12] and len(answer.token_ids) >= 12
+    assert EOS not in answer.token_ids[:12]
+    assert len(answer.token_ids) >= 12
     assert answer.token_ids[: len(plain.token_ids) - 1] == plain.token_ids[:-1]
 
 
 def test_ignore_eos_goes_on_to_the_limit(client: OpenAI, plain: Answer) -> None:
     answer = ask_with(client, ignore_eos=True)
-    assert len(answer.token_ids) == 16 and answer.choices[0].finish_reason == "length"
+    assert len(answer.token_ids) == 16
+    assert answer.choices[0].finish_reason == "length"
     assert answer.token_ids[: len(plain.token_ids)] == plain.token_ids
 
 
@@ -126,7 +129,8 @@ def test_prompt_logprobs_are_there_for_every_token(client: OpenAI) -> None:
         extra_body={"prompt_logprobs": 2, "return_token_ids": True},
     )
     first, *others = found.prompt_logprobs
-    assert first is None and len(others) == len(found.prompt_token_ids) - 1
+    assert first is None
+    assert len(others) == len(found.prompt_token_ids) - 1
     for token_id, entry in zip(found.prompt_token_ids[1:], others, strict=True):
         assert entry[str(token_id)]["logprob"] <= 0
         assert {1, 2} <= {row["rank"] for row in entry.values()}

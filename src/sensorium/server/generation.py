@@ -10,7 +10,13 @@ from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.chat import Chat
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.frontend import FrontendMetrics
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    FailedRequestError,
+    InvariantError,
+    RequestError,
+)
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import FinishReason
@@ -70,7 +76,7 @@ class Generation:
         self.clocks[index] = clock
         request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
         news = self.engine.stream(self.prompts[index], self.params, request_id=request_id)
-        end = FinishReason.ABORT  # of a request that is given up here
+        end: FinishReason | None = FinishReason.ABORT  # of a request that is given up here
         try:
             async for delta in news:
                 for entry in delta.deltas:
@@ -79,11 +85,12 @@ class Generation:
                     clock.on_finish(delta.final)
                     self.outputs[index] = delta.final
                 yield delta
-        except Exception:
-            end = FinishReason.ERROR
+        except Exception as error:
+            end = None if _is_refusal(error) else FinishReason.ERROR
             raise
         finally:
-            clock.on_end(end)
+            if end is not None:
+                clock.on_end(end)
             await news.aclose()
         if index not in self.outputs:
             raise InvariantError("the engine's stream ended without its final output")
@@ -122,3 +129,9 @@ class Generation:
             await queue.put((index, error))
         finally:
             await news.aclose()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """The request was not taken, as opposed to taken and not finished."""
+    is_refusal = isinstance(error, RequestError | CapacityError)
+    return is_refusal and not isinstance(error, FailedRequestError | EngineLostError)
