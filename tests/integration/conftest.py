@@ -1,4 +1,4 @@
-"""Engines and servers that a whole session shares: a test that leaves something behind disturbs the next."""
+"""Engines and servers that a whole session shares: what a test leaves behind disturbs the next."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Tally:
-    """By name and labels as `ServerProcess.get_metrics` has them. May be told by several threads."""
+    """By name and labels as `ServerProcess.get_metrics` has them. Threads may share it."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -55,7 +55,8 @@ def run_long(server: ServerProcess) -> Iterator[None]:
         httpx.Client(timeout=120.0) as client,
         client.stream("POST", server.get_url(CHAT), json=body, headers=KEY) as response,
     ):
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: its end would close the connection
+        next(lines)
         yield
 
 
