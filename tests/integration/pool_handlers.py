@@ -47,6 +47,11 @@ class Servant:
         (self._directory / argument).touch()
         return argument
 
+    def do_say(self, argument: str, _: memoryview) -> str:
+        print(argument, flush=True)
+        os.write(2, f"{argument}, too\n".encode())
+        return argument
+
     def do_modules(self, argument: str, _: memoryview) -> bool:
         return argument in sys.modules
 

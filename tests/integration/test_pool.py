@@ -539,3 +539,11 @@ def test_a_worker_starts_without_torch_and_transformers(make_pool: MakePool) -> 
     pool = make_pool()
     for module in ("torch", "numpy", "transformers", "PIL"):
         assert ask(pool, f"modules {module}") == "False", module
+
+
+def test_what_a_worker_writes_is_logged(
+    make_pool: MakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(make_pool(1), "say hello")
+    wait_until(lambda: len(caplog.messages) == 2)
+    assert caplog.messages == ["a worker: hello", "a worker: hello, too"]

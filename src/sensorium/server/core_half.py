@@ -23,6 +23,7 @@ from sensorium.models.families import FAMILIES
 from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.control import StartCore
+from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
 from sensorium.server.options import (
     ServeOptions,
@@ -33,6 +34,7 @@ from sensorium.server.options import (
 
 
 def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
+    adopt_library_logs()
     options = start.options
     engine_options, media = make_engine_options(options), make_media_options(options)
     # Bars would tear lines of JSON apart.

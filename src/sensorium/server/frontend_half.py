@@ -30,6 +30,7 @@ from sensorium.server.control import (
     StartFrontend,
     ToFrontend,
 )
+from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import (
     ServeOptions,
@@ -53,6 +54,7 @@ class FrontendHalf:
 
 def build_frontend_half(start: StartFrontend) -> FrontendHalf:
     """All that needs no core, while that one loads. Its defaults for sampling come with it."""
+    adopt_library_logs()
     options = start.options
     engine_options, media = make_engine_options(options), make_media_options(options)
     source = make_source(options, use_tqdm=False)

@@ -71,3 +71,13 @@ def set_up_logging(
     logging.getLogger(_TOLD_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
     logging.getLogger(_ACCESS_LOGGER).setLevel(logging.INFO if access_log else _QUIET)
     logging.captureWarnings(True)
+
+
+def adopt_library_logs() -> None:
+    """Transformers writes to stderr by itself; from now on it logs as all do. For processes that
+    need it anyway: it is imported here.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()

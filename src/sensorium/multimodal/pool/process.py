@@ -6,12 +6,15 @@ Nothing here retries or replaces; a worker that has failed is of no more use.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import IO
 
 import msgspec
 
@@ -36,7 +39,8 @@ from sensorium.multimodal.pool.messages import (
 )
 
 _LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other things
-_STANDARD_ERROR = 2
+_LAST_WORDS_S = 1.0  # for what an ended worker has said and nobody has read yet
+_logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(Exception):
@@ -66,6 +70,10 @@ class WorkerProcess:
         except BaseException:
             ours.close()
             raise
+        self._reader = threading.Thread(
+            target=_log_lines, args=(self._process.stdout,), name="pool-log", daemon=True
+        )
+        self._reader.start()
         self._channel = Channel(ours)
         self._start = encode_message(Start(handler, settings))
 
@@ -122,6 +130,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join(_LAST_WORDS_S)
 
     def kill(self) -> None:
         self._process.kill()
@@ -172,7 +181,15 @@ def _spawn(descriptor: int, inherited_fds: Sequence[int]) -> subprocess.Popen[by
         [sys.executable, "-P", "-m", module, str(descriptor), str(os.getpid())],
         pass_fds=(descriptor, *inherited_fds),
         stdin=subprocess.DEVNULL,
-        stdout=_STANDARD_ERROR,  # nothing may write between a program's answers
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env=environment,
         process_group=0,  # Ctrl-C is for the parent
     )
+
+
+def _log_lines(lines: IO[bytes]) -> None:
+    """What a worker or its libraries write belongs into this process's log, in its format."""
+    with lines:
+        for line in lines:
+            _logger.warning("a worker: %s", line.decode(errors="replace").rstrip())
