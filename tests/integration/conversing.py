@@ -89,13 +89,15 @@ def make_conversations(seed: int = 0) -> dict[str, list[Message]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`logprobs`: of the chosen tokens."""
+    """`logprobs`: of the chosen tokens. Their last digits depend on who shares a step, so that
+    equal choices may differ in them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: Any
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,10 +58,10 @@ def test_streamed_answer_is_the_whole_one(
     num_tokens = sum(len(choice.token_ids) for choice in whole.choices)
     assert whole.usage.completion_tokens == num_tokens
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + num_tokens
+    for one, other in zip(streamed.choices, whole.choices, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert len(one.logprobs) == (len(one.token_ids) if fields else 0)
     if fields:
-        assert [len(choice.logprobs) for choice in whole.choices] == [
-            len(choice.token_ids) for choice in whole.choices
-        ]
         assert whole.choices[0] != whole.choices[1]
 
 
