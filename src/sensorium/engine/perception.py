@@ -23,6 +23,7 @@ from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.perceiver import Perceiver
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.shared_uuids import SharedUuidBindings
 from sensorium.multimodal.uuid_bindings import UuidBindings
 
 _HANDLER = "sensorium.multimodal.item_handler:make_handler"
@@ -115,7 +116,7 @@ def build_perception(
         processor_fingerprint=processor.fingerprint,
     )
     loader = MediaLoader(limits)
-    uuids = UuidBindings()
+    uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     pool = _build_pool(options, store, directory, trust_remote_code=trust_remote_code)
     in_process = InProcessBackend(ItemWorker(processor, limits))
 

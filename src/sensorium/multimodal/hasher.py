@@ -76,6 +76,10 @@ class MediaHasher:
         """Another name for a name that was not made here, so that the two never meet."""
         return self._digest("external", [mm_hash, cache_salt])
 
+    def name_uuid(self, uuid: str, modality: str, cache_salt: str | None) -> str:
+        """The name of what a caller's own name stands for."""
+        return self._digest("uuid", [uuid, modality, cache_salt])
+
     def _digest(self, purpose: str, value: object) -> str:
         digest = self._new()
         _frame(digest, b"format", self._tag)

@@ -58,10 +58,14 @@ class UuidBindings:
 
     def _check(self, key: _Key, source: BoundSource) -> None:
         if self._sources.get(key, source) != source:
-            raise RequestError(f"uuid {key[2]!r} was first used for another {key[1]}")
+            raise refuse_uuid(key[2], key[1])
 
     def __len__(self) -> int:
         return len(self._sources)
+
+
+def refuse_uuid(uuid: str, modality: str) -> RequestError:
+    return RequestError(f"uuid {uuid!r} was first used for another {modality}")
 
 
 def check_uuid(uuid: object) -> str | None:

@@ -1,0 +1,77 @@
+"""Bindings of uuids that several frontends share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.shared_uuids import SharedUuidBindings
+from sensorium.multimodal.uuid_bindings import BoundSource
+from sensorium.types.errors import RequestError
+
+CAT = BoundSource(digest="a" * 64, is_encoded=True)
+DOG = BoundSource(digest="b" * 64, is_encoded=False)
+IMAGE = {"modality": "image", "cache_salt": None}
+
+
+@pytest.fixture
+def stores() -> Iterator[tuple[ShmStore, ShmStore]]:
+    with (
+        ShmStore.create(capacity_bytes=1 << 20, max_object_bytes=1 << 19) as one,
+        ShmStore.attach(one.fd) as two,
+    ):
+        yield one, two
+
+
+@pytest.fixture
+def pair(stores: tuple[ShmStore, ShmStore]) -> tuple[SharedUuidBindings, SharedUuidBindings]:
+    hasher = MediaHasher("sha256", model_revision="r", processor_fingerprint="f")
+    one, two = stores
+    return SharedUuidBindings(one, hasher), SharedUuidBindings(two, hasher)
+
+
+Pair = tuple[SharedUuidBindings, SharedUuidBindings]
+
+
+def test_what_one_frontend_binds_another_knows(pair: Pair) -> None:
+    one, two = pair
+    assert two.get("u", **IMAGE) is None
+    one.bind("u", CAT, **IMAGE)
+    one.bind("v", DOG, **IMAGE)
+    assert two.get("u", **IMAGE) == CAT
+    assert two.get("v", **IMAGE) == DOG
+    two.check("u", CAT, **IMAGE)
+    two.bind("u", CAT, **IMAGE)
+
+
+def test_salts_and_modalities_are_apart(pair: Pair) -> None:
+    one, two = pair
+    one.bind("u", CAT, **IMAGE)
+    assert two.get("u", modality="video", cache_salt=None) is None
+    assert two.get("u", modality="image", cache_salt="tenant") is None
+    two.bind("u", DOG, modality="image", cache_salt="tenant")
+    assert one.get("u", modality="image", cache_salt="tenant") == DOG
+    assert one.get("u", **IMAGE) == CAT
+
+
+def test_a_uuid_that_another_frontend_has_bound_is_refused_for_something_else(pair: Pair) -> None:
+    one, two = pair
+    one.bind("u", CAT, **IMAGE)
+    with pytest.raises(RequestError, match="'u' was first used for another image"):
+        two.check("u", DOG, **IMAGE)
+    with pytest.raises(RequestError, match="'u' was first used for another image"):
+        two.bind("u", DOG, **IMAGE)
+    assert [bindings.get("u", **IMAGE) for bindings in pair] == [CAT, CAT]
+
+
+def test_no_lease_is_kept(pair: Pair, stores: tuple[ShmStore, ShmStore]) -> None:
+    one, two = pair
+    one.bind("u", CAT, **IMAGE)
+    two.get("u", **IMAGE)
+    two.bind("u", CAT, **IMAGE)
+    with pytest.raises(RequestError):
+        two.bind("u", DOG, **IMAGE)
+    assert [store._num_leases.total() for store in stores] == [0, 0]
