@@ -11,6 +11,7 @@ from sensorium import LLM
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
 from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
+from tests.integration.serving import ServerProcess, serve
 from tests.parity.driver import make_llm
 
 
@@ -56,3 +57,24 @@ def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], L
     yield get
     for llm in used.values():
         assert_idle(llm)
+
+
+# Little room for media: what is not given back is missed soon.
+_SERVER_FLAGS = {
+    "lru": ("--mm-processor-cache-gb", "0.004"),
+    "shm": ("--api-server-count", "2", "--mm-processor-cache-gb", "0.004"),
+}
+
+
+@pytest.fixture(scope="session", params=["lru", "shm"])
+def fault_server(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], str]
+) -> Iterator[ServerProcess]:
+    """A server that things are done to, and that is idle after each test."""
+    with serve(
+        tiny_model("qwen2_5_vl"),
+        *("--max-model-len", "1024", "--mm-processor-pool-size", "1"),
+        "--allow-private-media-addresses",
+        *_SERVER_FLAGS[request.param],
+    ) as server:
+        yield server

@@ -27,8 +27,10 @@ _READY = re.compile(r"Sensorium is ready: (http://\S+)")
 class ServerProcess:
     """`lines` is what it has said so far, on both streams."""
 
-    def __init__(self, model: str, *flags: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    def __init__(self, model: str, *flags: str, **variables: str) -> None:
+        """`variables` of its environment, beside those of this process."""
+        own = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **own, **variables}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, "serve", model, "--port", "0", *flags],
             stdin=subprocess.DEVNULL,
@@ -117,7 +119,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the server did not stop:\n{self.output}") from None
-        self._reader.join(10)
+        self._close()
         return status
 
     def kill(self) -> None:
@@ -125,11 +127,17 @@ class ServerProcess:
         for pid in reversed(self.get_process_ids()):
             kill(pid)
         self.process.wait(30)
+        self._close()
+
+    def _close(self) -> None:
+        self._reader.join(10)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
 
 
 @contextmanager
-def serve(model: str, *flags: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(model, *flags)
+def serve(model: str, *flags: str, **variables: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *flags, **variables)
     try:
         server.wait_until_ready()
         yield server
