@@ -114,6 +114,10 @@ class ServerProcess:
         """As an operator does; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The exit status, when it has ended."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -135,9 +135,7 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
         bodies = [{**body, "stream": True} for body in make_load()]
         crowd = Crowd(server, bodies)
         await crowd.wait_until_streaming()
-        are_its = [
-            has_connection(victim, port, client.local_port or 0) for client in crowd.clients
-        ]
+        are_its = [has_connection(victim, port, client.local_port or 0) for client in crowd.clients]
         kill(victim)
         return await crowd.finish(), are_its
 
