@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from sensorium import LLM
+from tests.integration.media_hosts import MediaServer, be_silent
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
 from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
@@ -59,6 +60,7 @@ def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], L
         assert_idle(llm)
 
 
+_NUM_SILENT_PATHS = 100
 # Little room for media: what is not given back is missed soon.
 _SERVER_FLAGS = {
     "lru": ("--mm-processor-cache-gb", "0.004"),
@@ -74,7 +76,17 @@ def fault_server(
     with serve(
         tiny_model("qwen2_5_vl"),
         *("--max-model-len", "1024", "--mm-processor-pool-size", "1"),
-        "--allow-private-media-addresses",
+        *("--allow-private-media-addresses", "--media-deadline", "3600"),
         *_SERVER_FLAGS[request.param],
     ) as server:
         yield server
+
+
+@pytest.fixture
+def silent_host() -> Iterator[MediaServer]:
+    """Takes every question for a picture and answers none."""
+    host = MediaServer()
+    for index in range(_NUM_SILENT_PATHS):
+        host.on(f"/{index}.png", be_silent)
+    yield host
+    host.close()

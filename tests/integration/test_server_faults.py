@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,7 +29,9 @@ from tests.integration.fault_load import (
     wait_until_files_are,
     wait_until_idle,
 )
+from tests.integration.media_hosts import MediaServer, Visit, reply
 from tests.integration.serving import ServerProcess, get_descendants, is_alive, kill, wait_until
+from tests.media_files import make_pixels, write_image
 
 pytestmark = pytest.mark.xdist_group("server-faults")
 LONG = 900
@@ -103,20 +107,32 @@ def test_a_killed_core_fails_its_requests_clearly_and_comes_back(
     assert server.get_metrics()[name] - before[name] == 2
 
 
-def test_while_there_is_no_core_requests_are_refused_with_a_time_to_come_back(
+def test_without_a_core_requests_are_refused_and_who_still_loads_media_stays(
     fault_server: ServerProcess,
 ) -> None:
-    server = fault_server
-    core = get_child(server, "core_main")
-    os.kill(core, signal.SIGSTOP)  # it takes its time to end, for this test
-    kill(core)
-    wait_until(lambda: not is_healthy(server), "the core is missed")
-    response = server.post("/v1/chat/completions", make_body("hello"))
-    assert response.status_code == 503
-    assert response.headers["retry-after"]
-    assert response.json()["error"]["code"] in ("no_capacity", "engine_lost")
-    wait_until(lambda: is_healthy(server), "the core is back")
-    assert ask(server, make_body("hello")).is_good
+    server, host, is_back = fault_server, MediaServer(), threading.Event()
+    picture = write_image(make_pixels(28, 28), "PNG")
+
+    def answer_late(visit: Visit) -> None:
+        is_back.wait()
+        reply(200, picture)(visit)
+
+    host.on("/late.png", answer_late)
+    image = f"http://127.0.0.1:{host.port}/late.png"
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(ask, server, make_body("late", image))
+        wait_until(lambda: bool(host.visits), "the picture is asked for")
+        kill(get_child(server, "core_main"))
+        wait_until(lambda: not is_healthy(server), "the core is missed")
+        response = server.post("/v1/chat/completions", make_body("hello"))
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert response.json()["error"]["code"] == "no_capacity"
+        wait_until(lambda: is_healthy(server), "the core is back")
+        is_back.set()
+        assert late.result(60).is_good
+    host.close()
+    wait_until_idle(server)
 
 
 def test_a_killed_frontend_takes_only_its_own_requests_with_it(

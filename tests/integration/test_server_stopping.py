@@ -19,7 +19,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.fault_load import Crowd, Reply, ask, make_body, make_image_url
+from tests.integration.fault_load import (
+    Crowd,
+    Reply,
+    ask,
+    make_body,
+    make_image_url,
+    open_raw,
+    until,
+)
+from tests.integration.media_hosts import MediaServer
 from tests.integration.serving import (
     ROOT,
     ServerProcess,
@@ -109,22 +118,33 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: P
     check_nothing_is_left(pids, folder)
 
 
-def test_who_is_not_done_in_time_is_told_so(start: Start, folder: Path) -> None:
-    """A stream by an event, a whole answer by its status; and an interrupt is a signal too."""
-    server = start("--shutdown-timeout", "0.5")
+def test_who_is_not_done_in_time_is_told_so(
+    start: Start, folder: Path, silent_host: MediaServer
+) -> None:
+    """A stream by an event, a whole answer by its status; also who is still being prepared, or
+    sends its question slowly. An interrupt is a signal too.
+    """
+    flags = ("--allow-private-media-addresses", "--media-deadline", "3600")
+    server = start("--shutdown-timeout", "0.5", *flags)
     pids = server.get_process_ids()
+    image = f"http://127.0.0.1:{silent_host.port}/0.png"
 
-    async def stop() -> list[Reply]:
+    async def stop() -> tuple[list[Reply], bytes]:
         bodies = [make_body(f"epic {i}", max_tokens=LONG, stream=bool(i % 2)) for i in range(16)]
-        crowd = Crowd(server, bodies)
+        crowd = Crowd(server, [*bodies, make_body("see", image)])
         await crowd.wait_until_streaming()
         await crowd.wait_until_running(16)
+        reader, writer = await open_raw(server, b"{", announced=100)
+        await until(lambda: bool(silent_host.visits), "the image is asked for")
         os.killpg(server.process.pid, signal.SIGINT)
-        return await crowd.finish()
+        replies, answer = await crowd.finish(), await reader.read()
+        writer.close()
+        return replies, answer
 
-    replies = asyncio.run(stop())
+    replies, answer = asyncio.run(stop())
     assert server.wait() == 0, server.output
-    assert [reply.status for reply in replies] == [503, 200] * 8, replies
+    assert answer.startswith(b"HTTP/1.1 503"), answer
+    assert [reply.status for reply in replies] == [*[503, 200] * 8, 503], replies
     assert all(reply.is_whole and reply.error for reply in replies), replies
     assert {reply.error["message"] for reply in replies if reply.error} == {
         "the server is stopping"

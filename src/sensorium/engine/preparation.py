@@ -103,9 +103,13 @@ class Preparation:
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 
+        def settle() -> None:
+            if not waiting.done():
+                waiting.set_result(None)
+
         def wake(_: object) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(None))
+                loop.call_soon_threadsafe(settle)
 
         self._waiting.add(waiting)
         try:
