@@ -46,13 +46,13 @@ def make_questions(max_tokens: int = 24) -> list[dict[str, Any]]:
     ]
 
 
-def make_load(num: int = 12) -> list[dict[str, Any]]:
+def make_load(num: int = 12, max_tokens: int = LONG) -> list[dict[str, Any]]:
     """Streams and whole answers in turn, some with images, all of them long."""
     return [
         make_body(
             f"question {index}",
             *[make_image_url(index % 5)] * (index % 4 < 2),
-            max_tokens=LONG,
+            max_tokens=max_tokens,
             stream=bool(index % 2),
         )
         for index in range(num)
@@ -148,7 +148,7 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
     port = urlsplit(server.get_url()).port or 0
 
     async def lose_frontend() -> tuple[list[Reply], list[bool]]:
-        bodies = [{**body, "stream": True} for body in make_load()]
+        bodies = [{**body, "stream": True} for body in make_load(8, 500)]
         crowd = Crowd(server, bodies)
         await crowd.wait_until_streaming()
         are_its = [has_connection(victim, port, client.local_port or 0) for client in crowd.clients]
@@ -184,7 +184,7 @@ def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: Server
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)  # so that they surely have something in hand
         pictures = [make_body(f"new {i}", make_image_url(1000 + i)) for i in range(8)]
-        crowd = Crowd(server, [*pictures, *make_load(4)])
+        crowd = Crowd(server, [*pictures, *make_load(4, 100)])
         await until(
             lambda: server.get_metrics()["sensorium:pool_running"] >= 1, "a worker has a job"
         )
