@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sensorium import __version__
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.server.admin import make_admin_router
 from sensorium.server.admission import Admission, get_limit
@@ -26,7 +27,7 @@ from sensorium.server.calls import TRACE_HEADER, Context
 from sensorium.server.error_boundary import ErrorBoundary
 from sensorium.server.errors import ErrorAnswer, get_phrase
 from sensorium.server.failures import FailureLog
-from sensorium.server.health import VERSION, make_health_router
+from sensorium.server.health import make_health_router
 from sensorium.server.http_options import HttpOptions
 from sensorium.server.loop_lag import measure_loop_lag
 from sensorium.server.metrics.frontend import FrontendMetrics
@@ -51,7 +52,7 @@ def make_app(engine: AsyncEngine, options: HttpOptions, metrics: FrontendMetrics
 
     app = FastAPI(
         title="Sensorium",
-        version=VERSION,
+        version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
         middleware=_make_middleware(options, metrics, failures),

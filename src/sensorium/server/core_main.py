@@ -20,6 +20,7 @@ from sensorium.server.control import (
     ToCoreProcess,
 )
 from sensorium.server.logs import set_up_logging
+from sensorium.utils.loading import without_collection
 
 if TYPE_CHECKING:
     from sensorium.engine.core_loop import CoreLoop
@@ -62,9 +63,10 @@ def main() -> None:
     process = CoreProcess()
     follow_parent(channel, process.handle, socket_dir=start.socket_dir)
     try:
-        from sensorium.server.core_half import build_core_half
+        with without_collection():
+            from sensorium.server.core_half import build_core_half
 
-        loop, info = build_core_half(start)
+            loop, info = build_core_half(start)
     except Exception as error:  # whatever it is, the parent has to hear of it
         report_failure(channel, error)
         _end(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,11 +72,20 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
             media_io_kwargs=media.media_io_kwargs,
             seed=engine_options.seed + start.index,
         )
+    pool = frontend.perception.pool
+    if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
+        pool.start()
     return FrontendHalf(
         inputs=inputs,
         perception=frontend.perception,
         chat_template=load_chat_template(options.chat_template),
     )
+
+
+def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
+    """Whether pools can load while core and frontends do, and make nothing later."""
+    num_processes = 1 + options.api_server_count * (1 + pool_size)
+    return (os.cpu_count() or 1) >= num_processes
 
 
 def run_frontend(
@@ -116,7 +126,7 @@ async def _serve(
     def on_started() -> None:
         tell_serving()
         if perception.pool is not None:
-            perception.pool.start()  # it is not waited for: until it is there, jobs queue
+            perception.pool.start()  # if it is not yet; until it is there, jobs queue
 
     app = SyncBeforeEnd(make_app(engine, options, metrics), sync)
     config = make_config(options, app)

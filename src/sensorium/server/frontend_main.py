@@ -14,6 +14,7 @@ from collections.abc import Callable
 from sensorium.server.child import follow_parent, open_channel, receive_start, report_failure
 from sensorium.server.control import TO_FRONTEND, Drain, StartFrontend, ToFrontend
 from sensorium.server.logs import set_up_logging
+from sensorium.utils.loading import without_collection
 
 # The event loop shares the interpreter with threads that render, hash and tokenise. Each of them
 # may keep it for this long after the loop has something to do; Python's own choice is 5 ms.
@@ -61,9 +62,10 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     status = 0
     try:
-        from sensorium.server.frontend_half import build_frontend_half, run_frontend
+        with without_collection():
+            from sensorium.server.frontend_half import build_frontend_half, run_frontend
 
-        half = build_frontend_half(start)
+            half = build_frontend_half(start)
         run_frontend(start, half, channel=channel, inbox_attach=inbox.attach)
     except Exception as error:  # whatever it is, the parent has to hear of it
         report_failure(channel, error)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
+from sensorium import __version__
 from sensorium.server.authentication import METRICS_PATH
 from sensorium.server.calls import Context
 from sensorium.server.errors import RETRY_AFTER_S, ApiError
 from sensorium.server.openapi import make_responses
-
-VERSION = version("sensorium")
 
 
 def make_health_router(context: Context) -> APIRouter:
@@ -40,7 +38,7 @@ def make_health_router(context: Context) -> APIRouter:
 
     @router.get("/version", responses=make_responses(None))
     async def get_version() -> Response:
-        return JSONResponse({"version": VERSION})
+        return JSONResponse({"version": __version__})
 
     @router.get("/load", responses=make_responses(None, 401))
     async def get_load() -> Response:

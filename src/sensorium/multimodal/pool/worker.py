@@ -33,6 +33,7 @@ from sensorium.multimodal.pool.messages import (
     make_failure,
 )
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.utils.loading import without_collection
 
 if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
@@ -52,7 +53,8 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     handler: Handler | None = None
     try:
-        handler = _start(channel)
+        with without_collection():
+            handler = _start(channel)
         if handler is not None:
             channel.send(encode_message(Ready()))
             while True:
