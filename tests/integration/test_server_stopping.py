@@ -197,7 +197,8 @@ def test_a_killed_parent_takes_all_with_it_and_its_neighbour_lives(
             make_body(f"end {i}", make_image_url(i), max_tokens=LONG, stream=bool(i % 2))
             for i in range(4)
         ]
-        crowd, other = Crowd(server, bodies), Crowd(fault_server, bodies)
+        crowd = Crowd(server, bodies)
+        other = Crowd(fault_server, [{**body, "max_tokens": 200} for body in bodies])
         await crowd.wait_until_running(4)
         await other.wait_until_streaming()
         kill(server.process.pid)
