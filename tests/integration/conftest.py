@@ -10,6 +10,7 @@ import pytest
 
 from sensorium import LLM
 from tests.integration.conversing import MODEL
+from tests.integration.media_hosts import MediaServer, be_silent
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
 from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
@@ -104,3 +105,35 @@ def omni_llm(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
     llm = make_llm(tiny_model("qwen2_5_omni"), max_model_len=2048)
     yield llm
     llm.close()
+
+
+_NUM_SILENT_PATHS = 100
+# Little room for media: what is not given back is missed soon.
+_SERVER_FLAGS = {
+    "lru": ("--mm-processor-cache-gb", "0.004"),
+    "shm": ("--api-server-count", "2", "--mm-processor-cache-gb", "0.004"),
+}
+
+
+@pytest.fixture(scope="session", params=["lru", "shm"])
+def fault_server(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], str]
+) -> Iterator[ServerProcess]:
+    """A server that things are done to, and that is idle after each test."""
+    with serve(
+        tiny_model("qwen2_5_vl"),
+        *("--max-model-len", "1024", "--mm-processor-pool-size", "1"),
+        *("--allow-private-media-addresses", "--media-deadline", "3600"),
+        *_SERVER_FLAGS[request.param],
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def silent_host() -> Iterator[MediaServer]:
+    """Takes every question for a picture and answers none."""
+    host = MediaServer()
+    for index in range(_NUM_SILENT_PATHS):
+        host.on(f"/{index}.png", be_silent)
+    yield host
+    host.close()

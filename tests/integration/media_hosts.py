@@ -137,3 +137,8 @@ def reply(status: int, body: bytes = b"", **headers: str) -> Behaviour:
 
 def say(answer: bytes) -> Behaviour:
     return lambda visit: visit.send(answer)
+
+
+def be_silent(visit: Visit) -> None:
+    """As long as the server is there."""
+    visit.stopping.wait()

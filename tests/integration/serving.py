@@ -27,14 +27,16 @@ _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 class ServerProcess:
     """`lines` is what it has said so far, on both streams. `first_metrics`: as they were noted."""
 
-    def __init__(self, model: str, *flags: str, **environment: str) -> None:
-        ours = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    def __init__(self, model: str, *flags: str, **variables: str) -> None:
+        """`variables` of its environment, beside those of this process."""
+        own = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **own, **variables}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, "serve", model, "--port", "0", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ours, **environment},
+            env=environment,
             text=True,
             start_new_session=True,
         )
@@ -133,12 +135,16 @@ class ServerProcess:
         """As an operator does; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The exit status, when it has ended."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the server did not stop:\n{self.output}") from None
-        self._reader.join(10)
+        self._close()
         return status
 
     def kill(self) -> None:
@@ -146,12 +152,17 @@ class ServerProcess:
         for pid in reversed(self.get_process_ids()):
             kill(pid)
         self.process.wait(30)
+        self._close()
+
+    def _close(self) -> None:
         self._reader.join(10)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
 
 
 @contextmanager
-def serve(model: str, *flags: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(model, *flags)
+def serve(model: str, *flags: str, **variables: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *flags, **variables)
     try:
         server.wait_until_ready()
         yield server

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 
@@ -17,7 +17,15 @@ import pytest
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.types.errors import MediaFetchError
-from tests.integration.media_hosts import PUBLIC, WAIT_S, MediaServer, Network, Visit, reply
+from tests.integration.media_hosts import (
+    PUBLIC,
+    WAIT_S,
+    MediaServer,
+    Network,
+    Visit,
+    be_silent,
+    reply,
+)
 
 HOST = "media.example"
 URL = f"http://{HOST}/"
@@ -383,3 +391,29 @@ def test_tls_is_checked_against_the_name_and_not_the_address(
     assert network.connected == [(PUBLIC, 443)]
     loader.close()
     server.close()
+
+
+def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: MediaServer) -> None:
+    """Its thread serves the next one at once, and one who waits for the same URL asks again."""
+    server.on("/silent", be_silent)
+    server.on("/", reply(200, b"picture"))
+    loader = network.loader(deadline_s=3600.0, num_threads=2)
+    cancelled: Future[None] = Future()
+    silent = [(URL + "silent", "image")]
+    with ThreadPoolExecutor(2) as threads:
+        left = threads.submit(loader.load_all, silent, cancelled=cancelled)
+        while not server.visits:
+            time.sleep(0.01)
+        stays = threads.submit(loader.load_all, silent)
+        queued = threads.submit(loader.load_all, silent * 2, cancelled=cancelled)
+        cancelled.set_result(None)
+        for future in (left, queued):
+            with pytest.raises(CancelledError):
+                future.result(WAIT_S)
+        (found,) = loader.load_all([(URL, "image")])
+        assert isinstance(found.outcome, MediaBytes)
+        assert not stays.done()
+        loader.close()
+        (given_up,) = stays.result(WAIT_S)
+        assert isinstance(given_up.outcome, MediaFetchError)
+    assert loader.statistics().refusals == {"deadline": 1}

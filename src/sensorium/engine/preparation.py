@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from sensorium.engine.chat import Chat
@@ -22,6 +23,7 @@ from sensorium.types.times import ItemTimes
 
 _NUM_TEXT_THREADS = 4
 _NUM_MEDIA_THREADS = 32
+_STOPPING = "the server is stopping"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Preparation:
         self._release = release
         self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
         self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
+        self._waiting: set[asyncio.Future[None]] = set()  # for a thread's work
 
     async def prepare(
         self, request_id: str, prompt: Prompt | Chat, params: SamplingParams
@@ -77,18 +80,43 @@ class Preparation:
         try:
             future = threads.submit(run)
         except RuntimeError as error:  # the executor's word for being shut down
-            raise CapacityError("the server is stopping") from error
+            raise CapacityError(_STOPPING) from error
         try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
+            await self._wait(future)
+        except BaseException:  # the caller has left, or all of it stops
             cancelled.set_result(None)
+            future.cancel()
             future.add_done_callback(self._give_back)
             raise
+        return future.result()
 
     def close(self) -> None:
-        """Doesn't wait for threads that are at work."""
+        """Doesn't wait for threads that are at work; who waits for them does no longer."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_exception(CapacityError(_STOPPING))
         self._text_threads.shutdown(wait=False, cancel_futures=True)
         self._media_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait(self, future: Future[Prepared]) -> None:
+        """Until it has ended, however. Raises a `CapacityError` when this is closed."""
+        loop = asyncio.get_running_loop()
+        waiting = loop.create_future()
+
+        def settle() -> None:
+            if not waiting.done():
+                waiting.set_result(None)
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(settle)
+
+        self._waiting.add(waiting)
+        try:
+            future.add_done_callback(wake)
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
 
     def _render(self, chat: Chat) -> TextPrompt:
         if chat.options.chat_template is None and self._chat_template is not None:

@@ -90,7 +90,7 @@ class Perceiver:
         try:
             for call in calls:
                 call.run(call.recognise)
-            self._load([call for call in calls if call.needs_source])
+            self._load([call for call in calls if call.needs_source], cancelled)
             for call in calls:
                 call.run(call.start)
             for call in calls:
@@ -119,9 +119,10 @@ class Perceiver:
             self.cache.release([again.handle])  # the address has other content by now
         raise MissingMediaError(f"{item.label} is in no cache any more: send it again", (mm_hash,))
 
-    def _load(self, calls: Sequence[_ItemCall]) -> None:
+    def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> None:
         sources = [(call.item.media, call.item.modality) for call in calls]
-        for call, loaded in zip(calls, self.loader.load_all(sources), strict=True):
+        found = self.loader.load_all(sources, cancelled=cancelled)
+        for call, loaded in zip(calls, found, strict=True):
             call.times.add({"fetch": loaded.fetch_s})
             if isinstance(loaded.outcome, RequestError):
                 raise add_label(loaded.outcome, call.item.label) from loaded.outcome

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Sequence
 
 from sensorium.engine.core_info import CoreInfo
@@ -23,14 +25,24 @@ class Announcer:
         if self._options.log_format == "json":
             logger.info("the engine is ready", extra={"fields": {"engine": dict(rows)}})
         else:
-            print(format_rows(rows), flush=True)
+            _say(format_rows(rows))
 
     def announce_ready(self, url: str) -> None:
         line = f"Sensorium is ready: {url}"
         if self._options.log_format == "json":
             logger.info(line, extra={"fields": {"url": url}})
         else:
-            print(f"{line}  (OpenAI's API below /v1, documented at /docs)", flush=True)
+            _say(f"{line}  (OpenAI's API below /v1, documented at /docs)")
+
+
+def _say(text: str) -> None:
+    """Whoever read it may be gone, which is no reason not to serve."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # What is buffered must not raise once more when the interpreter flushes it.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def describe_media(options: ServeOptions) -> Rows:

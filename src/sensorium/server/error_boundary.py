@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.server.errors import ClientGoneError
 from sensorium.server.failures import FailureLog
+from sensorium.types.errors import CapacityError
 
 
 class ErrorBoundary:
-    """What comes after the status can't be answered any more, and goes on."""
+    """What comes after the status can't be answered any more, and goes on. A call is cancelled
+    when the server stops and can't wait for it: for a body that comes slowly, or a client that
+    does not read.
+    """
 
     def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
         self._app = app
@@ -30,6 +36,11 @@ class ErrorBoundary:
             await self._app(scope, receive, watch_start)
         except ClientGoneError:
             pass  # nobody reads an answer
+        except asyncio.CancelledError:
+            if not is_started:
+                stopping = CapacityError("the server is stopping")
+                answer = self._failures.report(stopping, scope["state"])
+                await answer.make_response()(scope, receive, send)
         except Exception as error:  # the boundary: nothing may pass it unanswered
             answer = self._failures.report(error, scope["state"])
             if not is_started:

@@ -43,6 +43,7 @@ from sensorium.types.sampling import GenerationDefaults
 
 _SYNC_S = 1.0
 _BACKLOG = 2048
+_TELLING_S = 2  # for answers to those whose time is over
 Messages = asyncio.Queue[ToFrontend]
 
 
@@ -136,7 +137,7 @@ async def _serve(
     try:
         if await _connect_first(messages, engine):
             tasks = [
-                asyncio.create_task(_obey(messages, engine, server)),
+                asyncio.create_task(_obey(messages, engine, server, options.shutdown_timeout)),
                 asyncio.create_task(_sync_often(sync)),
             ]
             await server.serve(sockets=[socket.socket(fileno=start.listen_fd)])
@@ -157,7 +158,10 @@ async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
             return True
 
 
-async def _obey(messages: Messages, engine: AsyncEngine, server: uvicorn.Server) -> None:
+async def _obey(
+    messages: Messages, engine: AsyncEngine, server: uvicorn.Server, shutdown_timeout_s: float
+) -> None:
+    ends: list[asyncio.Task[None]] = []
     while True:
         message = await messages.get()
         if isinstance(message, CoreUp):
@@ -166,6 +170,13 @@ async def _obey(messages: Messages, engine: AsyncEngine, server: uvicorn.Server)
             engine.disconnect(message.reason)
         elif isinstance(message, Drain):
             server.should_exit = True
+            ends.append(asyncio.create_task(_close_late(engine, shutdown_timeout_s)))
+
+
+async def _close_late(engine: AsyncEngine, delay_s: float) -> None:
+    """What is still in flight then fails, and its clients are told why."""
+    await asyncio.sleep(delay_s)
+    await engine.close()
 
 
 async def _sync_often(sync: Callable[[], None]) -> None:
@@ -183,7 +194,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=options.access_log,
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + _TELLING_S,
     )
 
 

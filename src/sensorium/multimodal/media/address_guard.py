@@ -83,7 +83,10 @@ class AddressGuard:
             return [str(ipaddress.ip_address(host))]
         except ValueError:
             pass
-        answer = self._threads.submit(self._resolve, host, port)
+        try:
+            answer = self._threads.submit(self._resolve, host, port)
+        except RuntimeError:  # the executor's word for being shut down
+            raise fetch.expired() from None
         try:
             return answer.result(timeout=fetch.remaining_s())
         except TimeoutError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 
 from sensorium.multimodal.media.refusal import RefusalReason, RefusedMediaError
 
@@ -14,19 +15,29 @@ class Fetch:
     """Lives from the first look-up to the last byte, over all redirects.
 
     Texts name the host that the client sent, never one that a redirect led to. `is_stopping` ends
-    it before its time.
+    it before its time; `cancelled` completes when nobody waits for it any more.
     """
 
     def __init__(
-        self, host: str, deadline_s: float, is_stopping: threading.Event | None = None
+        self,
+        host: str,
+        deadline_s: float,
+        is_stopping: threading.Event | None = None,
+        *,
+        cancelled: Future[None] | None = None,
     ) -> None:
         self.host = host
+        self._cancelled = cancelled
         self._is_stopping = is_stopping or threading.Event()
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
 
     def remaining_s(self) -> float:
-        """Above zero; refuses the fetch when nothing is left. Ask again every `PATIENCE_S`."""
+        """Above zero; refuses the fetch when nothing is left. Ask again every `PATIENCE_S`.
+        Raises `CancelledError` when nobody waits for it.
+        """
+        if self._cancelled is not None and self._cancelled.done():
+            raise CancelledError
         remaining_s = self._ends_at - time.monotonic()
         if remaining_s <= 0 or self._is_stopping.is_set():
             raise self.expired()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ssl
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cached_property
 
 import httpcore
@@ -68,9 +69,13 @@ class HttpClient:
             resolve, allow_private=limits.allow_private_addresses, num_threads=num_threads
         )
 
-    def fetch(self, source: str, modality: str) -> MediaBytes:
+    def fetch(
+        self, source: str, modality: str, *, cancelled: Future[None] | None = None
+    ) -> MediaBytes:
+        """Raises `CancelledError` soon after `cancelled` completes."""
         url = parse_media_url(source)
-        fetch = Fetch(url.raw_host.decode("ascii"), self._limits.deadline_s, self._is_stopping)
+        host = url.raw_host.decode("ascii")
+        fetch = Fetch(host, self._limits.deadline_s, self._is_stopping, cancelled=cancelled)
 
         def start() -> FinishedFlight:
             return FinishedFlight(self._follow(url, modality, fetch))
@@ -78,7 +83,7 @@ class HttpClient:
         while True:
             waiter = self._flights.join((str(url), modality), start)
             try:
-                return waiter.result(timeout_s=fetch.remaining_s())
+                return waiter.result(timeout_s=fetch.remaining_s(), cancelled=cancelled)
             except TimeoutError:
                 raise fetch.expired() from None
             except RefusedMediaError as error:

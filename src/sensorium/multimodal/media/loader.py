@@ -73,9 +73,12 @@ class MediaLoader:
         self._client: HttpClient | None = None
         self._client_lock = threading.Lock()
 
-    def load(self, source: MediaSource, modality: str) -> MediaBytes:
+    def load(
+        self, source: MediaSource, modality: str, *, cancelled: Future[None] | None = None
+    ) -> MediaBytes:
+        """Raises `CancelledError` soon after `cancelled` completes, if a host is waited for."""
         try:
-            media = self._load(source, modality)
+            media = self._load(source, modality, cancelled)
             if not media.data:
                 raise RefusedMediaError("the media is empty", "empty")
             self._counters.add_loaded(_get_kind(source), len(media.data))
@@ -85,12 +88,21 @@ class MediaLoader:
             raise
         return media
 
-    def load_all(self, items: Sequence[tuple[MediaSource, str]]) -> list[LoadedMedia]:
-        """One result per item, in their order; a URL that is named twice is loaded once."""
+    def load_all(
+        self,
+        items: Sequence[tuple[MediaSource, str]],
+        *,
+        cancelled: Future[None] | None = None,
+    ) -> list[LoadedMedia]:
+        """One result per item, in their order; a URL that is named twice is loaded once. As
+        `load`: what nobody waits for holds up nobody else.
+        """
         started: dict[tuple[str, str], Future[LoadedMedia]] = {}
         for source, modality in items:
             if _is_remote(source) and (source, modality) not in started:
-                started[source, modality] = self._submit(source, modality)
+                started[source, modality] = self._submit(source, modality, cancelled)
+        if cancelled is not None:
+            cancelled.add_done_callback(lambda _: [each.cancel() for each in started.values()])
         results: list[LoadedMedia] = []
         for source, modality in items:
             try:
@@ -99,21 +111,27 @@ class MediaLoader:
                 else:
                     results.append(self._try_to_load(source, modality))
             except CancelledError as error:
+                if cancelled is not None and cancelled.done():
+                    raise
                 raise CapacityError(_CLOSED) from error
         return results
 
-    def _try_to_load(self, source: MediaSource, modality: str) -> LoadedMedia:
+    def _try_to_load(
+        self, source: MediaSource, modality: str, cancelled: Future[None] | None = None
+    ) -> LoadedMedia:
         began = time.monotonic()
         outcome: MediaBytes | RequestError
         try:
-            outcome = self.load(source, modality)
+            outcome = self.load(source, modality, cancelled=cancelled)
         except RequestError as error:
             outcome = error
         return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
 
-    def _submit(self, source: str, modality: str) -> Future[LoadedMedia]:
+    def _submit(
+        self, source: str, modality: str, cancelled: Future[None] | None
+    ) -> Future[LoadedMedia]:
         try:
-            return self._threads.submit(self._try_to_load, source, modality)
+            return self._threads.submit(self._try_to_load, source, modality, cancelled)
         except RuntimeError as error:  # the executor's word for being shut down
             raise CapacityError(_CLOSED) from error
 
@@ -127,17 +145,19 @@ class MediaLoader:
                 self._client.close()
         self._cache.clear()
 
-    def _load(self, source: MediaSource, modality: str) -> MediaBytes:
+    def _load(
+        self, source: MediaSource, modality: str, cancelled: Future[None] | None
+    ) -> MediaBytes:
         if modality not in MODALITIES:
             raise RequestError(f"media is an image, a video or audio, not {modality!r}")
         if isinstance(source, str):
-            return self._load_url(source, modality)
+            return self._load_url(source, modality, cancelled)
         if not isinstance(source, bytes | bytearray | memoryview):
             raise RequestError(f"media is bytes or a URL, not {type(source).__name__}")
         refuse_above(self._limits.max_bytes, memoryview(source).nbytes)
         return MediaBytes(source if isinstance(source, bytes) else bytes(source))
 
-    def _load_url(self, source: str, modality: str) -> MediaBytes:
+    def _load_url(self, source: str, modality: str, cancelled: Future[None] | None) -> MediaBytes:
         scheme = source[:8].partition(":")[0].lower()
         if scheme == "data":
             return MediaBytes(decode_data_url(source, self._limits.max_bytes))
@@ -148,7 +168,7 @@ class MediaLoader:
                 read_local_file(source, allowed_path=allowed_path, max_bytes=max_bytes)
             )
         if scheme in ("http", "https"):
-            return self._get_client().fetch(source, modality)
+            return self._get_client().fetch(source, modality, cancelled=cancelled)
         raise RequestError(
             "media URLs start with data:, http:, https: or file: (for a path: give the file's "
             "bytes, or a file: URL below allowed_local_media_path)"

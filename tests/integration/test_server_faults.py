@@ -1,0 +1,209 @@
+"""Processes of a server are killed under load: what they had ends clearly, the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.integration.fault_load import (
+    Crowd,
+    Reply,
+    ask,
+    ask_all,
+    check_counters_never_fall,
+    count_open_files,
+    get_live,
+    has_connection,
+    make_body,
+    make_image_url,
+    until,
+    wait_until_files_are,
+    wait_until_idle,
+)
+from tests.integration.media_hosts import MediaServer, Visit, reply
+from tests.integration.serving import ServerProcess, get_descendants, is_alive, kill, wait_until
+from tests.media_files import make_pixels, write_image
+
+pytestmark = pytest.mark.xdist_group("server-faults")
+LONG = 900
+
+
+def make_questions(max_tokens: int = 24) -> list[dict[str, Any]]:
+    images = [make_image_url(seed) for seed in range(2)]
+    return [
+        make_body("what is it", images[0], max_tokens=max_tokens),
+        make_body("and both", *images, max_tokens=max_tokens),
+        make_body("no picture", max_tokens=max_tokens),
+    ]
+
+
+def make_load(num: int = 12, max_tokens: int = LONG) -> list[dict[str, Any]]:
+    """Streams and whole answers in turn, some with images, all of them long."""
+    return [
+        make_body(
+            f"question {index}",
+            *[make_image_url(index % 5)] * (index % 4 < 2),
+            max_tokens=max_tokens,
+            stream=bool(index % 2),
+        )
+        for index in range(num)
+    ]
+
+
+def get_texts(replies: Sequence[Reply]) -> list[str]:
+    assert all(reply.is_good for reply in replies), replies
+    return [reply.text for reply in replies]
+
+
+def get_child(server: ServerProcess, word: str) -> int:
+    (pid,) = server.find_children(word)
+    return pid
+
+
+async def lose_core(server: ServerProcess) -> list[Reply]:
+    """Kill it when all of the load runs; what each client was told."""
+    crowd = Crowd(server, make_load())
+    await crowd.wait_until_streaming()
+    await crowd.wait_until_running(len(crowd.clients))
+    kill(get_child(server, "core_main"))
+    return await crowd.finish()
+
+
+def is_healthy(server: ServerProcess) -> bool:
+    return server.get("/health").status_code == 200
+
+
+def test_a_killed_core_fails_its_requests_clearly_and_comes_back(
+    fault_server: ServerProcess,
+) -> None:
+    server = fault_server
+    questions = make_questions()
+    expected = get_texts(ask_all(server, questions))
+    before, num_files = server.get_metrics(), []
+    for _ in range(2):
+        replies = asyncio.run(lose_core(server))
+        lost = time.monotonic()
+        assert all(reply.is_lost_clearly for reply in replies), replies
+        statuses = [reply.status for reply in replies]
+        assert statuses == [503, 200] * (len(replies) // 2)
+        wait_until(lambda: is_healthy(server), "the core is back")
+        print(f"the core was back after {time.monotonic() - lost:.1f} s")
+        assert get_texts(ask_all(server, questions)) == expected
+        wait_until_idle(server)
+        num_files.append([count_open_files(pid) for pid in server.find_children("frontend_main")])
+        check_counters_never_fall(before, server.get_metrics())
+    for pid, num in zip(server.find_children("frontend_main"), num_files[0], strict=True):
+        wait_until_files_are(pid, num)
+    name = 'sensorium:process_restarts_total{kind="core"}'
+    assert server.get_metrics()[name] - before[name] == 2
+
+
+def test_without_a_core_requests_are_refused_and_who_still_loads_media_stays(
+    fault_server: ServerProcess,
+) -> None:
+    server, host, is_back = fault_server, MediaServer(), threading.Event()
+    picture = write_image(make_pixels(28, 28), "PNG")
+
+    def answer_late(visit: Visit) -> None:
+        is_back.wait()
+        reply(200, picture)(visit)
+
+    host.on("/late.png", answer_late)
+    image = f"http://127.0.0.1:{host.port}/late.png"
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(ask, server, make_body("late", image))
+        wait_until(lambda: bool(host.visits), "the picture is asked for")
+        kill(get_child(server, "core_main"))
+        wait_until(lambda: not is_healthy(server), "the core is missed")
+        response = server.post("/v1/chat/completions", make_body("hello"))
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert response.json()["error"]["code"] == "no_capacity"
+        wait_until(lambda: is_healthy(server), "the core is back")
+        is_back.set()
+        assert late.result(60).is_good
+    host.close()
+    wait_until_idle(server)
+
+
+def test_a_killed_frontend_takes_only_its_own_requests_with_it(
+    fault_server: ServerProcess,
+) -> None:
+    server = fault_server
+    questions = make_questions()
+    expected = get_texts(ask_all(server, questions))
+    before = server.get_metrics()
+    frontends = server.find_children("frontend_main")
+    victim, *others = frontends
+    workers = get_descendants(victim)
+    port = urlsplit(server.get_url()).port or 0
+
+    async def lose_frontend() -> tuple[list[Reply], list[bool]]:
+        bodies = [{**body, "stream": True} for body in make_load(8, 500)]
+        crowd = Crowd(server, bodies)
+        await crowd.wait_until_streaming()
+        are_its = [has_connection(victim, port, client.local_port or 0) for client in crowd.clients]
+        kill(victim)
+        return await crowd.finish(), are_its
+
+    replies, are_its = asyncio.run(lose_frontend())
+    assert any(are_its)
+    assert [reply.is_good for reply in replies] == [not is_its for is_its in are_its]
+    assert not any(reply.is_whole for reply, is_its in zip(replies, are_its, strict=True) if is_its)
+    wait_until(
+        lambda: len(server.find_children("frontend_main")) == len(frontends), "it is started again"
+    )
+    wait_until_idle(server)
+    wait_until(lambda: not any(map(is_alive, [victim, *workers])), "its workers have ended too")
+    assert get_texts(ask_all(server, questions)) == expected
+    after = server.get_metrics()
+    check_counters_never_fall(before, after)
+    name = 'sensorium:process_restarts_total{kind="frontend"}'
+    assert after[name] - before[name] == 1
+    assert set(others) < set(server.find_children("frontend_main")) or not others
+
+
+def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: ServerProcess) -> None:
+    server = fault_server
+    workers = server.find_children("pool.worker")
+    wait_until(
+        lambda: server.get_metrics()["sensorium:pool_workers"] == len(workers), "the pool is ready"
+    )
+    before = server.get_metrics()
+
+    async def lose_workers() -> list[Reply]:
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)  # so that they surely have something in hand
+        pictures = [make_body(f"new {i}", make_image_url(1000 + i)) for i in range(8)]
+        crowd = Crowd(server, [*pictures, *make_load(4, 100)])
+        await until(
+            lambda: server.get_metrics()["sensorium:pool_running"] >= 1, "a worker has a job"
+        )
+        for pid in workers:
+            kill(pid)
+        return await crowd.finish()
+
+    replies = asyncio.run(lose_workers())
+    assert all(reply.is_good for reply in replies), replies
+    wait_until(
+        lambda: server.get_metrics()["sensorium:pool_workers"] == len(workers), "the pool is back"
+    )
+    wait_until_idle(server)
+    name = "sensorium:pool_restarts_total"
+    assert server.get_metrics()[name] - before[name] >= 1
+    assert not any(map(is_alive, workers))
+
+
+def test_no_zombie_is_left(fault_server: ServerProcess) -> None:
+    """Of all that was killed above."""
+    assert all(map(is_alive, fault_server.get_process_ids()))
+    assert not get_live(fault_server)
