@@ -33,7 +33,7 @@ from tests.integration.media_hosts import MediaServer, Visit, reply
 from tests.integration.serving import ServerProcess, get_descendants, is_alive, kill, wait_until
 from tests.media_files import make_pixels, write_image
 
-pytestmark = pytest.mark.xdist_group("server-faults")
+pytestmark = pytest.mark.xdist_group("server")
 LONG = 900
 
 
