@@ -17,7 +17,7 @@ from starlette.types import Receive
 from sensorium.server.errors import ApiError, ClientGoneError
 from sensorium.server.json_slices import decode_json
 
-_SMALL_BYTES = 2**16  # decoded in less time than a thread takes to answer
+_SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
 _IDLE_S = 60.0  # between two pieces of a body
 _Parsed = TypeVar("_Parsed")
 
