@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
+
+import pytest
 
 from sensorium.server.control import CoreDown, CoreUp
 from sensorium.server.frontend_half import SyncBeforeEnd, make_config
@@ -45,7 +48,11 @@ def test_metrics_are_up_to_date_before_the_last_byte_is_sent() -> None:
     assert happened == ["start", "a", "sync", "b"]
 
 
-def test_uvicorn_gets_what_the_options_say() -> None:
+def test_uvicorn_gets_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = logging.getLogger("uvicorn.access")  # uvicorn changes it for the whole process
+    for name in ("handlers", "propagate"):
+        monkeypatch.setattr(access, name, getattr(access, name))
+
     async def app(_scope: Any, _receive: Any, _send: Any) -> None: ...
 
     options = ServeOptions(model="m", access_log=False, shutdown_timeout=1.5)
