@@ -45,12 +45,15 @@ class ServerProcess:
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self.process.stdout or ():
-            with self._is_said:
-                self.lines.append(line)
-                found = _READY.search(line)
-                self.url = self.url or (found.group(1) if found else None)
-                self._is_said.notify_all()
+        if self.process.stdout is None:
+            return
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._is_said:
+                    self.lines.append(line)
+                    found = _READY.search(line)
+                    self.url = self.url or (found.group(1) if found else None)
+                    self._is_said.notify_all()
 
     @property
     def output(self) -> str:
