@@ -126,7 +126,13 @@ class RequestMaker:
         return self._make_chat("video", parts, key=f"video {index}")
 
     def _make_sampled(self) -> SoakRequest:
-        options = {"n": 2, "temperature": 1.0, "seed": 7, "logprobs": True, "top_logprobs": 3}
+        options: dict[str, Any] = {
+            "n": 2,
+            "temperature": 1.0,
+            "seed": 7,
+            "logprobs": True,
+            "top_logprobs": 3,
+        }
         return self._make_chat("sampled", _describe(2), num_completions=2, **options)
 
     def _make_prompts(self) -> SoakRequest:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from soak import MODALITIES, list_faults, soak  # noqa: E402  (where the benchmarks are)
+from soak import MODALITIES, list_faults, soak
 
 pytestmark = pytest.mark.xdist_group("server-soak")
 _SECONDS = 30.0

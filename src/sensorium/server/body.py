@@ -20,8 +20,8 @@ from sensorium.server.json_slices import decode_json
 
 _SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
 _IDLE_S = 60.0  # between two pieces of a body
-# Few: each of them may keep the interpreter to itself while it decodes, and the event loop waits for
-# all of them in turn.
+# Few: each may keep the interpreter to itself while it decodes, and the event loop waits for all of
+# them in turn.
 _threads = ThreadPoolExecutor(2, "parse")
 _Parsed = TypeVar("_Parsed")
 
