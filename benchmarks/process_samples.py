@@ -77,8 +77,8 @@ def summarise(
     for role in sorted({sample.role for sample in samples}):
         own = [sample for sample in samples if sample.role == role]
         summary[role] = {
-            name: [_get_median(own, name, window) / scale for window in windows]
-            for name, scale in (("uss_kib", 1), ("pss_kib", 1), ("num_fds", 1), ("num_threads", 1))
+            name: [_get_median(own, name, window) for window in windows]
+            for name in ("uss_kib", "pss_kib", "num_fds", "num_threads")
         }
     return summary
 

@@ -15,17 +15,8 @@ pytestmark = pytest.mark.xdist_group("server-soak")
 _SECONDS = 30.0
 
 
-@pytest.mark.parametrize("num_frontends", [1])
-def test_nothing_is_lost_or_wrong_under_load(
-    tiny_model: Callable[[str], str], num_frontends: int
-) -> None:
-    run = soak(
-        tiny_model("qwen2_5_omni"),
-        seconds=_SECONDS,
-        num_clients=12,
-        num_frontends=num_frontends,
-        seed=1,
-    )
+def test_nothing_is_lost_or_wrong_under_load(tiny_model: Callable[[str], str]) -> None:
+    run = soak(tiny_model("qwen2_5_omni"), seconds=_SECONDS, num_clients=12, seed=1)
     assert list_faults(run) == []
     counts = run.counts
     assert counts.num_aborted > 0
