@@ -37,12 +37,16 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     num_tokens = len(request.prompt_token_ids)
     if num_tokens == 0:
         raise RequestError("the prompt is empty: at least one token is needed")
-    if num_tokens >= limits.max_model_len:
+    check_length(num_tokens, limits.max_model_len)
+    _check_features(request.mm_features, num_tokens, limits)
+
+
+def check_length(num_tokens: int, max_model_len: int) -> None:
+    if num_tokens >= max_model_len:
         raise RequestError(
-            f"the prompt has {num_tokens} tokens, but the context holds {limits.max_model_len} "
+            f"the prompt has {num_tokens} tokens, but the context holds {max_model_len} "
             "and needs room for at least one new token"
         )
-    _check_features(request.mm_features, num_tokens, limits)
 
 
 def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:

@@ -107,6 +107,7 @@ class AsyncEngine:
         self.disconnect("the engine was replaced")
         self.info = info
         self._inputs.defaults = info.defaults
+        self._inputs.max_model_len = info.max_model_len
         self._client = CoreClient(
             info.endpoint,
             self._identity,

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from sensorium.core.admission import check_length
 from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import RenderedItem, read_item, read_items
 from sensorium.multimodal.cache.interface import ProcessorCache
@@ -45,7 +46,8 @@ class ProcessedRequest:
 
 class InputProcessor:
     """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
-    requests that run no engine, and leaves the cache of `perceiver` alone.
+    requests that run no engine, and leaves the cache of `perceiver` alone. `max_model_len`: the
+    core's, where the core is far away and is not to be bothered with what it would refuse.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class InputProcessor:
         self.processor = processor
         self.perceiver = perceiver
         self.defaults = defaults
+        self.max_model_len: int | None = None
         self._readonly = readonly
         self._limits = dict(limit_mm_per_prompt)
         self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
@@ -92,10 +95,12 @@ class InputProcessor:
         With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
         neither asked nor changed.
         """
-        fields = normalise(prompt)
+        fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
         token_ids, features, items = self._expand(fields, perceiver, cancelled)
         try:
+            if self.max_model_len is not None:
+                check_length(len(token_ids), self.max_model_len)
             request = EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=tuple(token_ids),

@@ -16,7 +16,13 @@ def tokenize(
     tokenizer: Any, text: str, *, add_special_tokens: bool = True
 ) -> tuple[list[int], FindToken]:
     if getattr(tokenizer, "is_fast", False):
-        encoding = tokenizer(text, add_special_tokens=add_special_tokens)
+        # Lists of masks would be made element by element, with the interpreter locked.
+        encoding = tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
         return list(encoding["input_ids"]), encoding.char_to_token
     return _tokenize_in_pieces(tokenizer, text)
 

@@ -61,7 +61,7 @@ def make_app(engine: AsyncEngine, options: HttpOptions, metrics: FrontendMetrics
     app.include_router(make_text_router(context, failures))
     app.include_router(make_health_router(context))
     app.include_router(make_admin_router(context))
-    install_openapi(app, needs_key=bool(options.api_key))
+    install_openapi(app, needs_key=bool(options.api_key), model_names=options.model_names)
     return app
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,8 +18,11 @@ from starlette.types import Receive
 from sensorium.server.errors import ApiError, ClientGoneError
 from sensorium.server.json_slices import decode_json
 
-_SMALL_BYTES = 2**16  # decoded in less time than a thread takes to answer
+_SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
 _IDLE_S = 60.0  # between two pieces of a body
+# Few: each may keep the interpreter to itself while it decodes, and the event loop waits for all of
+# them in turn.
+_threads = ThreadPoolExecutor(2, "parse")
 _Parsed = TypeVar("_Parsed")
 
 
@@ -33,7 +37,8 @@ async def read_json(
     body = await _read(request.receive, max_bytes)
     if len(body) <= _SMALL_BYTES:
         return parse(_decode(body))
-    return await asyncio.to_thread(lambda: parse(_decode(body)))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_threads, lambda: parse(_decode(body)))
 
 
 def _check_content_type(value: str | None) -> None:

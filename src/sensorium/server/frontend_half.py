@@ -31,6 +31,7 @@ from sensorium.server.control import (
     StartFrontend,
     ToFrontend,
 )
+from sensorium.server.http_protocol import LimitedHttpProtocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import (
@@ -189,7 +190,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",  # it is there already
-        http="httptools",
+        http=LimitedHttpProtocol,
         backlog=_BACKLOG,
         log_config=None,
         access_log=options.access_log,

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from sensorium.server.allocator import keep_memory_compact
 from sensorium.server.child import follow_parent, open_channel, receive_start, report_failure
 from sensorium.server.control import TO_FRONTEND, Drain, StartFrontend, ToFrontend
 from sensorium.server.logs import set_up_logging
@@ -60,6 +61,7 @@ def main() -> None:
     inbox = Inbox()
     follow_parent(channel, inbox.add, socket_dir=start.socket_dir)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    keep_memory_compact()
     status = 0
     try:
         with without_collection():

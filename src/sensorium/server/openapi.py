@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -44,12 +45,14 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
 
 
-def make_responses(answer: str | None, *errors: int, has_stream: bool = False) -> ResponseDocuments:
-    """Of a route whose answer has the schema `answer` (`None`: an object)."""
+def make_responses(answer: str | None, *errors: int, chunk: str | None = None) -> ResponseDocuments:
+    """Of a route whose answer has the schema `answer` (`None`: an object), and whose stream, if it
+    has one, has events of the schema `chunk`.
+    """
     schema = {"type": "object"} if answer is None else _ref(answer)
     content: dict[str, Any] = {"application/json": {"schema": schema}}
-    if has_stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if chunk is not None:
+        content["text/event-stream"] = {"itemSchema": _make_event(chunk)}
     documents: ResponseDocuments = {200: {"description": "The answer.", "content": content}}
     for status in errors:
         documents[status] = {
@@ -59,17 +62,27 @@ def make_responses(answer: str | None, *errors: int, has_stream: bool = False) -
     return documents
 
 
+def _make_event(chunk: str) -> dict[str, Any]:
+    chunk_text = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _ref(chunk),
+    }
+    data = {"anyOf": [{"const": "[DONE]", "type": "string"}, chunk_text]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
 def make_body(request: type[ChatCompletionRequest | CompletionRequest]) -> dict[str, Any]:
     schema = _ref(request.__name__)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
+def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]) -> None:
     def make_document() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
             components = document.setdefault("components", {})
-            components.setdefault("schemas", {}).update(_make_schemas())
+            components.setdefault("schemas", {}).update(_make_schemas(model_names))
             if needs_key:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 document["security"] = [{"key": []}]
@@ -79,10 +92,13 @@ def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
     app.openapi = make_document  # type: ignore[method-assign]
 
 
-def _make_schemas() -> dict[str, Any]:
+def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
     _, requests = models_json_schema(
         [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
         ref_template=_REF.format(name="{model}"),
     )
+    for schema in requests["$defs"].values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] = {"enum": [*model_names, None], "default": None}
     _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
     return {**requests["$defs"], **answers, **MESSAGE_SCHEMAS}

@@ -26,7 +26,7 @@ def make_text_router(context: Context, failures: FailureLog) -> APIRouter:
 
     @router.post(
         "/chat/completions",
-        responses=make_responses("ChatCompletion", *GENERATING_ERRORS, has_stream=True),
+        responses=make_responses("ChatCompletion", *GENERATING_ERRORS, chunk="ChatCompletionChunk"),
         openapi_extra=make_body(ChatCompletionRequest),
     )
     async def create_chat_completion(request: Request) -> Response:
@@ -35,7 +35,7 @@ def make_text_router(context: Context, failures: FailureLog) -> APIRouter:
 
     @router.post(
         "/completions",
-        responses=make_responses("Completion", *GENERATING_ERRORS, has_stream=True),
+        responses=make_responses("Completion", *GENERATING_ERRORS, chunk="Completion"),
         openapi_extra=make_body(CompletionRequest),
     )
     async def create_completion(request: Request) -> Response:

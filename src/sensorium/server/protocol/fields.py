@@ -1,7 +1,8 @@
 """Types of single fields. Strict as JSON is: "5" is no number, 1 is one wherever 1.0 is, and 1.0 is
 an integer.
 
-Numbers are bounded by what other processes can be told, or as `SamplingParams` bounds them.
+Numbers are bounded by what other processes can be told, or as `SamplingParams` bounds them. Lists
+are bounded by what may be looked through with every token: the event loop looks for stop strings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from sensorium.types.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_N
 
 _MAX_INTEGER = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
+_MAX_TEXTS = 64
+_MAX_TEXT_LENGTH = 1024
+_MAX_BIASES = 4096
+_MAX_TOKEN_IDS = 65_536
 
 
 def as_integer(value: object) -> object:
@@ -43,13 +48,17 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+_TEXT: JsonObject = {"type": "string", "minLength": 1, "maxLength": _MAX_TEXT_LENGTH}
 _TEXT_OR_LIST: JsonObject = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}},
-    ]
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": _MAX_TEXTS}]
 }
-TextOrList = Annotated[list[str], BeforeValidator(_as_list), WithJsonSchema(_TEXT_OR_LIST)]
+TextOrList = Annotated[
+    list[Annotated[str, Field(max_length=_MAX_TEXT_LENGTH)]],
+    Field(max_length=_MAX_TEXTS),
+    BeforeValidator(_as_list),
+    WithJsonSchema(_TEXT_OR_LIST),
+]
+TokenIdList = Annotated[list[TokenId], Field(max_length=_MAX_TOKEN_IDS)]
 
 _LOGIT_BIAS: JsonObject = {
     "type": "object",
@@ -57,7 +66,10 @@ _LOGIT_BIAS: JsonObject = {
         "^[0-9]{1,9}$": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
     },
     "additionalProperties": False,
+    "maxProperties": _MAX_BIASES,
 }
 LogitBias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number], WithJsonSchema(_LOGIT_BIAS)
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number],
+    Field(max_length=_MAX_BIASES),
+    WithJsonSchema(_LOGIT_BIAS),
 ]

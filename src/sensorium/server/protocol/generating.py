@@ -19,7 +19,7 @@ from sensorium.server.protocol.fields import (
     RepetitionPenalty,
     Temperature,
     TextOrList,
-    TokenId,
+    TokenIdList,
     TopK,
     TopP,
     Unsupported,
@@ -80,10 +80,10 @@ class GeneratingRequest(WireModel):
     repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIdList | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: TextOrList | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[TokenIdList, Field(min_length=1)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
