@@ -35,7 +35,13 @@ def test_a_fresh_interpreter_loads_it_without_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["server.supervisor", "cli.serve", "server.core_main", "server.frontend_main"]
+    "module",
+    [
+        "server.processes.supervisor",
+        "cli.serve",
+        "server.processes.core_main",
+        "server.processes.frontend_main",
+    ],
 )
 def test_processes_listen_to_each_other_before_anything_heavy_is_loaded(module: str) -> None:
     """The parent for as long as it lives; its children until they hear of its end."""

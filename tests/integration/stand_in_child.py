@@ -20,8 +20,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sensorium.engine.core_info import CoreInfo
-from sensorium.server.child import follow_parent, open_channel, receive_start, report_failure
-from sensorium.server.control import (
+from sensorium.server.processes.child import (
+    follow_parent,
+    open_channel,
+    receive_start,
+    report_failure,
+)
+from sensorium.server.processes.control import (
     TO_CORE,
     TO_FRONTEND,
     CoreReady,

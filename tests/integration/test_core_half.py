@@ -14,9 +14,9 @@ import pytest
 
 from sensorium.engine import builder
 from sensorium.engine.core_info import CoreInfo
-from sensorium.server.control import StartCore
-from sensorium.server.core_half import build_core_half
 from sensorium.server.options import ServeOptions
+from sensorium.server.processes.control import StartCore
+from sensorium.server.processes.core_half import build_core_half
 from sensorium.types.errors import ModelError
 
 Build = Callable[..., CoreInfo]

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     import asyncio
 
     from sensorium.server.logs import set_up_logging
-    from sensorium.server.supervisor import Supervisor
+    from sensorium.server.processes.supervisor import Supervisor
 
     options = make_options(arguments)
     set_up_logging("parent", log_format=options.log_format, log_level=options.log_level)

@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 
 from sensorium.engine.chat import Chat
-from sensorium.server.app import make_app
+from sensorium.server.http.app import make_app
 from sensorium.types.outputs import (
     CompletionDelta,
     CompletionOutput,

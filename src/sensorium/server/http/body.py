@@ -1,0 +1,116 @@
+"""Reads the body of a request within a limit, and parses it away from the event loop.
+
+A body that is wrong is refused before anything else is done: too large (413), too slow (408), not
+JSON (400, with the place).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive
+
+from sensorium.server.http.errors import ApiError, ClientGoneError
+from sensorium.server.http.json_slices import decode_json
+
+_SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
+_IDLE_S = 60.0  # between two pieces of a body
+# Few: each may keep the interpreter to itself while it decodes, and the event loop waits for all of
+# them in turn.
+_threads = ThreadPoolExecutor(2, "parse")
+_Parsed = TypeVar("_Parsed")
+
+
+async def read_json(
+    request: Request, parse: Callable[[dict[str, Any]], _Parsed], *, max_bytes: int
+) -> _Parsed:
+    """`parse` makes of the body's object what the route wants; it runs where the body was decoded,
+    and may raise.
+    """
+    _check_content_type(request.headers.get("content-type"))
+    _check_length(request.headers.get("content-length"), max_bytes)
+    body = await _read(request.receive, max_bytes)
+    if len(body) <= _SMALL_BYTES:
+        return parse(_decode(body))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_threads, lambda: parse(_decode(body)))
+
+
+def _check_content_type(value: str | None) -> None:
+    """Without one it is taken for JSON."""
+    kind = (value or "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            f"the content type must be application/json, not {kind[:100]!r}",
+            code="unsupported_content_type",
+        )
+
+
+def _check_length(value: str | None, max_bytes: int) -> None:
+    if value is not None and value.isdecimal() and int(value[:20]) > max_bytes:
+        raise _make_size_error(max_bytes)
+
+
+async def _read(receive: Receive, max_bytes: int) -> bytearray:
+    body = bytearray()
+    while True:
+        try:
+            async with asyncio.timeout(_IDLE_S):
+                message = await receive()
+        except TimeoutError as error:
+            raise ApiError("the body comes too slowly", status=408, code="timeout") from error
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _make_size_error(max_bytes)
+        if not message.get("more_body", False):
+            return body
+
+
+def _make_size_error(max_bytes: int) -> ApiError:
+    return ApiError(
+        f"the body is larger than {max_bytes} bytes, which this server allows",
+        status=413,
+        code="body_too_large",
+        reason="body_too_large",
+    )
+
+
+def _decode(body: bytearray) -> dict[str, Any]:
+    if len(body) <= _SMALL_BYTES and not body.strip():
+        raise _make_json_error("the body is empty")
+    try:
+        value = decode_json(body)
+    except UnicodeDecodeError as error:
+        raise _make_json_error(f"the body is not valid UTF-8{_find_bad_byte(body)}") from error
+    except msgspec.MsgspecError as error:
+        raise _make_json_error(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise _make_json_error("the body is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise _make_json_error(f"the body must be a JSON object, not {_name_kind(value)}")
+    return value
+
+
+def _find_bad_byte(body: bytearray) -> str:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f": byte {error.start} is {body[error.start]:#04x}"
+    return ""
+
+
+def _make_json_error(message: str) -> ApiError:
+    return ApiError(message, code="invalid_json")
+
+
+def _name_kind(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "true, false or null"
+    return {list: "a list", str: "a string", int: "a number", float: "a number"}[type(value)]

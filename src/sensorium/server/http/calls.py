@@ -1,0 +1,132 @@
+"""One call of a route for text, from its HTTP request to the engine's requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from starlette.requests import Request
+
+from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.chat import Chat
+from sensorium.server.http.body import read_json
+from sensorium.server.http.errors import ApiError
+from sensorium.server.http.generation import Generation
+from sensorium.server.http.http_options import HttpOptions
+from sensorium.server.http.input_paths import RequestInput
+from sensorium.server.http.protocol.generating import GeneratingRequest
+from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.trace import make_trace
+from sensorium.types.outputs import RequestOutput
+from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.sampling import SamplingParams
+
+TRACE_HEADER = "x-sensorium-trace"
+_MEBIBYTE = 2**20
+_PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
+_Wire = TypeVar("_Wire", bound=GeneratingRequest)
+Work = tuple[Sequence[Prompt | Chat], SamplingParams]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What every route has at hand. `started`: seconds since 1970."""
+
+    engine: AsyncEngine
+    options: HttpOptions
+    metrics: FrontendMetrics
+    started: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[_Wire]):
+    """`model` is what the answer calls the model; `created` in seconds since 1970."""
+
+    request: _Wire
+    generation: Generation
+    model: str
+    created: int
+    has_trace: bool
+
+    @property
+    def id(self) -> str:
+        return self.generation.request_id
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return self.generation.params.n
+
+    def make_trace(self) -> Any:
+        """Of the prompt, or a list for several."""
+        generation = self.generation
+        traces = [
+            make_trace(output, generation.clocks[index])
+            for index, output in enumerate(generation.get_outputs())
+        ]
+        return traces[0] if len(traces) == 1 else traces
+
+
+async def receive_call(
+    http_request: Request,
+    context: Context,
+    kind: type[_Wire],
+    prepare: Callable[[_Wire], Work],
+    *,
+    id_prefix: str,
+    field: str,
+) -> Call[_Wire]:
+    """Read and check the request. `prepare` makes prompts and parameters of it, `field` has
+    what the model reads.
+    """
+
+    def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
+        request = read_request(kind, body)
+        check_model(request.model, context.options.model_names)
+        return request, prepare(request)
+
+    max_bytes = context.options.max_body_mb * _MEBIBYTE
+    request, (prompts, params) = await read_json(http_request, parse, max_bytes=max_bytes)
+    http_request.state.input = RequestInput(name=field, value=getattr(request, field))
+    generation = Generation(
+        engine=context.engine,
+        metrics=context.metrics,
+        request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+        prompts=prompts,
+        params=params,
+        arrived=http_request.state.arrived,
+    )
+    return Call(
+        request=request,
+        generation=generation,
+        model=request.model or context.options.model_names[0],
+        created=int(time.time()),
+        has_trace=bool(request.trace) or http_request.headers.get(TRACE_HEADER) == "1",
+    )
+
+
+def check_model(name: str | None, names: Sequence[str]) -> None:
+    """A request without a name means the model that is served."""
+    if name is not None and name not in names:
+        raise ApiError(
+            f"the model {name[:200]!r} is not served here (served: {', '.join(names)})",
+            status=404,
+            param="model",
+            code="model_not_found",
+            reason="not_found",
+        )
+
+
+def get_prompt_fields(request: GeneratingRequest) -> TextPrompt:
+    """What goes with a prompt, whatever its kind."""
+    values = ((name, getattr(request, name)) for name in _PROMPT_FIELDS)
+    return cast(TextPrompt, {name: value for name, value in values if value is not None})
+
+
+def get_finish_reason(output: RequestOutput, index: int) -> str:
+    """A completion that ended with its siblings has one, too."""
+    return str(output.outputs[index].finish_reason or "abort")

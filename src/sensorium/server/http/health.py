@@ -1,0 +1,54 @@
+"""Routes for those who watch the server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from sensorium import __version__
+from sensorium.server.http.authentication import METRICS_PATH
+from sensorium.server.http.calls import Context
+from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
+from sensorium.server.http.openapi import make_responses
+
+
+def make_health_router(context: Context) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health", responses=make_responses(None, 503))
+    async def health() -> Response:
+        """Whether the engine is there."""
+        if not context.engine.is_connected:
+            raise ApiError(
+                "the engine is not there",
+                status=503,
+                code="engine_lost",
+                reason=None,
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
+        return JSONResponse({})
+
+    @router.get("/ping", responses=make_responses(None))
+    @router.post("/ping", responses=make_responses(None))
+    async def ping() -> Response:
+        """Whether this process is there."""
+        return JSONResponse({})
+
+    @router.get("/version", responses=make_responses(None))
+    async def get_version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @router.get("/load", responses=make_responses(None, 401))
+    async def get_load() -> Response:
+        """Requests for text in all frontends, from their arrival to their last byte."""
+        load = await asyncio.to_thread(context.metrics.get_load)
+        return JSONResponse({"server_load": load})
+
+    @router.get(METRICS_PATH, include_in_schema=False)
+    async def get_metrics() -> Response:
+        body, content_type = await asyncio.to_thread(context.metrics.render)
+        return Response(body, headers={"content-type": content_type})
+
+    return router

@@ -1,0 +1,104 @@
+"""The OpenAPI document: bodies are read by hand, so their schemas are put in by hand too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from sensorium.server.http.protocol.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+)
+from sensorium.server.http.protocol.chat import ChatCompletionRequest
+from sensorium.server.http.protocol.completions import CompletionRequest
+from sensorium.server.http.protocol.message_schemas import MESSAGE_SCHEMAS
+
+_REF = "#/components/schemas/{name}"
+_ANSWERS = (ChatCompletion, ChatCompletionChunk, Completion, ErrorResponse, ModelCard, ModelList)
+_ERRORS = {
+    400: "The request can't be served as it is.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model or route.",
+    405: "The route knows other methods.",
+    408: "The body came too slowly.",
+    409: "Media said to be cached is not.",
+    413: "The body is too large.",
+    422: "Media can't be fetched.",
+    429: "Too many requests are being served.",
+    500: "A bug of the server.",
+    503: "The engine is not there, or has no room.",
+}
+GENERATING_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)
+ResponseDocuments = dict[int | str, dict[str, Any]]
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=name)}
+
+
+def make_responses(answer: str | None, *errors: int, chunk: str | None = None) -> ResponseDocuments:
+    """Of a route whose answer has the schema `answer` (`None`: an object), and whose stream, if it
+    has one, has events of the schema `chunk`.
+    """
+    schema = {"type": "object"} if answer is None else _ref(answer)
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    if chunk is not None:
+        content["text/event-stream"] = {"itemSchema": _make_event(chunk)}
+    documents: ResponseDocuments = {200: {"description": "The answer.", "content": content}}
+    for status in errors:
+        documents[status] = {
+            "description": _ERRORS[status],
+            "content": {"application/json": {"schema": _ref("ErrorResponse")}},
+        }
+    return documents
+
+
+def _make_event(chunk: str) -> dict[str, Any]:
+    chunk_text = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _ref(chunk),
+    }
+    data = {"anyOf": [{"const": "[DONE]", "type": "string"}, chunk_text]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def make_body(request: type[ChatCompletionRequest | CompletionRequest]) -> dict[str, Any]:
+    schema = _ref(request.__name__)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]) -> None:
+    def make_document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            components = document.setdefault("components", {})
+            components.setdefault("schemas", {}).update(_make_schemas(model_names))
+            if needs_key:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                document["security"] = [{"key": []}]
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = make_document  # type: ignore[method-assign]
+
+
+def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
+    _, requests = models_json_schema(
+        [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+        ref_template=_REF.format(name="{model}"),
+    )
+    for schema in requests["$defs"].values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] = {"enum": [*model_names, None], "default": None}
+    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
+    return {**requests["$defs"], **answers, **MESSAGE_SCHEMAS}

@@ -1,0 +1,104 @@
+"""The fields that all requests for text have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from sensorium.server.http.protocol.fields import (
+    Count,
+    Integer,
+    JsonObject,
+    Length,
+    LogitBias,
+    MinP,
+    NumChoices,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TextOrList,
+    TokenIdList,
+    TopK,
+    TopP,
+    Unsupported,
+)
+
+_TEXT_FORMAT = {
+    "type": "object",
+    "properties": {"type": {"const": "text", "type": "string"}},
+    "required": ["type"],
+}
+
+
+class WireModel(BaseModel):
+    """Fields that nobody knows are kept, and warned about where the body is read."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(WireModel):
+    """`include_usage`: a last chunk counts the tokens. `continuous_usage_stats`: then all do."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GeneratingRequest(WireModel):
+    """OpenAI's fields and the extras of this field's servers. `null` is as good as absent.
+
+    `user` and the fields after it are taken and have no effect.
+    """
+
+    # Fields of others that change the answer: refused, as ignoring them would be wrong.
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "use_beam_search",
+    )
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: NumChoices | None = None
+    max_tokens: Length | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Integer | None = None
+    stop: TextOrList | None = None
+    response_format: Annotated[JsonObject, WithJsonSchema(_TEXT_FORMAT)] | None = None
+
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIdList | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: TextOrList | None = None
+    allowed_token_ids: Annotated[TokenIdList, Field(min_length=1)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    mm_processor_kwargs: JsonObject | None = None
+    media_io_kwargs: dict[str, JsonObject] | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    priority: Integer | None = None
+    trace: bool | None = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    structured_outputs: Unsupported = None
+    use_beam_search: Unsupported = None
+
+    user: str | None = None
+    service_tier: str | None = None
+    request_id: str | None = None

@@ -1,0 +1,109 @@
+"""Builds what the core's process runs, from what the parent has sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sensorium.engine.builder import (
+    Core,
+    LoadedConfig,
+    Source,
+    build_core,
+    build_frontend,
+    load_source,
+    try_core,
+)
+from sensorium.engine.core_info import CoreInfo
+from sensorium.engine.core_loop import CoreLoop
+from sensorium.engine.media_options import MediaOptions
+from sensorium.engine.memory import format_bytes
+from sensorium.engine.perception import build_caches, build_receiver
+from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.models.families import FAMILIES
+from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.server.logs import adopt_library_logs
+from sensorium.server.metrics.core import CoreMetrics
+from sensorium.server.options import (
+    ServeOptions,
+    make_engine_options,
+    make_media_options,
+    make_source,
+)
+from sensorium.server.processes.control import StartCore
+
+
+def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
+    adopt_library_logs()
+    options = start.options
+    engine_options, media = make_engine_options(options), make_media_options(options)
+    # Bars would tear lines of JSON apart.
+    source = make_source(options, use_tqdm=options.log_format == "text")
+    with blame_checkpoint(options.model):
+        loaded = load_source(source)
+        store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
+        receiver = build_receiver(media, store)
+        built = build_core(source, loaded, options=engine_options, receiver=receiver)
+        if built.needs_trial:
+            built = _try_core(built, source, loaded, media)
+        info = CoreInfo(
+            endpoint=start.endpoint,
+            max_model_len=built.config.limits.max_model_len,
+            defaults=built.defaults,
+            epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
+            description=describe_core(built, options, model_type=loaded.hf_config.model_type),
+        )
+    metrics = CoreMetrics(options.model_names[0])
+    metrics.sync(built.core)
+    return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step), info
+
+
+def _try_core(built: Core, source: Source, loaded: LoadedConfig, media: MediaOptions) -> Core:
+    """With a frontend of its own, which shares no cache and ends with the trial."""
+    alone = replace(media, mm_processor_cache_type="lru", mm_processor_pool_size=0)
+    frontend = build_frontend(source, loaded, alone, build_caches(alone, None))
+    tried = try_core(built, frontend)
+    frontend.perception.close()
+    return tried
+
+
+def describe_core(
+    built: Core, options: ServeOptions, *, model_type: str
+) -> tuple[tuple[str, str], ...]:
+    config, limits = built.config, built.config.limits
+    names = {family.model_type: family.name for family in FAMILIES}
+    dtype = str(built.adapter.dtype).removeprefix("torch.")
+    rows = [
+        ("model", _describe_model(options)),
+        ("family", names.get(model_type, f"{model_type} (unknown; passed its trial)")),
+        ("device", f"{built.adapter.device}, {dtype}, attention by {config.attention_backend}"),
+        ("context", f"{limits.max_model_len} tokens"),
+        ("KV cache", _describe_kv_cache(built)),
+        ("prefix caching", "on" if config.enable_prefix_caching else "off"),
+        (
+            "a step",
+            f"{limits.max_num_seqs} requests and {limits.max_num_batched_tokens} tokens at most",
+        ),
+    ]
+    if config.memory.encoder_cache_bytes:
+        size = format_bytes(config.memory.encoder_cache_bytes)
+        rows.append(("encoder cache", f"{limits.encoder_cache_size} embeddings, {size}"))
+    return tuple(rows)
+
+
+def _describe_model(options: ServeOptions) -> str:
+    if options.model_names == (options.model,):
+        return options.model
+    return f"{options.model} as {', '.join(options.model_names)}"
+
+
+def _describe_kv_cache(built: Core) -> str:
+    """The first block of a group is never given out. Tokens: those that all layers have room for;
+    groups with a window keep the last of them only.
+    """
+    config = built.config
+    counts = [group.num_blocks - 1 for group in config.groups]
+    whole = [group.num_blocks - 1 for group in config.groups if group.window is None]
+    tokens = f", {min(whole) * config.block_size} tokens" if whole else ""
+    size = format_bytes(config.memory.kv_cache_bytes)
+    return f"{' + '.join(map(str, counts))} blocks of {config.block_size}{tokens}, {size}"

@@ -1,0 +1,234 @@
+"""Builds what a frontend's process runs, and runs it: uvicorn on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.builder import build_frontend, load_source
+from sensorium.engine.input_processor import InputProcessor
+from sensorium.engine.perception import Perception, build_caches
+from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.render.chat_options import load_chat_template
+from sensorium.server.http.app import make_app
+from sensorium.server.http.http_protocol import LimitedHttpProtocol
+from sensorium.server.logs import adopt_library_logs
+from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.options import (
+    ServeOptions,
+    make_engine_options,
+    make_media_options,
+    make_source,
+)
+from sensorium.server.processes.control import (
+    Channel,
+    CoreDown,
+    CoreUp,
+    Drain,
+    Serving,
+    StartFrontend,
+    ToFrontend,
+)
+from sensorium.types.sampling import GenerationDefaults
+
+_SYNC_S = 1.0
+_BACKLOG = 2048
+_TELLING_S = 2  # for answers to those whose time is over
+Messages = asyncio.Queue[ToFrontend]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendHalf:
+    inputs: InputProcessor
+    perception: Perception
+    chat_template: str | None
+
+
+def build_frontend_half(start: StartFrontend) -> FrontendHalf:
+    """All that needs no core, while that one loads. Its defaults for sampling come with it."""
+    adopt_library_logs()
+    options = start.options
+    engine_options, media = make_engine_options(options), make_media_options(options)
+    source = make_source(options, use_tqdm=False)
+    with blame_checkpoint(options.model):
+        loaded = load_source(source)
+        store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
+        frontend = build_frontend(source, loaded, media, build_caches(media, store))
+        inputs = InputProcessor(
+            frontend.processor,
+            perceiver=frontend.perception.perceiver,
+            readonly=frontend.perception.readonly,
+            defaults=GenerationDefaults(),
+            limit_mm_per_prompt=engine_options.limit_mm_per_prompt,
+            mm_processor_kwargs=media.mm_processor_kwargs,
+            media_io_kwargs=media.media_io_kwargs,
+            seed=engine_options.seed + start.index,
+        )
+    pool = frontend.perception.pool
+    if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
+        pool.start()
+    return FrontendHalf(
+        inputs=inputs,
+        perception=frontend.perception,
+        chat_template=load_chat_template(options.chat_template),
+    )
+
+
+def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
+    """Whether pools can load while core and frontends do, and make nothing later."""
+    num_processes = 1 + options.api_server_count * (1 + pool_size)
+    return (os.cpu_count() or 1) >= num_processes
+
+
+def run_frontend(
+    start: StartFrontend,
+    half: FrontendHalf,
+    *,
+    channel: Channel[ToFrontend],
+    inbox_attach: Callable[[Callable[[ToFrontend], object]], None],
+) -> None:
+    """Until the parent says `Drain` and the requests in flight have ended."""
+
+    async def run() -> None:
+        messages: Messages = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        inbox_attach(lambda message: loop.call_soon_threadsafe(messages.put_nowait, message))
+        await _serve(start, half, messages, lambda: channel.send(Serving()))
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+    finally:
+        half.perception.close()
+
+
+async def _serve(
+    start: StartFrontend, half: FrontendHalf, messages: Messages, tell_serving: Callable[[], None]
+) -> None:
+    options, perception = start.options, half.perception
+    engine = AsyncEngine(
+        half.inputs, perception, identity=start.identity, chat_template=half.chat_template
+    )
+    metrics = FrontendMetrics(options.model_names[0])
+
+    def sync() -> None:
+        num_preparing = engine.get_statistics().num_preparing
+        metrics.sync(perception=perception, num_preparing=num_preparing)
+
+    def on_started() -> None:
+        tell_serving()
+        if perception.pool is not None:
+            perception.pool.start()  # if it is not yet; until it is there, jobs queue
+
+    app = SyncBeforeEnd(make_app(engine, options, metrics), sync)
+    config = make_config(options, app)
+    config.load()  # before the core is there, not after
+    server = _Server(config, on_started)
+    try:
+        if await _connect_first(messages, engine):
+            tasks = [
+                asyncio.create_task(_obey(messages, engine, server, options.shutdown_timeout)),
+                asyncio.create_task(_sync_often(sync)),
+            ]
+            await server.serve(sockets=[socket.socket(fileno=start.listen_fd)])
+            for task in tasks:
+                task.cancel()
+    finally:
+        await engine.close()
+
+
+async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
+    """Wait for a core; `False` if the parent wants to stop before there is one."""
+    while True:
+        message = await messages.get()
+        if isinstance(message, Drain):
+            return False
+        if isinstance(message, CoreUp):
+            await engine.connect(message.info)
+            return True
+
+
+async def _obey(
+    messages: Messages, engine: AsyncEngine, server: uvicorn.Server, shutdown_timeout_s: float
+) -> None:
+    ends: list[asyncio.Task[None]] = []
+    while True:
+        message = await messages.get()
+        if isinstance(message, CoreUp):
+            await engine.connect(message.info)
+        elif isinstance(message, CoreDown):
+            engine.disconnect(message.reason)
+        elif isinstance(message, Drain):
+            server.should_exit = True
+            ends.append(asyncio.create_task(_close_late(engine, shutdown_timeout_s)))
+
+
+async def _close_late(engine: AsyncEngine, delay_s: float) -> None:
+    """What is still in flight then fails, and its clients are told why."""
+    await asyncio.sleep(delay_s)
+    await engine.close()
+
+
+async def _sync_often(sync: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(_SYNC_S)
+        sync()
+
+
+def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",  # it is there already
+        http=LimitedHttpProtocol,
+        backlog=_BACKLOG,
+        log_config=None,
+        access_log=options.access_log,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + _TELLING_S,
+    )
+
+
+class SyncBeforeEnd:
+    """Metrics are up to date before a client has its whole answer: whoever asks for them then,
+    any frontend, sees the request in them.
+    """
+
+    def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
+        self._app = app
+        self._sync = sync
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_after(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._sync()
+            await send(message)
+
+        await self._app(scope, receive, send_after if scope["type"] == "http" else send)
+
+
+class _Server(uvicorn.Server):
+    """Says when it accepts connections, and leaves signals to the parent."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,311 @@
+"""The parent of a server's processes: one core and some frontends, kept alive until it is told to
+stop.
+
+It computes nothing and imports neither torch nor Transformers, so it starts at once and stays
+small. Children end when it does: each hears the end of its connection.
+
+Invariants:
+  1. Frontends are told of a core's end at once, and of the next core when that is ready.
+  2. A core is told of a frontend's end; identities and sockets are never used twice.
+  3. Before the server was ready for the first time, any end of a child is the server's.
+  4. When `run` returns or raises, no child is left, and nothing that they shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from sensorium.engine.core_info import CoreInfo
+from sensorium.server.metrics.collect import mark_dead
+from sensorium.server.metrics.metric_set import use_directory
+from sensorium.server.metrics.supervisor import SupervisorMetrics
+from sensorium.server.options import ServeOptions
+from sensorium.server.processes.announcement import Announcer
+from sensorium.server.processes.child_process import (
+    ChildProcess,
+    Commands,
+    make_commands,
+    make_environment,
+)
+from sensorium.server.processes.control import (
+    CoreDown,
+    CoreReady,
+    CoreUp,
+    Drain,
+    Failed,
+    FromChild,
+    FrontendGone,
+    Serving,
+    StartCore,
+    StartFrontend,
+    Stop,
+)
+from sensorium.server.processes.load_log import log_load
+from sensorium.server.processes.premises import Premises
+from sensorium.server.processes.restarts import RestartPolicy
+from sensorium.types.errors import SensoriumError
+
+logger = logging.getLogger(__name__)
+_GRACE_S = 5.0  # beyond the time in which requests may end, for the processes themselves
+_CORE_LOST = "the engine has ended; another one is being started"
+
+
+class ServerFailedError(SensoriumError):
+    """The server can't be started, or not be kept up."""
+
+
+class Supervisor:
+    """`run` it once. `commands`, `make_policy`: other processes and another patience, for tests."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        *,
+        commands: Commands | None = None,
+        make_policy: Callable[[], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self._options = options
+        self._commands = commands or make_commands()
+        self._make_policy = make_policy
+        self._announcer = Announcer(options)
+        self._premises: Premises
+        self._metrics: SupervisorMetrics
+        self._environment: dict[str, str] = {}
+        self._children: set[ChildProcess] = set()
+        self._core: ChildProcess | None = None
+        self._core_info: CoreInfo | None = None  # of a core that is ready
+        self._frontends: dict[str, ChildProcess] = {}  # by identity
+        self._serving: set[str] = set()
+        self._is_ready = False
+        self._stop = asyncio.Event()
+        self._status = 0
+
+    async def run(self) -> int:
+        """The exit status: 0 after a drain, 128 + signal if that was cut short. Raises a
+        `SensoriumError` if the server can't be started or kept up.
+        """
+        with Premises(self._options) as self._premises, self._handling_signals():
+            use_directory(self._premises.metrics_directory)
+            self._metrics = SupervisorMetrics(self._options.model_names[0])
+            self._environment = make_environment(self._premises.metrics_directory)
+            core = asyncio.create_task(self._keep("core", self._live_core))
+            frontends = [
+                asyncio.create_task(self._keep("frontend", self._make_frontend_life(index)))
+                for index in range(self._options.api_server_count)
+            ]
+            log = asyncio.create_task(log_load(self._premises.metrics_directory))
+            try:
+                await self._wait_for_stop([core, *frontends])
+                await self._drain(core, frontends)
+            finally:
+                log.cancel()
+                await self._end_all([core, *frontends, log])
+        return self._status
+
+    # Keeping processes alive.
+
+    async def _keep(
+        self, kind: Literal["core", "frontend"], live: Callable[[int], Awaitable[str]]
+    ) -> None:
+        """One process after another, until the server stops. `live` returns how one ended."""
+        policy = self._make_policy()
+        for life in count(1):
+            begun = time.monotonic()
+            try:
+                end = await live(life)
+            except OSError as error:  # the system has no room for a process
+                end = f"a {kind} can't be started: {error}"
+            if self._stop.is_set():
+                return
+            if not self._is_ready:
+                raise ServerFailedError(end)
+            pause_s = policy.note_end(lived_s=time.monotonic() - begun)
+            if pause_s is None:
+                raise ServerFailedError(
+                    f"a {kind} was started again {policy.max_tries} times in a row and never "
+                    f"stayed; last: {end}"
+                )
+            logger.error("%s; it is started again in %.1f s", end, pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), pause_s)
+                return
+            self._metrics.count_restart(kind)
+
+    async def _live_core(self, life: int) -> str:
+        premises = self._premises
+        start = StartCore(
+            options=self._options,
+            socket_dir=str(premises.directory),
+            life=life,
+            shm_fd=premises.shm_fd,
+        )
+        self._core = core = await self._spawn("core", self._commands.core, start)
+
+        def forget() -> None:
+            self._core = self._core_info = None
+            self._tell_frontends(CoreDown(_CORE_LOST))
+            Path(start.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+        return await self._follow(core, self._on_core_message, forget)
+
+    def _make_frontend_life(self, index: int) -> Callable[[int], Awaitable[str]]:
+        async def live(life: int) -> str:
+            return await self._live_frontend(index, f"f{index}-{life}")
+
+        return live
+
+    async def _live_frontend(self, index: int, identity: str) -> str:
+        premises = self._premises
+        start = StartFrontend(
+            options=self._options,
+            index=index,
+            identity=identity,
+            listen_fd=premises.listener.fileno(),
+            socket_dir=str(premises.directory),
+            shm_fd=premises.shm_fd,
+        )
+        name, command = f"frontend-{index}", self._commands.frontend
+        frontend = await self._spawn(name, command, start, inherited_fds=[start.listen_fd])
+        self._frontends[identity] = frontend
+        if self._core_info is not None:
+            frontend.send(CoreUp(self._core_info))
+
+        def forget() -> None:
+            del self._frontends[identity]
+            self._serving.discard(identity)
+            if self._core is not None:
+                self._core.send(FrontendGone(identity))
+
+        def handle(message: FromChild) -> None:
+            if isinstance(message, Serving):
+                self._serving.add(identity)
+                self._on_serving(name)
+
+        return await self._follow(frontend, handle, forget)
+
+    async def _spawn(
+        self,
+        name: str,
+        command: Sequence[str],
+        start: StartCore | StartFrontend,
+        *,
+        inherited_fds: Sequence[int] = (),
+    ) -> ChildProcess:
+        child = await ChildProcess.spawn(
+            name,
+            command,
+            inherited_fds=(*self._premises.inherited_fds, *inherited_fds),
+            environment=self._environment,
+        )
+        self._children.add(child)
+        child.send(start)
+        if self._stop.is_set():
+            child.kill()
+        return child
+
+    async def _follow(
+        self,
+        child: ChildProcess,
+        handle: Callable[[FromChild], None],
+        forget: Callable[[], None],
+    ) -> str:
+        """Until its process has ended; how that came about. `forget` is called before that, when
+        it has no more to say.
+        """
+        failure = None
+        while (message := await child.receive()) is not None:
+            if isinstance(message, Failed):
+                failure = message.message
+            else:
+                handle(message)
+        forget()
+        end = await child.wait_until_ended()
+        self._children.discard(child)
+        mark_dead(child.process_id, self._premises.metrics_directory)
+        return failure or f"the process of {child.name} ended with {end}"
+
+    def _on_core_message(self, message: FromChild) -> None:
+        if not isinstance(message, CoreReady):
+            return
+        self._core_info = message.info
+        if self._is_ready:
+            logger.info("the core is ready again")
+        else:
+            self._announcer.announce_core(message.info)
+        self._tell_frontends(CoreUp(message.info))
+
+    def _tell_frontends(self, message: CoreUp | CoreDown | Drain) -> None:
+        for frontend in self._frontends.values():
+            frontend.send(message)
+
+    def _on_serving(self, name: str) -> None:
+        if self._is_ready:
+            logger.info("%s serves again", name)
+        elif len(self._serving) == self._options.api_server_count:
+            self._is_ready = True
+            self._announcer.announce_ready(self._premises.url)
+
+    # Stopping.
+
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._stop.is_set():
+            logger.info("%s: requests in flight may end; a second signal kills", number.name)
+            self._stop.set()
+            return
+        self._status = 128 + number
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.kill()
+
+    async def _wait_for_stop(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stop, *keepers], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        for keeper in done - {stop}:
+            keeper.result()  # raises: it ends by itself only when something is wrong
+
+    async def _drain(
+        self, core: asyncio.Task[None], frontends: Sequence[asyncio.Task[None]]
+    ) -> None:
+        self._premises.listener.close()
+        self._tell_frontends(Drain())
+        _, pending = await asyncio.wait(
+            frontends, timeout=self._options.shutdown_timeout + _GRACE_S
+        )
+        if pending:
+            logger.warning("%d frontend(s) did not end in time and are killed", len(pending))
+            for frontend in self._frontends.values():
+                frontend.kill()
+            await asyncio.wait(pending)
+        if self._core is not None:
+            self._core.send(Stop())
+        await asyncio.wait([core], timeout=_GRACE_S)
+
+    async def _end_all(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        self._stop.set()
+        self._kill_all()
+        await asyncio.gather(*keepers, return_exceptions=True)

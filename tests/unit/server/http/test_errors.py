@@ -1,0 +1,280 @@
+"""Every kind of failure has its status, and the field that it is about."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sensorium.server.http.errors import find_param
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    FailedRequestError,
+    InvariantError,
+    MediaFetchError,
+    MissingMediaError,
+    RequestError,
+)
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_events, serve
+
+
+class Fault:
+    """What the engine raises."""
+
+    error: Exception | None = None
+
+    def __call__(self, _: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+early, late = Fault(), Fault()
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[RunningServer]:
+    with serve(ScriptedEngine(prepare=early, between=late)) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _no_fault() -> Iterator[None]:
+    yield
+    early.error = late.error = None
+
+
+INPUT = "what the model reads"
+FAULTS = [
+    (RequestError("messages[0].content is odd"), 400, "messages[0].content", None),
+    (RequestError("prompt field 'cache_salt' must be str"), 400, "cache_salt", None),
+    (RequestError("a chat template refuses this"), 400, INPUT, None),
+    (MediaFetchError("image 0: no such host"), 422, INPUT, "media_not_fetched"),
+    (MissingMediaError("gone", ("abc",)), 409, INPUT, "media_not_cached"),
+    (CapacityError("full"), 503, None, "no_capacity"),
+    (EngineLostError("the engine has died"), 503, None, "engine_lost"),
+    (FailedRequestError("a step failed"), 500, None, None),
+    (InvariantError("secret of ours"), 500, None, None),
+    (KeyError("secret of ours"), 500, None, None),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "status", "param", "code"), FAULTS)
+def test_a_failure_before_the_first_token_has_its_status(
+    faulty: RunningServer,
+    error: Exception,
+    status: int,
+    param: str | None,
+    code: str | None,
+    stream: bool,
+) -> None:
+    early.error = error
+    response = faulty.chat(stream=stream)
+    param = "messages" if param == INPUT else param
+    body = response.json()["error"]
+    assert (response.status_code, body["param"], body["code"]) == (status, param, code)
+    assert response.headers["content-type"] == "application/json"
+    assert ("retry-after" in response.headers) == (status == 503)
+    assert "secret" not in response.text
+    assert body.get("missing") == (["abc"] if status == 409 else None)
+
+
+@pytest.mark.parametrize(("error", "status", "param", "code"), FAULTS)
+def test_a_failure_after_the_first_token_is_an_event(
+    faulty: RunningServer, error: Exception, status: int, param: str | None, code: str | None
+) -> None:
+    late.error = error
+    response = faulty.complete(stream=True)
+    *events, last, done = read_events(response)
+    assert (response.status_code, done) == (200, "[DONE]")
+    assert [json.loads(event)["choices"][0]["text"] for event in events] == ["Hel"]
+    body = json.loads(last)["error"]
+    param = "prompt" if param == INPUT else param
+    assert (body["param"], body["code"]) == (param, code)
+    assert "secret" not in last
+    assert status != 500 or body["type"] == "server_error"
+
+
+def test_requests_that_fail_in_the_engine_end_with_an_error(faulty: RunningServer) -> None:
+    before = faulty.metrics.ends.copy()
+    late.error = EngineLostError("the engine has died")
+    faulty.chat(stream=True)
+    faulty.chat()
+    assert faulty.metrics.ends - before == {"error": 2}
+
+
+def test_a_late_failure_of_a_whole_answer_has_its_status(faulty: RunningServer) -> None:
+    late.error = EngineLostError("the engine has died")
+    assert faulty.chat().status_code == 503
+
+
+def test_media_that_fails_is_named_by_its_place(faulty: RunningServer) -> None:
+    def make_part(kind: str) -> dict[str, Any]:
+        return {"type": kind, kind: "https://a.example/x", "uuid": "x"}
+
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA"}}
+    first = [{"type": "text", "text": "a"}, make_part("image_url"), sound]
+    second = [make_part("video_url"), make_part("image_url")]
+    messages = [{"role": "user", "content": content} for content in (first, "text", second)]
+    for label, param in (
+        ("image 0", "messages[0].content[1]"),
+        ("image 1", "messages[2].content[1]"),
+        ("audio 0", "messages[0].content[2]"),
+        ("video 0", "messages[2].content[0]"),
+        ("video 7", "messages"),
+    ):
+        early.error = RequestError(f"{label}: is broken")
+        response = faulty.chat(messages=messages)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_bug_is_logged_under_the_request_id(
+    faulty: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    early.error = KeyError("secret of ours")
+    with caplog.at_level(logging.ERROR, logger="sensorium.server.http.failures"):
+        response = faulty.chat()
+    (record,) = caplog.records
+    assert response.headers["x-request-id"] in record.getMessage()
+    assert record.exc_info is not None
+    assert "secret of ours" in str(record.exc_info[1])
+
+
+def test_failures_are_counted_by_reason(faulty: RunningServer) -> None:
+    before = faulty.metrics.refusals.copy()
+    for error in (RequestError("x"), MediaFetchError("x"), EngineLostError("x"), KeyError("x")):
+        early.error = error
+        faulty.chat()
+    faulty.chat(model="other")
+    counted = faulty.metrics.refusals - before
+    assert counted == {
+        "bad_request": 1,
+        "media": 1,
+        "engine_lost": 1,
+        "internal": 1,
+        "not_found": 1,
+    }
+
+
+CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": "hi"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "boss", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0].type"),
+    ({"temperature": "5"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 10**6}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": 1}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tool_choice": 3}, "tool_choice"),
+    ({"tools": [3]}, "tools[0]"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"media_io_kwargs": {"video": 3}}, "media_io_kwargs.video"),
+    ({"priority": "high"}, "priority"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_MISTAKES)
+def test_a_wrong_field_of_a_chat_is_named(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    response = server.chat(**fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+COMPLETION_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [[1], [-1]]}, "prompt[1][0]"),
+    ({"prompt": [1, True]}, "prompt[1]"),
+    ({"prompt": [2**40]}, "prompt[0]"),
+    ({"prompt": ["a"] * 600, "n": 2}, "prompt"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETION_MISTAKES)
+def test_a_wrong_field_of_a_completion_is_named(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    response = server.complete(**fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_missing_field_is_named(server: RunningServer) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", json={})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_another_model_is_not_found(server: RunningServer) -> None:
+    for response in (server.chat(model="gpt"), server.complete(model="gpt")):
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (
+            404,
+            "model_not_found",
+            "model",
+        )
+
+
+def test_unknown_routes_and_methods_are_errors_of_the_same_shape(server: RunningServer) -> None:
+    missing = httpx.get(f"{server.url}/v1/nothing")
+    wrong = httpx.get(f"{server.url}/v1/chat/completions")
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    assert wrong.headers["allow"] == "POST"
+    for response in (missing, wrong):
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ("messages[0].content[1].image_url.url: odd", "messages[0].content[1].image_url.url"),
+        ("temperature must be", "temperature"),
+        ("image 0: can't be decoded", None),
+        ("stopped", None),
+        ("", None),
+    ],
+)
+def test_a_text_names_a_field_only_if_it_begins_with_one(text: str, param: str | None) -> None:
+    assert find_param(text, frozenset({"messages", "temperature", "stop"})) == param

@@ -1,0 +1,31 @@
+"""What a server says of itself when it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from sensorium.server.options import ServeOptions
+from sensorium.server.processes.announcement import describe_media, format_rows
+
+
+def test_values_stand_below_each_other() -> None:
+    assert format_rows([("model", "m"), ("KV cache", "9")]) == "  model     m\n  KV cache  9"
+
+
+@pytest.mark.parametrize(
+    ("media", "count", "expected"),
+    [
+        ({}, 1, ["4 GiB, lru, beside the engine", "1", "in the frontend's own process"]),
+        ({"mm_processor_cache_gb": 0}, 1, ["off", "1", "in the frontend's own process"]),
+        (
+            {"mm_processor_cache_type": "shm", "mm_processor_pool_size": 2},
+            3,
+            ["4 GiB, in shared memory", "3", "2 process(es) each"],
+        ),
+    ],
+)
+def test_caches_and_processes_are_told(
+    media: dict[str, object], count: int, expected: list[str]
+) -> None:
+    options = ServeOptions(model="m", api_server_count=count, media=media)
+    assert [value for _, value in describe_media(options)] == expected
