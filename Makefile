@@ -54,6 +54,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/startup.py --record
 	$(BIN)/python benchmarks/perception.py --record
 	$(BIN)/python benchmarks/hashing.py --record-to benchmarks/records/hashing.json
+	$(BIN)/python benchmarks/time_to_healthy.py --record
+	$(BIN)/python benchmarks/soak.py --record
 
 # It takes images, sounds and videos, and answers at random.
 serve: $(READY)
