@@ -127,7 +127,7 @@ def test_without_a_core_requests_are_refused_and_who_still_loads_media_stays(
         response = server.post("/v1/chat/completions", make_body("hello"))
         assert response.status_code == 503
         assert response.headers["retry-after"]
-        assert response.json()["error"]["code"] == "no_capacity"
+        assert response.json()["error"]["code"] == "engine_lost"
         wait_until(lambda: is_healthy(server), "the core is back")
         is_back.set()
         assert late.result(60).is_good

@@ -326,7 +326,7 @@ class AsyncEngine:
         if self._is_closed:
             raise CapacityError("the server is stopping")
         if self._client is None:
-            raise CapacityError("the engine is not there: it is being started again")
+            raise EngineLostError("the engine is not there: it is being started again")
         return self._client
 
     def _release(self, items: Sequence[PerceivedItem]) -> None:

@@ -69,7 +69,7 @@ def set_up_logging(
     root.setLevel(max(level, _QUIET))
     logging.getLogger("sensorium").setLevel(level)
     logging.getLogger(_TOLD_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
-    logging.getLogger(_ACCESS_LOGGER).setLevel(logging.INFO if access_log else _QUIET)
+    logging.getLogger(_ACCESS_LOGGER).setLevel(level if access_log else _QUIET)
     logging.captureWarnings(True)
 
 

@@ -33,7 +33,7 @@ class Admission:
             return
         if self._num_admitted >= self._limit:
             raise ApiError(
-                f"{self._num_admitted} requests are being served, which is the limit: try again",
+                f"as many requests are being served as may be ({self._limit}): try again",
                 status=429,
                 code="too_many_requests",
                 reason="capacity",

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from sensorium import __version__
 from sensorium.engine.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 
@@ -19,6 +20,13 @@ class Announcer:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
+
+    def announce_start(self) -> None:
+        line = f"Sensorium {__version__}: loading {self._options.model}"
+        if self._options.log_format == "json":
+            logger.info(line)
+        else:
+            _say(line)
 
     def announce_core(self, info: CoreInfo) -> None:
         rows = [*info.description, *describe_media(self._options)]
@@ -48,7 +56,9 @@ def _say(text: str) -> None:
 def describe_media(options: ServeOptions) -> Rows:
     media = options.media
     num_processes = media.get("mm_processor_pool_size", 0)
-    pool = f"{num_processes} process(es)" if num_processes else "in the frontend's own process"
+    pool = "in the frontend's own process"
+    if num_processes:
+        pool = "1 process" if num_processes == 1 else f"{num_processes} processes"
     if options.api_server_count > 1:
         pool += " each"
     return (

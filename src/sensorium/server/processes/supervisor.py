@@ -93,6 +93,7 @@ class Supervisor:
         `SensoriumError` if the server can't be started or kept up.
         """
         with Premises(self._options) as self._premises, self._handling_signals():
+            self._announcer.announce_start()
             use_directory(self._premises.metrics_directory)
             self._metrics = SupervisorMetrics(self._options.model_names[0])
             self._environment = make_environment(self._premises.metrics_directory)

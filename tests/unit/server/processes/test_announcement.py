@@ -20,7 +20,7 @@ def test_values_stand_below_each_other() -> None:
         (
             {"mm_processor_cache_type": "shm", "mm_processor_pool_size": 2},
             3,
-            ["4 GiB, in shared memory", "3", "2 process(es) each"],
+            ["4 GiB, in shared memory", "3", "2 processes each"],
         ),
     ],
 )
