@@ -69,6 +69,10 @@ class OutputProcessor:
         """The callers' ids of the requests that have not ended."""
         return tuple(self._states)
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether somebody waits for it, and it has not ended."""
+        return request_id in self._states
+
     def get_child_ids(self, request_ids: Iterable[str]) -> list[str]:
         """The ids in the core that belong to the callers' ids, as far as these are known."""
         states = (self._states.get(request_id) for request_id in request_ids)
