@@ -59,7 +59,8 @@ def _decode_all(raws: Iterable[msgspec.Raw], max_depth: int) -> list[Any]:
     values: list[Any] = []
     batch: list[memoryview] = []
     num_bytes = 0
-    for raw in map(memoryview, raws):
+    for entry in raws:
+        raw = memoryview(entry)
         if num_bytes + len(raw) > _BATCH_BYTES:
             values += _decode_batch(batch)
             batch, num_bytes = [], 0
