@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,27 @@ def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: Lo
         with pytest.raises(FailedRequestError, match="a kernel fell over"):
             await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
         await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
+
+    run(core, test)
+
+
+def test_siblings_of_a_completion_that_failed_are_not_started(lru_core: LocalCore) -> None:
+    core = lru_core
+
+    async def test(engine: AsyncEngine, _: Perception) -> None:
+        execute = core.core.runner.execute
+
+        def fail_with_second(plan: Any) -> Any:
+            if len(core.core.scheduler.requests) < 2:
+                return execute(plan)
+            core.core.runner.execute = execute  # type: ignore[method-assign]
+            raise RuntimeError("a kernel fell over")
+
+        core.core.runner.execute = fail_with_second  # type: ignore[method-assign]
+        with pytest.raises(FailedRequestError, match="a kernel fell over"):
+            await engine.generate([1, 2, 3], replace(LONG, n=4), request_id="r")
+        await engine.reset_cache("prefix")  # answered after all that was sent before
+        assert not core.core.has_requests
 
     run(core, test)
 

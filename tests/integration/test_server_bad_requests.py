@@ -112,6 +112,24 @@ def test_headers_without_an_end_are_cut_off(
     assert _generate(client, _GOOD[0]) == good_tokens[0]
 
 
+def test_trailers_without_an_end_are_cut_off(server: ServerProcess, client: httpx.Client) -> None:
+    address = urlsplit(server.get_url())
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+            b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        )
+        trailers = (b"x-long: " + b"a" * 1000 + b"\r\n") * 64
+        try:
+            for _ in range(1024):
+                connection.sendall(trailers)
+        except ConnectionError:
+            pass  # the server has closed it
+        else:
+            pytest.fail("64 MiB of trailers were taken")
+    wait_until(lambda: _get_load(client) == 0, "it is given up")
+
+
 def test_headers_that_are_too_large_are_refused(server: ServerProcess) -> None:
     address = urlsplit(server.get_url())
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:

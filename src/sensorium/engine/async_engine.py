@@ -249,8 +249,8 @@ class AsyncEngine:
         own = list(items)
         try:
             for _ in range(MAX_ATTEMPTS):
-                if request_id not in self._readers:
-                    return  # and its items may be released
+                if not self._outputs.has_request(request_id):
+                    return  # it has ended, or a sibling failed; its items may be released
                 missing = await self._send(request_id, child, own, items, stages)
                 if missing is None:
                     return

@@ -4,22 +4,29 @@ of it has been streamed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from sensorium.engine.detokenizer import Detokenizer, count_held_back, find_stop
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, Logprob
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
+_MAX_TOKEN_TEXTS = 2**16
+TokenText = Callable[[int], str]
+
 
 class Completion:
     """`last`: the core's last news of it, or the news in which a stop string was found."""
 
-    def __init__(self, request: EngineCoreRequest, index: int, tokenizer: Any) -> None:
+    def __init__(
+        self, request: EngineCoreRequest, index: int, tokenizer: Any, get_text: TokenText
+    ) -> None:
         self.index = index
         self.last: EngineCoreOutput | None = None
         self.stop_string: str | None = None
         self._params = request.sampling_params
-        self._tokenizer = tokenizer
+        self._get_text = get_text
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids)
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -106,17 +113,30 @@ class Completion:
         if self._params.logprobs is None:
             return None
         new = zip(self._token_ids[first_token:], self._logprobs[first_token:], strict=True)
-        return tuple(make_logprobs(self._tokenizer, token_id, entry) for token_id, entry in new)
+        return tuple(make_logprobs(self._get_text, token_id, entry) for token_id, entry in new)
 
 
-def make_logprobs(tokenizer: Any, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+def make_token_text(tokenizer: Any) -> TokenText:
+    """The text of single tokens. Remembered: the likeliest ones are so at many positions, and a
+    prompt may have a hundred thousand positions with twenty each.
+    """
+
+    @lru_cache(maxsize=_MAX_TOKEN_TEXTS)
+    def get_text(token_id: int) -> str:
+        text: str = tokenizer.decode([token_id])
+        return text
+
+    return get_text
+
+
+def make_logprobs(get_text: TokenText, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
     """The likeliest tokens at a position, and always the one that stands there."""
     ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     logprobs = {
-        top_id: Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.decode([top_id]))
+        top_id: Logprob(logprob=logprob, rank=rank, decoded_token=get_text(top_id))
         for rank, (top_id, logprob) in enumerate(ranked, start=1)
     }
     logprobs[token_id] = Logprob(
-        logprob=entry.logprob, rank=entry.rank, decoded_token=tokenizer.decode([token_id])
+        logprob=entry.logprob, rank=entry.rank, decoded_token=get_text(token_id)
     )
     return logprobs

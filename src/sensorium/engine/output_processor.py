@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.engine.completion import Completion, make_logprobs
+from sensorium.engine.completion import Completion, make_logprobs, make_token_text
 from sensorium.engine.report_places import place_reports
 from sensorium.engine.siblings import get_child_ids
 from sensorium.types.errors import FailedRequestError, RequestError
@@ -38,6 +38,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._get_text = make_token_text(tokenizer)
         self._states: dict[str, _RequestState] = {}  # by the caller's id
         self._owners: dict[str, _RequestState] = {}  # by the ids in the core that have not ended
         self._news: dict[str, _RequestState] = {}  # streamed ones whose deltas were not taken yet
@@ -46,7 +47,7 @@ class OutputProcessor:
         self, request: EngineCoreRequest, prompt: str | None, *, is_streamed: bool = False
     ) -> None:
         completions = {
-            child_id: Completion(request, index, self._tokenizer)
+            child_id: Completion(request, index, self._tokenizer, self._get_text)
             for index, child_id in enumerate(get_child_ids(request))
         }
         state = _RequestState(request, prompt, completions, is_streamed)
@@ -68,6 +69,10 @@ class OutputProcessor:
     def request_ids(self) -> tuple[str, ...]:
         """The callers' ids of the requests that have not ended."""
         return tuple(self._states)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether somebody waits for it, and it has not ended."""
+        return request_id in self._states
 
     def get_child_ids(self, request_ids: Iterable[str]) -> list[str]:
         """The ids in the core that belong to the callers' ids, as far as these are known."""
@@ -155,7 +160,7 @@ class OutputProcessor:
         pairs = zip(state.request.prompt_token_ids[1:], state.prompt_logprobs, strict=False)
         return (
             None,
-            *(make_logprobs(self._tokenizer, token_id, entry) for token_id, entry in pairs),
+            *(make_logprobs(self._get_text, token_id, entry) for token_id, entry in pairs),
         )
 
 

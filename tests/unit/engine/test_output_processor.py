@@ -155,6 +155,28 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest_with_their_text() -> N
     assert output.outputs[0].cumulative_logprob == -6.0
 
 
+def test_a_token_that_is_likely_at_many_positions_is_decoded_once() -> None:
+    class CountingTokenizer(LetterTokenizer):
+        num_single = 0
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            self.num_single += not skip_special_tokens
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    tokenizer = CountingTokenizer()
+    processor = OutputProcessor(tokenizer)
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=(97,) * 50,
+        sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=2),
+    )
+    processor.add_request(request, None)
+    entry = TokenLogprobs(logprob=-3.0, rank=7, top_token_ids=(98, 99), top_logprobs=(-0.5, -1.0))
+    output = run(processor, [news("a", FinishReason.LENGTH, prompt_logprobs=(entry,) * 49)])
+    assert [len(found or ()) for found in output.prompt_logprobs or ()] == [0, *[3] * 49]
+    assert tokenizer.num_single == 3
+
+
 def test_logprobs_that_were_not_asked_for_are_absent() -> None:
     completion = complete("ab")
     assert completion.logprobs is None

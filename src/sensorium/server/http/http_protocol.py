@@ -1,7 +1,7 @@
-"""uvicorn's HTTP connection, with a limit on what stands before a body.
+"""uvicorn's HTTP connection, with a limit on what stands before a body, and after it.
 
-The parser keeps a request's line and headers until they are complete, however long they become; so
-one connection could fill the memory before anybody has looked at it.
+The parser keeps a request's line, headers and trailers until they are complete, however long they
+become; so one connection could fill the memory before anybody has looked at it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ _RESPONSE = (
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Counts the bytes of a request until its headers are complete."""
+    """Counts the bytes that came since the last that belong to a body, or that end a request."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._is_in_head = False
+        self._is_understood = False
         self._num_head_bytes = 0
 
     def data_received(self, data: bytes) -> None:
+        self._is_understood = False
         super().data_received(data)
-        if not self._is_in_head:
-            self._num_head_bytes = 0
-            return
-        self._num_head_bytes += len(data)
+        self._num_head_bytes = 0 if self._is_understood else self._num_head_bytes + len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_RESPONSE)
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_RESPONSE)
             self.transport.close()
 
-    def on_message_begin(self) -> None:
-        self._is_in_head = True
-        super().on_message_begin()
+    def on_body(self, body: bytes) -> None:
+        self._is_understood = True
+        super().on_body(body)
 
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        super().on_headers_complete()
+    def on_message_complete(self) -> None:
+        self._is_understood = True
+        super().on_message_complete()

@@ -203,6 +203,17 @@ def test_an_unknown_field_is_warned_about_once(
     ]
 
 
+def test_of_a_long_unknown_name_only_the_beginning_is_kept(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.protocol.reading"):
+        for end in ("a", "b"):
+            assert server.chat(**{"long" * 1000 + end: 1}).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        f"requests have the unknown field '{'long' * 25}', which is ignored"
+    ]
+
+
 @pytest.mark.parametrize("is_header", [False, True])
 def test_a_trace_is_in_the_answer_that_was_asked_for_it(
     server: RunningServer, is_header: bool

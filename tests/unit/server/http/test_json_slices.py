@@ -28,6 +28,7 @@ VALUES = st.recursive(
 def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_slices, "_MAX_VALUES_AT_ONCE", 0)
     monkeypatch.setattr(json_slices, "_FLAT_SLICE_BYTES", 3)
+    monkeypatch.setattr(json_slices, "_BATCH_BYTES", 3)
     monkeypatch.setattr(json_slices, "_COUNT_BYTES", 7)
 
 
@@ -36,6 +37,8 @@ def test_any_value_is_the_same_in_slices(value: Any, indent: int | None) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_slices, "_MAX_VALUES_AT_ONCE", 0)
         patch.setattr(json_slices, "_FLAT_SLICE_BYTES", 3)
+        patch.setattr(json_slices, "_BATCH_BYTES", 3)
+        patch.setattr(json_slices, "_MAX_DEPTH", 100)
         text = json.dumps(value, indent=indent).encode()
         assert decode_json(text) == json.loads(text)
 
@@ -59,3 +62,24 @@ def test_more_values_than_can_be_taken_apart_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(json_slices, "MAX_VALUES", 10)
     with pytest.raises(RequestError, match="more than 10 values"):
         decode_json(json.dumps([[]] * 12).encode())
+
+
+def test_many_values_far_down_are_refused_as_each_level_is_read_again() -> None:
+    numbers = ",".join(["1"] * 60_000)
+    text = f'{{"prompt":{"[" * 400}{numbers}{"]" * 400}}}'.encode()
+    with pytest.raises(RequestError, match="levels down"):
+        decode_json(text)
+
+
+def test_small_values_are_decoded_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    decode = msgspec.json.decode
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(msgspec.json, "decode", count)
+    words = ["a", "b"] * 50_000
+    assert decode_json(json.dumps({"prompt": words}).encode()) == {"prompt": words}
+    assert len(calls) < 50

@@ -12,6 +12,7 @@ from sensorium.server.http.protocol.generating import GeneratingRequest, WireMod
 
 logger = logging.getLogger(__name__)
 _MAX_WARNED = 1000  # names come from clients
+_MAX_NAME_LENGTH = 100
 _warned: set[str] = set()
 _Request = TypeVar("_Request", bound=GeneratingRequest)
 
@@ -46,7 +47,8 @@ def format_path(location: tuple[int | str, ...]) -> str:
 
 def _warn_of_unknown(request: WireModel) -> None:
     """Once per name, and process."""
-    for name in request.model_extra or ():
+    for full_name in request.model_extra or ():
+        name = full_name[:_MAX_NAME_LENGTH]  # kept: a name may be as long as a body
         if name not in _warned and len(_warned) < _MAX_WARNED:
             _warned.add(name)
-            logger.warning("requests have the unknown field %r, which is ignored", name[:100])
+            logger.warning("requests have the unknown field %r, which is ignored", name)
