@@ -57,22 +57,22 @@ def _decode(text: Buffer, max_depth: int) -> Any:
 
 def _decode_all(raws: Iterable[msgspec.Raw], max_depth: int) -> list[Any]:
     values: list[Any] = []
-    batch: list[memoryview] = []
+    batch: list[bytes] = []
     num_bytes = 0
-    for entry in raws:
-        raw = memoryview(entry)
-        if num_bytes + len(raw) > _BATCH_BYTES:
+    for raw in raws:
+        length = len(memoryview(raw))  # not kept: the garbage collector would follow them all
+        if num_bytes + length > _BATCH_BYTES:
             values += _decode_batch(batch)
             batch, num_bytes = [], 0
-        if len(raw) > _BATCH_BYTES:
-            values.append(_decode(raw, max_depth))
+        if length > _BATCH_BYTES:
+            values.append(_decode(memoryview(raw), max_depth))
         else:
-            batch.append(raw)
-            num_bytes += len(raw)
+            batch.append(bytes(raw))
+            num_bytes += length
     return values + _decode_batch(batch)
 
 
-def _decode_batch(batch: list[memoryview]) -> list[Any]:
+def _decode_batch(batch: list[bytes]) -> list[Any]:
     values: list[Any] = msgspec.json.decode(b"[" + b",".join(batch) + b"]")
     return values
 
