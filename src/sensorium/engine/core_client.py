@@ -20,6 +20,7 @@ from sensorium.engine.core_messages import (
     Abort,
     Answer,
     ForgetMedia,
+    Hello,
     News,
     Refusal,
     ResetCache,
@@ -65,6 +66,7 @@ class CoreClient:
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.connect(endpoint)
+        self._send(Hello())
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     def add(

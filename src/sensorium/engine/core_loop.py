@@ -134,7 +134,7 @@ class CoreLoop:
             self._abort(message.request_ids)
         elif isinstance(message, UpdateCache):
             self._core.payloads.receiver.receive((), Transfer(update=message.update))
-        else:
+        elif isinstance(message, ResetCache):
             self._reset(frontend, message)
 
     def _add(self, frontend: bytes, message: AddRequest, rest: list[memoryview]) -> Answer:

@@ -50,6 +50,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tensors: tuple[ItemTensors, ...] = ()
 
 
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A frontend is there, and wants to hear of what concerns all of them."""
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[str, ...]
 
@@ -67,7 +71,7 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
     level: str
 
 
-ToCore = AddRequest | Abort | UpdateCache | ResetCache
+ToCore = Hello | AddRequest | Abort | UpdateCache | ResetCache
 
 
 class Refusal(msgspec.Struct, frozen=True):

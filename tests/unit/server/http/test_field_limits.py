@@ -20,6 +20,7 @@ from sensorium.server.http.protocol.reading import read_request
         ("stop_token_ids", [1] * 65_536, [1] * 65_537),
         ("allowed_token_ids", [1] * 65_536, [1] * 65_537),
         ("logit_bias", {str(i): 1 for i in range(4096)}, {str(i): 1 for i in range(4097)}),
+        ("logit_bias", {"1": 1}, dict.fromkeys(map(str, range(4097)), "no number")),
     ],
 )
 def test_list_above_its_limit_is_refused_by_name(name: str, allowed: Any, refused: Any) -> None:

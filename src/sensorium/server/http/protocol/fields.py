@@ -68,8 +68,18 @@ _LOGIT_BIAS: JsonObject = {
     "additionalProperties": False,
     "maxProperties": _MAX_BIASES,
 }
+
+
+def _check_biases(value: object) -> object:
+    """Before each of them is looked at: every bad one would have an error of its own."""
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:
+        raise ValueError(f"at most {_MAX_BIASES} biases")
+    return value
+
+
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number],
     Field(max_length=_MAX_BIASES),
+    BeforeValidator(_check_biases),
     WithJsonSchema(_LOGIT_BIAS),
 ]
