@@ -115,7 +115,7 @@ _SERVER_FLAGS = {
 }
 
 
-@pytest.fixture(scope="session", params=["lru", "shm"])
+@pytest.fixture(scope="session", params=["shm"])
 def fault_server(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], str]
 ) -> Iterator[ServerProcess]:

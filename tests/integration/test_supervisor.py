@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sensorium import __version__
 from sensorium.server.metrics.collect import Files, Values
 from tests.integration.supervised import Supervised, is_alive, wait_until
 
@@ -37,7 +38,8 @@ def get_address(ready_line: str) -> tuple[str, int]:
 
 def test_it_says_what_was_resolved_and_then_where_it_is(server: Supervised) -> None:
     server.start(api_server_count=2, media={"mm_processor_cache_gb": 0})
-    *rows, last = server.read_until_ready()
+    first, *rows, last = server.read_until_ready()
+    assert first.split() == ["Sensorium", f"{__version__}:", "loading", "a-model"]
     assert [row.split(maxsplit=1) for row in rows[:1]] == [["model", "a-model"]]
     assert any(row.split() == ["processor", "cache", "off"] for row in rows)
     with socket.create_connection(get_address(last)):
@@ -49,7 +51,7 @@ def test_the_log_of_json_has_the_same_news(server: Supervised) -> None:
     server.start(log_format="json")
     wait_until(lambda: "is ready: http" in server.get_stderr())
     lines = [json.loads(line) for line in server.get_stderr().splitlines()]
-    assert lines[0]["engine"]["KV cache"] == "9 blocks"
+    assert lines[1]["engine"]["KV cache"] == "9 blocks"
     assert lines[-1]["url"].startswith("http://127.0.0.1:")
     assert {line["process"] for line in lines} == {"parent"}
 

@@ -49,9 +49,9 @@ class Host:
         loader = llm.perception.loader
         load_all = loader.load_all
 
-        def load(sources: Sequence[tuple[Any, str]]) -> list[Any]:
+        def load(sources: Sequence[tuple[Any, str]], **options: Any) -> list[Any]:
             return [
-                self._fetch() if source == URL else load_all([(source, modality)])[0]
+                self._fetch() if source == URL else load_all([(source, modality)], **options)[0]
                 for source, modality in sources
             ]
 
