@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SERVED := qwen2_5_omni
 
-.PHONY: help setup test test-gpu check format bench serve clean
+.PHONY: help setup test test-slow test-gpu check format bench serve clean
 
 help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
-	@echo "make test     all tests that need no GPU"
+	@echo "make test     all tests that need no GPU, but for the slow ones"
+	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way"
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make check    formatting, lint, types, layers, sizes"
 	@echo "make format   let ruff format and mend what it can"
@@ -33,6 +34,9 @@ $(READY): pyproject.toml
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 	$(BIN)/python scripts/make_models_doc.py --check
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/gpu/run.py

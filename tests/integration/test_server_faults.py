@@ -82,7 +82,9 @@ def is_healthy(server: ServerProcess) -> bool:
     return server.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("fault_server", ["lru", "shm"], indirect=True)
+@pytest.mark.parametrize(
+    "fault_server", [pytest.param("lru", marks=pytest.mark.slow), "shm"], indirect=True
+)
 def test_a_killed_core_fails_its_requests_clearly_and_comes_back(
     fault_server: ServerProcess,
 ) -> None:

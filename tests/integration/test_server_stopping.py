@@ -118,6 +118,7 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: P
     check_nothing_is_left(pids, folder)
 
 
+@pytest.mark.slow
 def test_who_is_not_done_in_time_is_told_so(
     start: Start, folder: Path, silent_host: MediaServer
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_second_signal_stops_at_once(start: Start, folder: Path) -> None:
     check_nothing_is_left(pids, folder)
 
 
+@pytest.mark.slow
 def test_a_server_can_be_stopped_while_it_starts(start: Start, folder: Path) -> None:
     server = start(is_ready=False)
     wait_until(lambda: bool(server.find_children("core_main")), "the core is started")
@@ -211,6 +213,7 @@ def test_a_killed_parent_takes_all_with_it_and_its_neighbour_lives(
     check_nothing_is_left(pids, folder)
 
 
+@pytest.mark.slow
 def test_a_closed_output_is_no_reason_to_stop_or_to_stay(
     folder: Path, tiny_model: Callable[[str], str]
 ) -> None:
