@@ -34,7 +34,8 @@ class MergingTokenizer:
 
     is_fast = True
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **masks: bool) -> Encoding:
+        assert not any(masks.values())
         spans = [match.span() for match in re.finditer(r"\n\n|[^~]", text)]
         if add_special_tokens:
             spans.insert(0, (0, 0))  # a beginning-of-text token that no character belongs to

@@ -135,7 +135,8 @@ def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
     clocks = threading.local()
     both_run = threading.Barrier(2, timeout=30.0)
 
-    def load(source: str, modality: str) -> MediaBytes:
+    def load(source: str, modality: str, *, cancelled: object = None) -> MediaBytes:
+        assert cancelled is None
         both_run.wait()
         clocks.now = {"http://host/a": 1.0, "http://host/b": 5.0}[source]
         if source.endswith("b"):
