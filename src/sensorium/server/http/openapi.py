@@ -63,12 +63,16 @@ def make_responses(answer: str | None, *errors: int, chunk: str | None = None) -
 
 
 def _make_event(chunk: str) -> dict[str, Any]:
-    chunk_text = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": _ref(chunk),
-    }
-    data = {"anyOf": [{"const": "[DONE]", "type": "string"}, chunk_text]}
+    """A chunk, an error after the first of them, or the end."""
+    texts = [
+        {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": _ref(name),
+        }
+        for name in (chunk, "ErrorResponse")
+    ]
+    data = {"anyOf": [{"const": "[DONE]", "type": "string"}, *texts]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
