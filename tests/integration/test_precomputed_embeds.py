@@ -14,6 +14,7 @@ import torch
 
 from sensorium import LLM, RequestError
 from sensorium.multimodal.precomputed_embeds import PrecomputedEmbeds
+from sensorium.render.renderer import ChatRenderer
 from sensorium.types.outputs import RequestOutput
 from tests.integration.perceiving import (
     GREEDY,
@@ -59,7 +60,8 @@ def ask(llm: LLM, modality: str, media: object, **fields: Any) -> RequestOutput:
 
 
 def make_embeds(llm: LLM, modality: str, media: object) -> torch.Tensor:
-    prompt = llm.renderer.render(make_message(modality, media))
+    renderer = ChatRenderer(llm.input_processor.processor)
+    prompt = renderer.render(make_message(modality, media))
     processed, tensors = process_with_tensors(llm, "embeds", prompt, GREEDY)
     (feature,) = processed.request.mm_features
     num_embeds = [feature.mm_position.get_num_embeds()]

@@ -18,6 +18,10 @@ _NAMES = (
     "max_body_mb",
     "chat_template",
     "trust_request_chat_template",
+    "trust_injected",
+    "warmup",
+    "tool_call_parser",
+    "reasoning_parser",
     "generation_config",
     "protect_metrics",
     "log_format",
@@ -56,6 +60,12 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="KEY",
         help="requests must bring it; may be repeated (default: none is needed)",
+    )
+    group.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="perceive something of each kind before the first request (default: yes)",
     )
     group.add_argument("--protect-metrics", action="store_true", help="/metrics needs the key too")
     group.add_argument(
@@ -107,6 +117,24 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--trust-request-chat-template",
         action="store_true",
         help="requests may bring a template, which is a program (default: they are refused)",
+    )
+    group.add_argument(
+        "--trust-injected",
+        action="store_true",
+        help="processed media that a client sends to /inference/v1/generate is kept under the hash "
+        "it came with, for everybody (default: apart from what the server itself processed)",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        metavar="FORMAT",
+        help="how the model writes tool calls (default auto: found by looking at the model)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        metavar="FORMAT",
+        help="how the model writes its reasoning (default auto: found by looking at the model)",
     )
     group.add_argument(
         "--generation-config",

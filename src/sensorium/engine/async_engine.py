@@ -25,10 +25,11 @@ from sensorium.engine.chat import Chat
 from sensorium.engine.core_client import CoreClient
 from sensorium.engine.core_info import CoreInfo
 from sensorium.engine.delivery import MAX_ATTEMPTS, make_reports
-from sensorium.engine.input_processor import InputProcessor
+from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.output_processor import OutputProcessor
 from sensorium.engine.perception import Perception
-from sensorium.engine.preparation import Preparation, Prepared
+from sensorium.engine.preparation import Preparation
+from sensorium.engine.renderer import Prepared, Renderer
 from sensorium.engine.siblings import Siblings
 from sensorium.multimodal.cache.mirror_sender import MirrorSender
 from sensorium.multimodal.perceiver import PerceivedItem
@@ -74,10 +75,9 @@ class AsyncEngine:
         self._sender = perception.caches.sender
         self._identity = identity
         self._ids = count()
+        self.renderer = Renderer(inputs, chat_template=chat_template)
         self._preparation = Preparation(
-            inputs,
-            chat_template=chat_template,
-            release=lambda processed: self._release(processed.items),
+            self.renderer, draw_seed=inputs.draw_seed, release=inputs.release
         )
         self._outputs = OutputProcessor(inputs.processor.tokenizer)
         self._siblings = Siblings(self._release)
@@ -166,6 +166,26 @@ class AsyncEngine:
                 yield replace(delta, request_id=request_id, final=final)
                 if final is not None:
                     return
+
+    @asynccontextmanager
+    async def render(
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        needs_tensors: bool = True,
+    ) -> AsyncIterator[ProcessedRequest]:
+        """A request that is not run here. No core is needed, and what the one that is there has of
+        media stays as it is. Its items are held until the end of the block.
+        """
+        prepared = await self._preparation.prepare(
+            request_id, prompt, params, skip_mm_cache=True, needs_tensors=needs_tensors
+        )
+        try:
+            yield prepared.processed
+        finally:
+            self._inputs.release(prepared.processed)
 
     async def reset_cache(self, level: str) -> None:
         """`level`: "mm", "encoder" or "prefix"."""

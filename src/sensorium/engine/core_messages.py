@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import msgspec
 
 from sensorium.engine.core_info import CoreInfo as CoreInfo
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from sensorium.types.multimodal import (
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    as_mask,
+    as_runs,
+)
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Payload, ShmReference, Transfer
 
@@ -180,7 +184,7 @@ def _encode_features(features: Sequence[MultiModalFeatureSpec]) -> tuple[Feature
             feature.mm_hash,
             feature.mm_position.offset,
             feature.mm_position.length,
-            _as_runs(feature.mm_position.is_embed),
+            as_runs(feature.mm_position.is_embed),
         )
         for feature in features
     )
@@ -191,20 +195,7 @@ def _decode_features(features: Sequence[Feature]) -> tuple[MultiModalFeatureSpec
         MultiModalFeatureSpec(
             modality=feature.modality,
             mm_hash=feature.mm_hash,
-            mm_position=PlaceholderRange(feature.offset, feature.length, _as_mask(feature.runs)),
+            mm_position=PlaceholderRange(feature.offset, feature.length, as_mask(feature.runs)),
         )
         for feature in features
     )
-
-
-def _as_runs(mask: Sequence[bool] | None) -> tuple[int, ...] | None:
-    if mask is None:
-        return None
-    runs = [len(list(run)) for _, run in groupby(mask)]
-    return (0, *runs) if mask and mask[0] else tuple(runs)
-
-
-def _as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
-    if runs is None:
-        return None
-    return tuple(bool(index % 2) for index, length in enumerate(runs) for _ in range(length))

@@ -36,12 +36,13 @@ _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
     """`items`: one handle per item of media, which somebody must release. `prompt`: the text, if
-    text was given.
+    text was given. `is_readonly`: the handles are not of the cache that leads to the core.
     """
 
     request: EngineCoreRequest
     items: tuple[PerceivedItem, ...]
     prompt: str | None
+    is_readonly: bool = False
 
 
 class InputProcessor:
@@ -88,13 +89,15 @@ class InputProcessor:
         *,
         seed: int | None = None,
         skip_mm_cache: bool = False,
+        needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> ProcessedRequest:
         """Raises a `RequestError` that names what is wrong with the prompt.
 
         With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
-        neither asked nor changed.
+        neither asked nor changed. Then, without `needs_tensors`, they may come without.
         """
+        del needs_tensors
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
         token_ids, features, items = self._expand(fields, perceiver, cancelled)
@@ -116,7 +119,17 @@ class InputProcessor:
         except BaseException:
             perceiver.cache.release([item.handle for item in items])
             raise
-        return ProcessedRequest(request=request, items=tuple(items), prompt=fields.get("prompt"))
+        return ProcessedRequest(
+            request=request,
+            items=tuple(items),
+            prompt=fields.get("prompt"),
+            is_readonly=perceiver is not self.perceiver,
+        )
+
+    def release(self, processed: ProcessedRequest) -> None:
+        """Its items may be evicted, as far as it is concerned. Once."""
+        perceiver = self._get_perceiver(skip_mm_cache=processed.is_readonly)
+        perceiver.cache.release([item.handle for item in processed.items])
 
     def _get_perceiver(self, *, skip_mm_cache: bool) -> Perceiver:
         return self._readonly if skip_mm_cache and self._readonly is not None else self.perceiver

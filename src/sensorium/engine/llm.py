@@ -21,12 +21,12 @@ from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.media_options import MediaKwargs, MediaOptions, make_media_options
 from sensorium.engine.output_processor import OutputProcessor
 from sensorium.engine.prompt_batch import as_params, as_prompts
+from sensorium.engine.renderer import Renderer
 from sensorium.engine.run import Run
 from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.perceiver import PerceivedItem
-from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import ModelError, RequestError, SensoriumError, add_label
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
@@ -234,8 +234,8 @@ class LLM:
         return self.stream(chats[0], sampling_params)
 
     @cached_property
-    def renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.input_processor.processor)
+    def renderer(self) -> Renderer:
+        return Renderer(self.input_processor)
 
     @cached_property
     def _streams(self) -> dict[str, deque[RequestDelta]]:
@@ -284,10 +284,10 @@ class LLM:
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
 
         def make_ready() -> ProcessedRequest:
-            entry = prompt.render(self.renderer) if isinstance(prompt, Chat) else prompt
-            return self.input_processor.process(
-                request_id, entry, params, seed=seed, cancelled=cancelled
-            )
+            options: Any = {"request_id": request_id, "seed": seed, "cancelled": cancelled}
+            if isinstance(prompt, Chat):
+                return self.renderer.render_chat(prompt, params, **options).processed
+            return self.renderer.render_completion(prompt, params, **options).processed
 
         return make_ready
 

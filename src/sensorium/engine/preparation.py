@@ -11,70 +11,70 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from sensorium.engine.chat import Chat
-from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
-from sensorium.render.renderer import ChatRenderer
+from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.engine.renderer import Prepared, Renderer
 from sensorium.types.errors import CapacityError
-from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.times import ItemTimes
 
 _NUM_TEXT_THREADS = 4
 _NUM_MEDIA_THREADS = 32
 _STOPPING = "the server is stopping"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """`stages`: how long it took, in seconds: to wait for a thread, to render the conversation,
-    and to perceive and tokenise.
-    """
-
-    processed: ProcessedRequest
-    stages: ItemTimes
-
-
 class Preparation:
-    """`release` gets what was made for somebody who no longer waits for it."""
+    """`release` gets what was made for somebody who no longer waits for it. `draw_seed`: for
+    requests that have none.
+    """
 
     def __init__(
         self,
-        inputs: InputProcessor,
+        renderer: Renderer,
         *,
+        draw_seed: Callable[[], int],
         release: Callable[[ProcessedRequest], None],
-        chat_template: str | None = None,
     ) -> None:
-        self._inputs = inputs
-        self._chat_template = chat_template
-        self._renderer = ChatRenderer(inputs.processor)
+        self._renderer = renderer
+        self._draw_seed = draw_seed
         self._release = release
         self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
         self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
         self._waiting: set[asyncio.Future[None]] = set()  # for a thread's work
 
     async def prepare(
-        self, request_id: str, prompt: Prompt | Chat, params: SamplingParams
+        self,
+        request_id: str,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        skip_mm_cache: bool = False,
+        needs_tensors: bool = True,
     ) -> Prepared:
         """Raises a `RequestError` that names what is wrong with the prompt. When it is cancelled,
-        so is the work, as soon as it can be.
+        so is the work, as soon as it can be. `skip_mm_cache`, `needs_tensors`: see `Renderer`.
         """
-        seed = self._inputs.draw_seed()
+        seed = self._draw_seed()
         cancelled: Future[None] = Future()
         submitted = time.monotonic()
 
         def run() -> Prepared:
-            started = time.monotonic()
-            entry = self._render(prompt) if isinstance(prompt, Chat) else prompt
-            rendered = time.monotonic()
-            processed = self._inputs.process(
-                request_id, entry, params, seed=seed, cancelled=cancelled
-            )
-            stages = {"wait_thread": started - submitted, "perceive": time.monotonic() - rendered}
+            wait_s = time.monotonic() - submitted
+            options: dict[str, Any] = {
+                "request_id": request_id,
+                "seed": seed,
+                "skip_mm_cache": skip_mm_cache,
+                "needs_tensors": needs_tensors,
+                "cancelled": cancelled,
+            }
             if isinstance(prompt, Chat):
-                stages["render"] = rendered - started
-            return Prepared(processed=processed, stages=stages)
+                prepared = self._renderer.render_chat(prompt, params, **options)
+            else:
+                prepared = self._renderer.render_completion(prompt, params, **options)
+            return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
 
         threads = self._media_threads if _has_media(prompt) else self._text_threads
         try:
@@ -117,12 +117,6 @@ class Preparation:
             await waiting
         finally:
             self._waiting.discard(waiting)
-
-    def _render(self, chat: Chat) -> TextPrompt:
-        if chat.options.chat_template is None and self._chat_template is not None:
-            options = replace(chat.options, chat_template=self._chat_template)
-            chat = replace(chat, options=options)
-        return chat.render(self._renderer)
 
     def _give_back(self, future: Future[Prepared]) -> None:
         if not future.cancelled() and future.exception() is None:

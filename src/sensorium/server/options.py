@@ -30,7 +30,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `MediaOptions`, with the fields of `MediaLimits` as `media_limits`.
 
     `max_concurrent_requests` is the sum over all frontends. `max_body_mb`: of one request; a chat
-    of several videos as base64 still fits. `port` 0: any free one.
+    of several videos as base64 still fits. `port` 0: any free one. `trust_injected`: hashes of
+    media that come over the wire are taken as they are. `is_render_only`: there is no core, and
+    no weights are loaded. `tool_call_parser`, `reasoning_parser`: names of formats, "auto" (found
+    by looking at the model) or "none".
     """
 
     model: str
@@ -45,6 +48,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    trust_injected: bool = False
+    warmup: bool = True
+    is_render_only: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     generation_config: Literal["auto", "none"] = "auto"
     protect_metrics: bool = False
     log_format: LogFormat = "text"

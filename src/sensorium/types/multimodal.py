@@ -90,6 +90,23 @@ class PlaceholderRange:
         return spans
 
 
+def as_runs(is_embed: Sequence[bool] | None) -> tuple[int, ...] | None:
+    """A mask as the lengths of its runs, beginning with one of False: `(2, 3)` is FFTTT, `(0, 2)`
+    is TT. `None` is `None`: all True.
+    """
+    if is_embed is None:
+        return None
+    runs = [len(list(run)) for _, run in groupby(is_embed)]
+    return (0, *runs) if is_embed and is_embed[0] else tuple(runs)
+
+
+def as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
+    """The other way."""
+    if runs is None:
+        return None
+    return tuple(bool(index % 2) for index, length in enumerate(runs) for _ in range(length))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLayout:
     """What an item becomes in a prompt: `text` in place of its marker, in which the tokens

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from sensorium.types.errors import RequestError
+from sensorium.types.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -68,7 +69,10 @@ class SamplingParams:
 
     `n` completions are made of one prompt, each with a seed of its own; the first has `seed`.
     `max_tokens=None` means: until the context is full. `logprobs` and `prompt_logprobs` are those
-    of the model, before all of this.
+    of the model, before all of this. `structured_outputs`: what the answer must look like.
+
+    Special tokens are left out of the text, unless `skip_special_tokens` is false;
+    `kept_special_token_ids` stay in it all the same.
     """
 
     n: int = 1
@@ -91,12 +95,17 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+    kept_special_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "kept_special_token_ids"):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", _as_structured(self.structured_outputs))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         if self.top_k == -1:  # what some clients say for "no limit"
             object.__setattr__(self, "top_k", 0)
@@ -167,6 +176,17 @@ def _show(value: object) -> str:
         return repr(value)[:200]
     except ValueError:  # integers of thousands of digits
         return "a number of thousands of digits"
+
+
+def _as_structured(value: Mapping[Any, Any]) -> StructuredOutputsParams:
+    known = StructuredOutputsParams.__dataclass_fields__
+    unknown = sorted(str(name)[:50] for name in value if name not in known)
+    if unknown:
+        raise RequestError(
+            f"structured_outputs has the unknown field(s) {', '.join(unknown)} "
+            f"(known: {', '.join(known)})"
+        )
+    return StructuredOutputsParams(**value)
 
 
 def _as_bias(value: object) -> object:
@@ -268,4 +288,15 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("stop_token_ids", lambda value: _is_tuple_of(value, _is_count), "a list of integers >= 0"),
     ("logprobs", _or_none(_is_logprobs), _LOGPROBS_RULE),
     ("prompt_logprobs", _or_none(_is_logprobs), _LOGPROBS_RULE),
+    (
+        "structured_outputs",
+        _or_none(lambda value: isinstance(value, StructuredOutputsParams)),
+        "StructuredOutputsParams, or a mapping with its fields",
+    ),
+    ("skip_special_tokens", lambda value: isinstance(value, bool), "true or false"),
+    (
+        "kept_special_token_ids",
+        lambda value: _is_tuple_of(value, _is_count),
+        "a list of integers >= 0",
+    ),
 )

@@ -1,7 +1,7 @@
 """Reads the body of a request within a limit, and parses it away from the event loop.
 
 A body that is wrong is refused before anything else is done: too large (413), too slow (408), not
-JSON (400, with the place).
+JSON (400, with the place). Where media may come as bytes, it may be msgpack instead.
 """
 
 from __future__ import annotations
@@ -24,29 +24,42 @@ _IDLE_S = 60.0  # between two pieces of a body
 # them in turn.
 _threads = ThreadPoolExecutor(2, "parse")
 _Parsed = TypeVar("_Parsed")
+MSGPACK_TYPES = ("application/x-msgpack", "application/msgpack", "application/vnd.msgpack")
 
 
-async def read_json(
-    request: Request, parse: Callable[[dict[str, Any]], _Parsed], *, max_bytes: int
+async def read_body(
+    request: Request,
+    parse: Callable[[dict[str, Any]], _Parsed],
+    *,
+    max_bytes: int,
+    takes_msgpack: bool = False,
 ) -> _Parsed:
     """`parse` makes of the body's object what the route wants; it runs where the body was decoded,
     and may raise.
     """
-    _check_content_type(request.headers.get("content-type"))
+    kind = _get_content_type(request.headers.get("content-type"))
+    is_msgpack = takes_msgpack and kind in MSGPACK_TYPES
+    if not is_msgpack:
+        _check_content_type(kind, takes_msgpack=takes_msgpack)
+    decode = _decode_msgpack if is_msgpack else _decode
     _check_length(request.headers.get("content-length"), max_bytes)
     body = await _read(request.receive, max_bytes)
     if len(body) <= _SMALL_BYTES:
-        return parse(_decode(body))
+        return parse(decode(body))
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_threads, lambda: parse(_decode(body)))
+    return await loop.run_in_executor(_threads, lambda: parse(decode(body)))
 
 
-def _check_content_type(value: str | None) -> None:
+def _get_content_type(value: str | None) -> str:
     """Without one it is taken for JSON."""
-    kind = (value or "application/json").partition(";")[0].strip().lower()
+    return (value or "application/json").partition(";")[0].strip().lower()
+
+
+def _check_content_type(kind: str, *, takes_msgpack: bool) -> None:
     if kind != "application/json" and not kind.endswith("+json"):
+        others = f" or {MSGPACK_TYPES[0]}" if takes_msgpack else ""
         raise ApiError(
-            f"the content type must be application/json, not {kind[:100]!r}",
+            f"the content type must be application/json{others}, not {kind[:100]!r}",
             code="unsupported_content_type",
         )
 
@@ -95,6 +108,16 @@ def _decode(body: bytearray) -> dict[str, Any]:
         raise _make_json_error("the body is nested too deeply") from error
     if not isinstance(value, dict):
         raise _make_json_error(f"the body must be a JSON object, not {_name_kind(value)}")
+    return value
+
+
+def _decode_msgpack(body: bytearray) -> dict[str, Any]:
+    try:
+        value = msgspec.msgpack.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(f"the body is not valid msgpack: {error}", code="invalid_msgpack") from error
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ApiError("the body must be a msgpack map with names", code="invalid_msgpack")
     return value
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.chat import Chat
-from sensorium.server.http.body import read_json
+from sensorium.server.http.body import read_body
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.generation import Generation
 from sensorium.server.http.http_options import HttpOptions
@@ -90,7 +90,7 @@ async def receive_call(
         return request, prepare(request)
 
     max_bytes = context.options.max_body_mb * _MEBIBYTE
-    request, (prompts, params) = await read_json(http_request, parse, max_bytes=max_bytes)
+    request, (prompts, params) = await read_body(http_request, parse, max_bytes=max_bytes)
     http_request.state.input = RequestInput(name=field, value=getattr(request, field))
     generation = Generation(
         engine=context.engine,

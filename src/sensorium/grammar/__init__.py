@@ -1,0 +1,1 @@
+"""Grammars of answers: what `types.structured` says, compiled, and followed token by token."""
