@@ -25,7 +25,7 @@ from sensorium.types.multimodal import (
 )
 
 MAX_HASH_LENGTH = 128
-_WIRE_NAMES = {"mm_kwargs": "kwargs_data", "mm_layouts": "kwargs_data"}
+_WIRE_NAMES = {"mm_kwargs": "kwargs_data"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,28 +71,19 @@ class ItemReader:
             modality=modality, mm_hash=name, kwargs=dict(kwargs), layout=own_layout
         )
 
-    def read_row(
-        self, labels: _Labels, modality: str, index: int, row: Sequence[Any]
+    def read_place(
+        self, labels: _Labels, modality: str, index: int, mm_hash: Any, placeholder: Any
     ) -> RenderedItem:
-        mm_hash, placeholder, kwargs, layout = row
+        """All of an item but the item itself."""
         with labels.of("mm_hashes", modality, index):
             given_hash = _check_hash(mm_hash)
         with labels.of("mm_placeholders", modality, index):
             position = _as_range(placeholder)
-        item = None
-        if kwargs is not None:
-            with labels.of("mm_kwargs", modality, index):
-                num_embeds = position.get_num_embeds()
-                item = self.read_item(modality, given_hash, kwargs, layout, num_embeds)
         feature = MultiModalFeatureSpec(
             modality=modality, mm_hash=self.rename(given_hash), mm_position=position
         )
-        return RenderedItem(
-            label=labels.name("mm_placeholders", modality, index),
-            given_hash=given_hash,
-            feature=feature,
-            item=item,
-        )
+        label = labels.name("mm_placeholders", modality, index)
+        return RenderedItem(label=label, given_hash=given_hash, feature=feature, item=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +92,10 @@ class _Labels:
 
     is_external: bool
 
-    def name(self, field: str, modality: str, index: int | None = None) -> str:
+    def name(self, field: str, modality: str, index: int) -> str:
         if not self.is_external:
-            return f"{field} of {modality}" if index is None else f"{modality} {index}"
-        path = f"features.{_WIRE_NAMES.get(field, field)}.{modality}"
-        return path if index is None else f"{path}[{index}]"
+            return f"{modality} {index}"
+        return f"features.{_WIRE_NAMES.get(field, field)}.{modality}[{index}]"
 
     @contextmanager
     def of(self, field: str, modality: str, index: int) -> Iterator[None]:
@@ -115,34 +105,53 @@ class _Labels:
             raise add_label(error, self.name(field, modality, index)) from error
 
 
+_Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its tensors and its layout
+
+
 def read_items(fields: Mapping[str, Any], reader: ItemReader) -> list[RenderedItem]:
     """Sorted by offset. A `RequestError` names the field that is wrong."""
-    hashes, placeholders = fields.get("mm_hashes") or {}, fields.get("mm_placeholders") or {}
-    kwargs, layouts = fields.get("mm_kwargs") or {}, fields.get("mm_layouts") or {}
     labels = _Labels(is_external=bool(fields.get("is_external")))
-    for name, given in (
-        ("mm_placeholders", placeholders),
-        ("mm_kwargs", kwargs),
-        ("mm_layouts", layouts),
-    ):
-        stray = sorted(map(str, set(given) - set(hashes)))
+    rows = sorted(
+        _read_places(fields, reader, labels), key=lambda row: row[0].feature.mm_position.offset
+    )
+    _check_tokens([entry for entry, *_ in rows], fields["prompt_token_ids"], reader.processor)
+    items: list[RenderedItem] = []
+    for entry, index, (kwargs, layout) in rows:
+        modality, num_embeds = entry.feature.modality, entry.feature.mm_position.get_num_embeds()
+        item = None
+        if kwargs is not None:
+            with labels.of("mm_kwargs", modality, index):
+                item = reader.read_item(modality, entry.given_hash, kwargs, layout, num_embeds)
+        items.append(replace(entry, item=item))
+    return _unite(items)
+
+
+def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels) -> Iterator[_Row]:
+    hashes = fields.get("mm_hashes") or {}
+    given = {
+        name: fields.get(name) or {} for name in ("mm_placeholders", "mm_kwargs", "mm_layouts")
+    }
+    for name, entries in given.items():
+        stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
             raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
-    items: list[RenderedItem] = []
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {modality}")
-        columns = (
-            _as_column("mm_hashes", modality, names, None),
-            _as_column("mm_placeholders", modality, placeholders.get(modality), len(names)),
-            _as_column("mm_kwargs", modality, kwargs.get(modality), len(names), is_optional=True),
-            _as_column("mm_layouts", modality, layouts.get(modality), len(names), is_optional=True),
-        )
-        rows = enumerate(zip(*columns, strict=True))
-        items.extend(reader.read_row(labels, modality, index, row) for index, row in rows)
-    items.sort(key=lambda entry: entry.feature.mm_position.offset)
-    _check_tokens(items, fields["prompt_token_ids"], reader.processor)
-    return _unite(items)
+        columns = [_as_column("mm_hashes", modality, names, None)]
+        columns += [
+            _as_column(
+                name,
+                modality,
+                entries.get(modality),
+                len(names),
+                is_optional=name != "mm_placeholders",
+            )
+            for name, entries in given.items()
+        ]
+        for index, (mm_hash, placeholder, *brought) in enumerate(zip(*columns, strict=True)):
+            entry = reader.read_place(labels, modality, index, mm_hash, placeholder)
+            yield entry, index, brought
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
