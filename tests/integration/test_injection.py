@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -359,17 +360,55 @@ def test_those_who_only_look_may_bring_rendered_prompts(
         process(llm, rendered.make_prompt(mm_hash, mm_kwargs={}))
 
 
-def test_fewer_placeholders_than_embeddings_fail_alone(
+def make_short_prompt(rendered: Rendered, mm_hash: str, **changes: Any) -> dict[str, Any]:
+    """With half of the image's placeholders."""
+    (position,) = rendered.ranges
+    place = {"offset": position.offset, "length": position.length - 8}
+    return rendered.make_prompt(
+        mm_hash,
+        prompt_token_ids=rendered.token_ids[8:],
+        mm_placeholders={"image": [place]},
+        **changes,
+    )
+
+
+def test_fewer_placeholders_than_embeddings_are_refused(
     llm_of: LlmOf, picture: tuple[bytes, Rendered]
 ) -> None:
-    llm, (data, rendered) = llm_of("lru"), picture
-    (position,) = rendered.ranges
-    bad = rendered.make_prompt(
-        make_hash(),
-        prompt_token_ids=rendered.token_ids[8:],
-        mm_placeholders={"image": [{"offset": position.offset, "length": position.length - 8}]},
-    )
+    bad = make_short_prompt(picture[1], make_hash())
+    with pytest.raises(RequestError, match="makes 16 embeddings, not 8"):
+        process(llm_of("lru"), bad)
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_fewer_placeholders_than_a_cached_item_has_fail_alone(
+    llm_of: LlmOf, picture: tuple[bytes, Rendered], is_encoded: bool
+) -> None:
+    """Without a layout only the encoder knows how many there are; it may have run already."""
+    llm, (data, rendered), mm_hash = llm_of("lru"), picture, make_hash()
+    inject(llm, mm_hash, rendered.kwargs[0])
+    if is_encoded:
+        generate(llm, rendered.make_prompt(mm_hash))
+    bad = make_short_prompt(rendered, mm_hash, mm_kwargs={})
     outputs = llm.generate([bad, make_prompt(data)], GREEDY, use_tqdm=False, return_errors=True)
-    assert "gave 16 embeddings" in str(outputs[0].error)
-    assert isinstance(outputs[0].error, RequestError)
+    assert re.search("(gave|has) 16 embeddings", str(outputs[0].error))
+    assert type(outputs[0].error) is RequestError
     assert get_token_ids(outputs[1:]) == generate(llm_of("off"), make_prompt(data))
+
+
+def test_fewer_placeholders_than_a_layout_says_are_refused(
+    llm_of: LlmOf, picture: tuple[bytes, Rendered]
+) -> None:
+    llm, (_, rendered), mm_hash = llm_of("lru"), picture, make_hash()
+    inject(llm, mm_hash, rendered.kwargs[0], rendered.layouts[0])
+    with pytest.raises(RequestError, match="stands for media of 16 embeddings"):
+        process(llm, make_short_prompt(rendered, mm_hash, mm_kwargs={}))
+
+
+def test_one_hash_stands_for_one_item_within_a_prompt(llm_of: LlmOf) -> None:
+    llm, mm_hash = llm_of("lru"), make_hash()
+    both = render(llm, make_prompt(make_new_png(), make_new_png()))
+    with pytest.raises(RequestError, match="have one hash, but differ"):
+        process(llm, both.make_prompt(mm_hash, mm_hash))
+    once = [None, both.kwargs[0]]
+    release(llm, process(llm, both.make_prompt(mm_hash, mm_hash, mm_kwargs={"image": once})))

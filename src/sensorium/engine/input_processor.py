@@ -8,12 +8,12 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sensorium.core.admission import check_length
 from sensorium.engine.prompt_fields import get_media_items, normalise
-from sensorium.engine.rendered_prompt import RenderedItem, read_item, read_items
+from sensorium.engine.rendered_prompt import ItemReader, RenderedItem, read_items
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
 from sensorium.multimodal.media.decoding import resolve_decode_options
@@ -30,6 +30,7 @@ from sensorium.types.sampling import GenerationDefaults, SamplingParams
 from sensorium.types.transfer import Payload
 
 logger = logging.getLogger(__name__)
+_MAX_LISTED = 8  # hashes in a message; the error has them all
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 
@@ -49,6 +50,7 @@ class InputProcessor:
     """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
     requests that run no engine, and leaves the cache of `perceiver` alone. `max_model_len`: the
     core's, where the core is far away and is not to be bothered with what it would refuse.
+    `trust_injected`: hashes that came over the wire are taken as they are.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class InputProcessor:
         limit_mm_per_prompt: Mapping[str, int],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        trust_injected: bool = False,
         seed: int,
     ) -> None:
         self.processor = processor
@@ -74,7 +77,10 @@ class InputProcessor:
         check_processor_kwargs(processor, self._mm_processor_kwargs)
         for modality in processor.modalities:
             resolve_decode_options(modality, self._media_io_kwargs)
-        self._specs = ItemSpecs(processor)
+        self._trust_injected = trust_injected
+        self._reader = ItemReader(
+            processor=processor, specs=ItemSpecs(processor, self._mm_processor_kwargs)
+        )
         self._seeds = random.Random(seed)
 
     def draw_seed(self) -> int:
@@ -161,7 +167,7 @@ class InputProcessor:
         return token_ids, features, items
 
     def _expand_rendered(self, fields: Mapping[str, Any], perceiver: Perceiver) -> _Expanded:
-        entries = read_items(fields, self.processor, self._specs)
+        entries = read_items(fields, self._get_reader(fields))
         self._check_counts([entry.feature.modality for entry in entries])
         items: list[PerceivedItem] = []
         try:
@@ -170,6 +176,13 @@ class InputProcessor:
             perceiver.cache.release([item.handle for item in items])
             raise
         return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
+
+    def _get_reader(self, fields: Mapping[str, Any]) -> ItemReader:
+        """A hash from elsewhere becomes another name, at every level and for its salt alone."""
+        if not fields.get("is_external") or self._trust_injected:
+            return self._reader
+        hasher, salt = self.perceiver.hasher, fields.get("cache_salt")
+        return replace(self._reader, rename=lambda mm_hash: hasher.name_external(mm_hash, salt))
 
     def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
         own = fields.get("mm_processor_kwargs") or {}
@@ -223,7 +236,7 @@ class InputProcessor:
     def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
         if kwargs is None:
             return None
-        item = read_item(modality, mm_hash, kwargs, layout, self.processor, self._specs)
+        item = self._reader.read_item(modality, mm_hash, kwargs, layout)
         handle = self.perceiver.cache.get_and_update_item(mm_hash, item, needs_layout=False)
         if handle is None:
             return None
@@ -259,20 +272,33 @@ def _take_items(
     cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
 ) -> None:
     """Add the items of a prompt that was rendered before."""
-    missing: list[str] = []
+    missing: dict[str, None] = {}
     for entry in entries:
-        mm_hash = entry.feature.mm_hash
-        handle = cache.get_and_update_item(mm_hash, entry.item, needs_layout=False)
+        handle = cache.get_and_update_item(entry.feature.mm_hash, entry.item, needs_layout=False)
         if handle is None:
-            missing.append(mm_hash)
-        else:
-            items.append(PerceivedItem(handle=handle, label=entry.label, brought=entry.item))
-            if handle.modality != entry.feature.modality:
-                raise RequestError(
-                    f"{entry.label}: this hash stands for media of another kind ({handle.modality})"
-                )
+            missing[entry.given_hash] = None
+            continue
+        items.append(
+            PerceivedItem(
+                handle=handle,
+                label=entry.label,
+                brought=entry.item,
+                given_hash=entry.given_hash,
+            )
+        )
+        if handle.modality != entry.feature.modality:
+            raise RequestError(
+                f"{entry.label}: this hash stands for media of another kind ({handle.modality})"
+            )
+        num_embeds = entry.feature.mm_position.get_num_embeds()
+        if handle.layout is not None and handle.layout.num_embeds != num_embeds:
+            raise RequestError(
+                f"{entry.label}: this hash stands for media of {handle.layout.num_embeds} "
+                f"embeddings, but the placeholder has room for {num_embeds}"
+            )
     if missing:
+        first = ", ".join(list(missing)[:_MAX_LISTED])
+        more = ", …" if len(missing) > _MAX_LISTED else ""
         raise MissingMediaError(
-            f"{len(missing)} item(s) said to be cached are not: {', '.join(missing)}",
-            tuple(missing),
+            f"{len(missing)} item(s) said to be cached are not: {first}{more}", tuple(missing)
         )

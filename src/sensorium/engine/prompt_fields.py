@@ -50,8 +50,9 @@ def normalise(prompt: Prompt, *, max_model_len: int | None = None) -> dict[str, 
             raise RequestError(
                 f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
             )
-    if not isinstance(prompt.get("add_special_tokens"), bool | None):
-        raise RequestError("prompt field 'add_special_tokens' must be true or false")
+    for name in ("add_special_tokens", "is_external"):
+        if not isinstance(prompt.get(name), bool | None):
+            raise RequestError(f"prompt field {name!r} must be true or false")
     _check_kind(prompt)
     fields: dict[str, Any] = {**prompt}
     if "prompt_token_ids" in fields:

@@ -6,8 +6,9 @@ processor makes, the placeholders against the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,50 +25,160 @@ from sensorium.types.multimodal import (
 )
 
 MAX_HASH_LENGTH = 128
+_WIRE_NAMES = {"mm_kwargs": "kwargs_data"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """`item` is `None` for what the caller believes to be cached."""
+    """`item` is `None` for what the caller believes to be cached. `given_hash`: as the caller wrote
+    it; at every cache the item has the name in `feature`.
+    """
 
     label: str
+    given_hash: str
     feature: MultiModalFeatureSpec
     item: ProcessedItem | None
 
 
-def read_items(
-    fields: Mapping[str, Any], processor: MultiModalProcessor, specs: ItemSpecs
-) -> list[RenderedItem]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemReader:
+    """What a prompt's items are held against. `rename` makes the name of an item of the hash that
+    came with it.
+    """
+
+    processor: MultiModalProcessor
+    specs: ItemSpecs
+    rename: Callable[[str], str] = str
+
+    def read_item(
+        self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
+    ) -> ProcessedItem:
+        """An item that was processed elsewhere. A `RequestError` says why it can't be ours.
+        `num_embeds`: what its placeholders have room for.
+        """
+        own_layout = _as_layout(layout)
+        if own_layout is not None:
+            if num_embeds is not None and own_layout.num_embeds != num_embeds:
+                raise RequestError(
+                    f"the layout says {own_layout.num_embeds} embeddings, but the placeholder has "
+                    f"room for {num_embeds}"
+                )
+            self.processor.check_layout(modality, own_layout)
+            num_embeds = own_layout.num_embeds
+        self.specs.check(modality, kwargs, num_embeds)
+        name = self.rename(_check_hash(mm_hash))
+        return ProcessedItem(
+            modality=modality, mm_hash=name, kwargs=dict(kwargs), layout=own_layout
+        )
+
+    def read_place(
+        self, labels: _Labels, modality: str, index: int, mm_hash: Any, placeholder: Any
+    ) -> RenderedItem:
+        """All of an item but the item itself."""
+        with labels.of("mm_hashes", modality, index):
+            given_hash = _check_hash(mm_hash)
+        with labels.of("mm_placeholders", modality, index):
+            position = _as_range(placeholder)
+        feature = MultiModalFeatureSpec(
+            modality=modality, mm_hash=self.rename(given_hash), mm_position=position
+        )
+        label = labels.name("mm_placeholders", modality, index)
+        return RenderedItem(label=label, given_hash=given_hash, feature=feature, item=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Labels:
+    """What the fields of an item are called: as a client wrote them, if they came over the wire."""
+
+    is_external: bool
+
+    def name(self, field: str, modality: str, index: int) -> str:
+        if not self.is_external:
+            return f"{modality} {index}"
+        return f"features.{_WIRE_NAMES.get(field, field)}.{modality}[{index}]"
+
+    @contextmanager
+    def of(self, field: str, modality: str, index: int) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            raise add_label(error, self.name(field, modality, index)) from error
+
+
+_Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its tensors and its layout
+
+
+def read_items(fields: Mapping[str, Any], reader: ItemReader) -> list[RenderedItem]:
     """Sorted by offset. A `RequestError` names the field that is wrong."""
-    hashes, placeholders = fields.get("mm_hashes") or {}, fields.get("mm_placeholders") or {}
-    kwargs, layouts = fields.get("mm_kwargs") or {}, fields.get("mm_layouts") or {}
-    for name, given in (
-        ("mm_placeholders", placeholders),
-        ("mm_kwargs", kwargs),
-        ("mm_layouts", layouts),
-    ):
-        stray = sorted(map(str, set(given) - set(hashes)))
+    labels = _Labels(is_external=bool(fields.get("is_external")))
+    rows = sorted(
+        _read_places(fields, reader, labels), key=lambda row: row[0].feature.mm_position.offset
+    )
+    _check_tokens([entry for entry, *_ in rows], fields["prompt_token_ids"], reader.processor)
+    items: list[RenderedItem] = []
+    for entry, index, (kwargs, layout) in rows:
+        modality, num_embeds = entry.feature.modality, entry.feature.mm_position.get_num_embeds()
+        item = None
+        if kwargs is not None:
+            with labels.of("mm_kwargs", modality, index):
+                item = reader.read_item(modality, entry.given_hash, kwargs, layout, num_embeds)
+        items.append(replace(entry, item=item))
+    return _unite(items)
+
+
+def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels) -> Iterator[_Row]:
+    hashes = fields.get("mm_hashes") or {}
+    given = {
+        name: fields.get(name) or {} for name in ("mm_placeholders", "mm_kwargs", "mm_layouts")
+    }
+    for name, entries in given.items():
+        stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
             raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
-    items: list[RenderedItem] = []
     for modality, names in hashes.items():
-        if modality not in processor.modalities:
+        if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {modality}")
-        columns = (
-            _as_column("mm_hashes", modality, names, None),
-            _as_column("mm_placeholders", modality, placeholders.get(modality), len(names)),
-            _as_column("mm_kwargs", modality, kwargs.get(modality), len(names), is_optional=True),
-            _as_column("mm_layouts", modality, layouts.get(modality), len(names), is_optional=True),
-        )
-        for index, row in enumerate(zip(*columns, strict=True)):
-            label = f"{modality} {index}"
-            try:
-                items.append(_read_row(label, modality, *row, processor=processor, specs=specs))
-            except RequestError as error:
-                raise add_label(error, label) from error
-    items.sort(key=lambda entry: entry.feature.mm_position.offset)
-    _check_tokens(items, fields["prompt_token_ids"], processor)
-    return items
+        columns = [_as_column("mm_hashes", modality, names, None)]
+        columns += [
+            _as_column(
+                name,
+                modality,
+                entries.get(modality),
+                len(names),
+                is_optional=name != "mm_placeholders",
+            )
+            for name, entries in given.items()
+        ]
+        for index, (mm_hash, placeholder, *brought) in enumerate(zip(*columns, strict=True)):
+            entry = reader.read_place(labels, modality, index, mm_hash, placeholder)
+            yield entry, index, brought
+
+
+def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
+    """What one hash stands for is the same throughout a prompt, and may be sent once."""
+    brought: dict[str, RenderedItem] = {}
+    for entry in items:
+        other = brought.setdefault(entry.feature.mm_hash, entry)
+        if other.item is None:
+            brought[entry.feature.mm_hash] = entry
+        if not _is_alike(entry, other):
+            raise RequestError(f"{entry.label} and {other.label} have one hash, but differ")
+    return [replace(entry, item=brought[entry.feature.mm_hash].item) for entry in items]
+
+
+def _is_alike(entry: RenderedItem, other: RenderedItem) -> bool:
+    own, its = entry.feature, other.feature
+    is_same_kind = own.modality == its.modality
+    if not is_same_kind or own.mm_position.get_num_embeds() != its.mm_position.get_num_embeds():
+        return False
+    if entry is other or entry.item is None or other.item is None:
+        return True
+    tensors, others = entry.item.kwargs, other.item.kwargs
+    layouts = {entry.item.layout, other.item.layout} - {None}
+    return len(layouts) <= 1 and all(
+        tensors[name] is others[name] or torch.equal(tensors[name], others[name])
+        for name in tensors
+    )
 
 
 def _as_column(
@@ -80,44 +191,6 @@ def _as_column(
     if count is not None and len(values) != count:
         raise RequestError(f"{name} of {modality} has {len(values)} entries for {count} mm_hashes")
     return values
-
-
-def _read_row(
-    label: str,
-    modality: str,
-    mm_hash: Any,
-    placeholder: Any,
-    kwargs: Any,
-    layout: Any,
-    *,
-    processor: MultiModalProcessor,
-    specs: ItemSpecs,
-) -> RenderedItem:
-    item = None
-    if kwargs is not None:
-        item = read_item(modality, mm_hash, kwargs, layout, processor, specs)
-    feature = MultiModalFeatureSpec(
-        modality=modality, mm_hash=_check_hash(mm_hash), mm_position=_as_range(placeholder)
-    )
-    return RenderedItem(label=label, feature=feature, item=item)
-
-
-def read_item(
-    modality: str,
-    mm_hash: Any,
-    kwargs: Any,
-    layout: Any,
-    processor: MultiModalProcessor,
-    specs: ItemSpecs,
-) -> ProcessedItem:
-    """An item that was processed elsewhere. A `RequestError` says why it can't be ours."""
-    specs.check(modality, kwargs)
-    own_layout = _as_layout(layout)
-    if own_layout is not None:
-        processor.check_layout(modality, own_layout)
-    return ProcessedItem(
-        modality=modality, mm_hash=_check_hash(mm_hash), kwargs=dict(kwargs), layout=own_layout
-    )
 
 
 def _check_hash(mm_hash: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 
@@ -11,3 +13,18 @@ def make_dummy_media(modality: str, sampling_rate: int) -> object:
         return (0.1 * generator.standard_normal(sampling_rate)).astype(np.float32)
     shape = (112, 168, 3) if modality == "image" else (4, 112, 168, 3)
     return generator.integers(0, 256, shape, dtype=np.uint8)
+
+
+def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
+    """Items of different lengths and shapes: what a processor makes of all of them alike, it makes
+    of every item. One sound is longer than the usual window of an encoder.
+    """
+    generator = np.random.default_rng(0)
+    if modality == "audio":
+        for duration_s in (1.0, 2.7, 31.0):
+            num_samples = int(duration_s * sampling_rate)
+            yield (0.1 * generator.standard_normal(num_samples)).astype(np.float32)
+        return
+    for num_frames, height, width in ((4, 112, 168), (8, 336, 224), (6, 64, 448)):
+        frames = () if modality == "image" else (num_frames,)
+        yield generator.integers(0, 256, (*frames, height, width, 3), dtype=np.uint8)

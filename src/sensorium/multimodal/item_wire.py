@@ -3,6 +3,7 @@
 `{"tensors": {name: {"dtype": "float32", "shape": [...], "data": bytes}}, "layout": {"text": ...,
 "token_id": ..., "num_embeds": ...} | null}`. What comes from elsewhere is checked against its own
 bytes before anything is allocated for it; whether it fits the model is checked by `item_spec`.
+Numbers are finite.
 """
 
 from __future__ import annotations
@@ -75,10 +76,16 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 
 def _decode(name: str, tensor: WireTensor) -> torch.Tensor:
     spec = TensorSpec(name[:200], tensor.dtype[:50], tensor.shape, 0)
+    if not all(spec.shape):
+        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape} holds nothing")
     own = bytearray(tensor.data)  # what it came in may be any size, and is read-only
     decoded = decode_tensor(spec, memoryview(own))
     if decoded.nbytes != len(own):
         raise RequestError(
             f"tensor {spec.name!r} of shape {spec.shape} has {decoded.nbytes} bytes, not {len(own)}"
         )
+    if decoded.dtype is torch.bool and bool((decoded.view(torch.uint8) > 1).any()):
+        raise RequestError(f"tensor {spec.name!r} holds bytes that are neither true nor false")
+    if decoded.is_floating_point() and not bool(torch.isfinite(decoded).all()):
+        raise RequestError(f"tensor {spec.name!r} holds values that are not finite numbers")
     return decoded

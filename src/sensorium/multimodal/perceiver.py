@@ -46,7 +46,8 @@ _Result = FinishedItem | None  # None: the cache has it by now
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceivedItem:
     """A handle, and what it was made from, should the core have lost the tensors: an `origin`, or
-    tensors that the caller `brought`. `times`: seconds by stage, of what was done for this request.
+    tensors that the caller `brought`. `given_hash`: what the caller calls it, where that came with
+    it. `times`: seconds by stage, of what was done for this request.
     """
 
     handle: ItemHandle
@@ -54,6 +55,7 @@ class PerceivedItem:
     origin: MediaItem | None = None
     options: PerceptionOptions = field(default_factory=PerceptionOptions)
     brought: ProcessedItem | None = None
+    given_hash: str | None = None
     times: ItemTimes = field(default_factory=dict)
 
 
@@ -117,7 +119,9 @@ class Perceiver:
             if again.handle.mm_hash == mm_hash:
                 return replace(again, times=add_times(item.times, again.times))
             self.cache.release([again.handle])  # the address has other content by now
-        raise MissingMediaError(f"{item.label} is in no cache any more: send it again", (mm_hash,))
+        raise MissingMediaError(
+            f"{item.label} is in no cache any more: send it again", (item.given_hash or mm_hash,)
+        )
 
     def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> None:
         sources = [(call.item.media, call.item.modality) for call in calls]

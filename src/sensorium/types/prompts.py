@@ -37,7 +37,9 @@ class RenderedPrompt(TypedDict, total=False):
     By modality, each a list with one entry per item: `mm_hashes`, which name the items at every
     cache; `mm_placeholders` (a `PlaceholderRange`, or a mapping with `offset`, `length` and
     `is_embed`); `mm_kwargs`: the tensors by name, or `None` for what the cache has. `mm_layouts`
-    (an `ItemLayout`, or `None`) let later prompts of text use the items too.
+    (an `ItemLayout`, or `None`) let later prompts of text use the items too. `is_external`: the
+    hashes are somebody else's word, who may not name what others read: they are renamed, unless
+    the engine was told to trust them.
     """
 
     prompt_token_ids: Sequence[int]
@@ -45,6 +47,7 @@ class RenderedPrompt(TypedDict, total=False):
     mm_placeholders: Mapping[str, Sequence[Any]]
     mm_kwargs: Mapping[str, Sequence[Any]]
     mm_layouts: Mapping[str, Sequence[Any]]
+    is_external: bool
     cache_salt: str
     priority: int
 

@@ -178,18 +178,34 @@ class ModelRunner:
     def _get_left_out(
         self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
     ) -> dict[str, str]:
-        """The requests that need embeddings in this step that could not be made, and why not."""
+        """The requests that need embeddings in this step that could not be made, or that are of
+        another number than their placeholders; and why not.
+        """
         left_out: dict[str, str] = {}
-        for entry in scheduled if failed else ():
+        for entry in scheduled:
             state = self._states[entry.request_id]
             start = entry.num_computed_tokens
             window = get_gather_slices(
                 state.request.mm_features, start, start + entry.num_new_tokens
             )
             for part in window:
-                if (reason := failed.get(state.get_encoder_key(part.mm_index))) is not None:
+                reason = failed.get(state.get_encoder_key(part.mm_index))
+                reason = reason or self._find_misfit(state, part.mm_index)
+                if reason is not None:
                     left_out[entry.request_id] = reason
         return left_out
+
+    def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
+        """A name from elsewhere may have stood for another item when its output was made."""
+        feature = state.request.mm_features[mm_index]
+        num_there = len(self.encoder_cache[state.get_encoder_key(mm_index)])
+        num_embeds = feature.mm_position.get_num_embeds()
+        if num_there == num_embeds:
+            return None
+        return (
+            f"the {feature.modality} of this hash has {num_there} embeddings, but its placeholder "
+            f"has room for {num_embeds}"
+        )
 
     def _run(self, inputs: StepInputs) -> ModelRunnerOutput:
         """The decoder, and the next token of each request that has reached its last one."""

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
 from sensorium.server.metrics.frontend import FrontendMetrics
 
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
 
 
 def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:

@@ -27,6 +27,7 @@ from sensorium.server.http.calls import TRACE_HEADER, Context
 from sensorium.server.http.error_boundary import ErrorBoundary
 from sensorium.server.http.errors import ErrorAnswer, get_phrase
 from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.generate_route import make_generate_router
 from sensorium.server.http.health import make_health_router
 from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.loop_lag import measure_loop_lag
@@ -59,6 +60,7 @@ def make_app(engine: AsyncEngine, options: HttpOptions, metrics: FrontendMetrics
         exception_handlers={HTTPException: _answer_http_exception},
     )
     app.include_router(make_text_router(context, failures))
+    app.include_router(make_generate_router(context, failures))
     app.include_router(make_health_router(context))
     app.include_router(make_admin_router(context))
     install_openapi(app, needs_key=bool(options.api_key), model_names=options.model_names)

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from sensorium.server.http.errors import ApiError, ClientGoneError
-from sensorium.server.http.json_slices import decode_json
+from sensorium.server.http.json_slices import MAX_VALUES, decode_json
+from sensorium.server.http.msgpack_values import check_num_values
 
 _SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
 _IDLE_S = 60.0  # between two pieces of a body
@@ -112,6 +113,7 @@ def _decode(body: bytearray) -> dict[str, Any]:
 
 
 def _decode_msgpack(body: bytearray) -> dict[str, Any]:
+    check_num_values(body, MAX_VALUES)
     try:
         value = msgspec.msgpack.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -19,6 +19,7 @@ from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.protocol.generating import GeneratingRequest
 from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.http.protocol.token_wire import GenerateRequest
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.trace import make_trace
 from sensorium.types.outputs import RequestOutput
@@ -28,7 +29,7 @@ from sensorium.types.sampling import SamplingParams
 TRACE_HEADER = "x-sensorium-trace"
 _MEBIBYTE = 2**20
 _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
-_Wire = TypeVar("_Wire", bound=GeneratingRequest)
+_Wire = TypeVar("_Wire", bound=GeneratingRequest | GenerateRequest)
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
 
 
@@ -79,6 +80,7 @@ async def receive_call(
     *,
     id_prefix: str,
     field: str,
+    takes_msgpack: bool = False,
 ) -> Call[_Wire]:
     """Read and check the request. `prepare` makes prompts and parameters of it, `field` has
     what the model reads.
@@ -90,7 +92,9 @@ async def receive_call(
         return request, prepare(request)
 
     max_bytes = context.options.max_body_mb * _MEBIBYTE
-    request, (prompts, params) = await read_body(http_request, parse, max_bytes=max_bytes)
+    request, (prompts, params) = await read_body(
+        http_request, parse, max_bytes=max_bytes, takes_msgpack=takes_msgpack
+    )
     http_request.state.input = RequestInput(name=field, value=getattr(request, field))
     generation = Generation(
         engine=context.engine,

@@ -13,11 +13,18 @@ from sensorium.server.http.errors import ErrorAnswer, make_answer
 from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
+from sensorium.server.http.protocol.token_wire import GenerateRequest
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import FailedRequestError, RequestError
 
 logger = logging.getLogger(__name__)
-_FIELDS = frozenset({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
+_FIELDS = frozenset(
+    {
+        *ChatCompletionRequest.model_fields,
+        *CompletionRequest.model_fields,
+        *GenerateRequest.model_fields,
+    }
+)
 
 
 class FailureLog:
@@ -30,8 +37,10 @@ class FailureLog:
         """
         answer = make_answer(error, fields=_FIELDS)
         given: RequestInput | None = state.get("input")
-        if given is not None and _is_of_input(error) and answer.param is None:
-            answer = replace(answer, param=given.find_path(answer.message))
+        if given is not None and _is_of_input(error):
+            param = answer.param
+            path = given.find_path(answer.message) if param is None else given.qualify(param)
+            answer = replace(answer, param=path)
         if answer.reason is not None:
             self._metrics.count_refusal(answer.reason)
         if answer.is_bug:

@@ -30,6 +30,10 @@ class RequestInput:
         index = int(found.group(2))
         return paths[index] if index < len(paths) else self.name
 
+    def qualify(self, path: str) -> str:
+        """The whole path of a field that an error calls by a part of it."""
+        return path
+
 
 def _list_media(messages: Any) -> Iterator[tuple[str, str]]:
     """The paths and modalities of media parts, in their order."""

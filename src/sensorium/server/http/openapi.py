@@ -20,10 +20,21 @@ from sensorium.server.http.protocol.answers import (
 )
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
+from sensorium.server.http.protocol.generating import WireModel
 from sensorium.server.http.protocol.message_schemas import MESSAGE_SCHEMAS
+from sensorium.server.http.protocol.token_wire import GenerateRequest, GenerateResponse
 
 _REF = "#/components/schemas/{name}"
-_ANSWERS = (ChatCompletion, ChatCompletionChunk, Completion, ErrorResponse, ModelCard, ModelList)
+_ANSWERS = (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorResponse,
+    GenerateResponse,
+    ModelCard,
+    ModelList,
+)
+_REQUESTS = (ChatCompletionRequest, CompletionRequest, GenerateRequest)
 _ERRORS = {
     400: "The request can't be served as it is.",
     401: "The API key is missing or wrong.",
@@ -76,9 +87,11 @@ def _make_event(chunk: str) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def make_body(request: type[ChatCompletionRequest | CompletionRequest]) -> dict[str, Any]:
-    schema = _ref(request.__name__)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def make_body(request: type[WireModel], *other_types: str) -> dict[str, Any]:
+    """`other_types`: encodings that it may have besides JSON."""
+    types = ("application/json", *other_types)
+    content = {kind: {"schema": _ref(request.__name__)} for kind in types}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]) -> None:
@@ -98,7 +111,7 @@ def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]
 
 def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
     _, requests = models_json_schema(
-        [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+        [(request, "validation") for request in _REQUESTS],
         ref_template=_REF.format(name="{model}"),
     )
     for schema in requests["$defs"].values():

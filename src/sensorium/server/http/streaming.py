@@ -14,11 +14,12 @@ from msgspec import UNSET, UnsetType
 from sensorium.server.http.calls import Call
 from sensorium.server.http.protocol.answers import ChatCompletionChunk, Completion, Usage
 from sensorium.server.http.protocol.generating import GeneratingRequest, StreamOptions
+from sensorium.server.http.protocol.token_wire import GenerateRequest, GenerateResponse
 from sensorium.server.http.sse import make_frame
 from sensorium.server.http.usage import make_running_usage, make_usage
 from sensorium.types.outputs import RequestDelta
 
-_Chunk = TypeVar("_Chunk", bound=ChatCompletionChunk | Completion)
+_Chunk = TypeVar("_Chunk", bound=ChatCompletionChunk | Completion | GenerateResponse)
 
 
 class ChunkMaker(Protocol[_Chunk]):
@@ -46,7 +47,7 @@ class RunningUsage:
 
 class Frames(Generic[_Chunk]):
     def __init__(self, call: Call[Any], maker: ChunkMaker[_Chunk]) -> None:
-        request: GeneratingRequest = call.request
+        request: GeneratingRequest | GenerateRequest = call.request
         options = request.stream_options or StreamOptions()
         self._call = call
         self._maker = maker

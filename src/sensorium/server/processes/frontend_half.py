@@ -73,6 +73,7 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
             limit_mm_per_prompt=engine_options.limit_mm_per_prompt,
             mm_processor_kwargs=media.mm_processor_kwargs,
             media_io_kwargs=media.media_io_kwargs,
+            trust_injected=options.trust_injected,
             seed=engine_options.seed + start.index,
         )
     pool = frontend.perception.pool

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.protocol.generating import GeneratingRequest, WireModel
+from sensorium.server.http.protocol.generating import WireModel
 
 logger = logging.getLogger(__name__)
 _MAX_WARNED = 1000  # names come from clients
 _MAX_NAME_LENGTH = 100
 _warned: set[str] = set()
-_Request = TypeVar("_Request", bound=GeneratingRequest)
+_Request = TypeVar("_Request", bound=WireModel)
 
 
 def read_request(kind: type[_Request], body: dict[str, Any]) -> _Request:
@@ -23,8 +23,9 @@ def read_request(kind: type[_Request], body: dict[str, Any]) -> _Request:
     except ValidationError as error:
         raise _make_error(error) from error
     _warn_of_unknown(request)
-    if request.stream_options is not None:
-        _warn_of_unknown(request.stream_options)
+    for value in request.__dict__.values():
+        if isinstance(value, WireModel):
+            _warn_of_unknown(value)
     return request
 
 

@@ -8,13 +8,14 @@ msgpack it is the bytes themselves: see `multimodal.item_wire`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from sensorium.server.http.protocol.answers import TokenIds, Usage
 from sensorium.server.http.protocol.fields import (
+    MAX_TOKEN_ID,
     Count,
     Integer,
     JsonObject,
@@ -34,7 +35,36 @@ from sensorium.server.http.protocol.fields import (
 from sensorium.server.http.protocol.generating import StreamOptions, WireModel
 from sensorium.server.http.protocol.logprobs import ChatLogprobs, PromptLogprobs
 
+MAX_ID_LENGTH = 256
+MAX_ITEMS = 2**14  # of one modality in one prompt
+_MAX_MODALITIES = 16
+
 # ---- what is read
+
+
+def _check_entries(value: object) -> object:
+    """Before each of them is looked at: every bad one would have an error of its own."""
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        raise ValueError(f"at most {MAX_ITEMS} entries")
+    return value
+
+
+def _check_modalities(value: object) -> object:
+    if isinstance(value, dict) and len(value) > _MAX_MODALITIES:
+        raise ValueError(f"at most {_MAX_MODALITIES} modalities")
+    return value
+
+
+_Entry = TypeVar("_Entry")
+_Few = Annotated[list[_Entry], BeforeValidator(_check_entries)]
+_ByModality = Annotated[dict[str, _Few[_Entry]], BeforeValidator(_check_modalities)]
+_ItemBytes = Annotated[str | bytes, WithJsonSchema({"type": "string", "contentEncoding": "base64"})]
+_RUNS: JsonObject = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TOKEN_IDS: JsonObject = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
+    "minItems": 1,
+}
 
 
 class WireSamplingParams(WireModel):
@@ -65,9 +95,11 @@ class WireSamplingParams(WireModel):
 
 
 class WirePlaceholder(WireModel):
+    """`is_embed` is read by `server.http.features`: it may be long."""
+
     offset: Count
     length: Count
-    is_embed: list[Count] | None = None
+    is_embed: Annotated[list[Any], WithJsonSchema(_RUNS)] | None = None
 
 
 class WireFeatures(WireModel):
@@ -75,9 +107,9 @@ class WireFeatures(WireModel):
     the server has; left out, it has all of them.
     """
 
-    mm_hashes: dict[str, list[str]]
-    mm_placeholders: dict[str, list[WirePlaceholder]]
-    kwargs_data: dict[str, list[str | bytes | None]] | None = None
+    mm_hashes: _ByModality[str]
+    mm_placeholders: _ByModality[WirePlaceholder]
+    kwargs_data: _ByModality[_ItemBytes | None] | None = None
 
 
 class ContentPart(WireModel):
@@ -91,16 +123,17 @@ class ContentPart(WireModel):
 class GenerateRequest(WireModel):
     """`features` and `content_parts` exclude each other."""
 
-    token_ids: Annotated[list[Any], Field(min_length=1)]
-    request_id: str | None = None
+    token_ids: Annotated[list[Any], Field(min_length=1), WithJsonSchema(_TOKEN_IDS)]
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
     model: str | None = None
     features: WireFeatures | None = None
-    content_parts: list[ContentPart] | None = None
+    content_parts: _Few[ContentPart] | None = None
     sampling_params: WireSamplingParams = WireSamplingParams()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Integer | None = None
+    trace: bool | None = None
 
 
 # ---- what is written
