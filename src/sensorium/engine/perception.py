@@ -19,6 +19,7 @@ from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
 from sensorium.multimodal.item_handler import make_settings
 from sensorium.multimodal.item_worker import ItemWorker
+from sensorium.multimodal.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.perceiver import Perceiver
 from sensorium.multimodal.pool.pool import ProcessPool
@@ -133,7 +134,9 @@ def build_perception(
             width=embeds_width,
         )
 
-    def make_perceiver(cache: ProcessorCache, *, keep: bool) -> Perceiver:
+    def make_perceiver(
+        cache: ProcessorCache, *, keep: bool, layouts: SizeLayouts | None = None
+    ) -> Perceiver:
         return Perceiver(
             cache=cache,
             shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
@@ -142,12 +145,17 @@ def build_perception(
             backend=make_backend(keep=keep),
             uuids=uuids,
             limits=limits,
+            layouts=layouts,
         )
 
+    layouts = None
+    if has_sized_images(processor):
+        backend = make_backend(keep=False)
+        layouts = SizeLayouts(hasher=hasher, backend=backend, limits=limits)
     return Perception(
         caches=caches,
         perceiver=make_perceiver(caches.sender, keep=store is not None),
-        readonly=make_perceiver(caches.readonly, keep=False),
+        readonly=make_perceiver(caches.readonly, keep=False, layouts=layouts),
         loader=loader,
         pool=pool,
     )
