@@ -95,15 +95,17 @@ class InputProcessor:
         """Raises a `RequestError` that names what is wrong with the prompt.
 
         With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
-        neither asked nor changed. Then, without `needs_tensors`, they may come without.
+        neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
+        prompt of text may be longer than the context: who asks so may just want to count.
         """
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
+        needs_tensors = needs_tensors or not skip_mm_cache
         token_ids, features, items = self._expand(
-            fields, perceiver, needs_tensors=needs_tensors or not skip_mm_cache, cancelled=cancelled
+            fields, perceiver, needs_tensors=needs_tensors, cancelled=cancelled
         )
         try:
-            if self.max_model_len is not None:
+            if needs_tensors and self.max_model_len is not None:
                 check_length(len(token_ids), self.max_model_len)
             request = EngineCoreRequest(
                 request_id=request_id,

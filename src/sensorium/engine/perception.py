@@ -111,11 +111,7 @@ def build_perception(
     """`embeds_modalities`: of which embeddings may come computed, so wide."""
     limits = options.get_limits()
     store = caches.store
-    hasher = MediaHasher(
-        options.hasher_algorithm,
-        model_revision=model_revision,
-        processor_fingerprint=processor.fingerprint,
-    )
+    hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     pool = _build_pool(options, store, directory, trust_remote_code=trust_remote_code)
@@ -134,9 +130,10 @@ def build_perception(
             width=embeds_width,
         )
 
-    def make_perceiver(
-        cache: ProcessorCache, *, keep: bool, layouts: SizeLayouts | None = None
-    ) -> Perceiver:
+    layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
+    readonly_layouts = layouts if has_sized_images(processor) else None
+
+    def make_perceiver(cache: ProcessorCache, *, keep: bool, is_readonly: bool) -> Perceiver:
         return Perceiver(
             cache=cache,
             shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
@@ -145,19 +142,25 @@ def build_perception(
             backend=make_backend(keep=keep),
             uuids=uuids,
             limits=limits,
-            layouts=layouts,
+            layouts=readonly_layouts if is_readonly else None,
         )
 
-    layouts = None
-    if has_sized_images(processor):
-        backend = make_backend(keep=False)
-        layouts = SizeLayouts(hasher=hasher, backend=backend, limits=limits)
     return Perception(
         caches=caches,
-        perceiver=make_perceiver(caches.sender, keep=store is not None),
-        readonly=make_perceiver(caches.readonly, keep=False, layouts=layouts),
+        perceiver=make_perceiver(caches.sender, keep=store is not None, is_readonly=False),
+        readonly=make_perceiver(caches.readonly, keep=False, is_readonly=True),
         loader=loader,
         pool=pool,
+    )
+
+
+def _build_hasher(
+    options: MediaOptions, processor: MultiModalProcessor, model_revision: str
+) -> MediaHasher:
+    return MediaHasher(
+        options.hasher_algorithm,
+        model_revision=model_revision,
+        processor_fingerprint=processor.fingerprint,
     )
 
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from sensorium.server.http.body import MSGPACK_TYPES
 from sensorium.server.http.protocol.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -20,10 +21,39 @@ from sensorium.server.http.protocol.answers import (
 )
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
+from sensorium.server.http.protocol.generating import WireModel
 from sensorium.server.http.protocol.message_schemas import MESSAGE_SCHEMAS
+from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
+from sensorium.server.http.protocol.token_wire import RenderedRequest
+from sensorium.server.http.protocol.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 
 _REF = "#/components/schemas/{name}"
-_ANSWERS = (ChatCompletion, ChatCompletionChunk, Completion, ErrorResponse, ModelCard, ModelList)
+_REQUESTS: tuple[type[WireModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ChatRenderRequest,
+    CompletionRenderRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_ANSWERS = (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    RenderedRequest,
+    TokenizeResponse,
+    DetokenizeResponse,
+)
+# What has no name of its own among the answers.
+_LISTS = {"RenderedRequestList": "RenderedRequest"}
 _ERRORS = {
     400: "The request can't be served as it is.",
     401: "The API key is missing or wrong.",
@@ -38,6 +68,7 @@ _ERRORS = {
     503: "The engine is not there, or has no room.",
 }
 GENERATING_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)
+RENDERING_ERRORS = GENERATING_ERRORS
 ResponseDocuments = dict[int | str, dict[str, Any]]
 
 
@@ -45,14 +76,18 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
 
 
-def make_responses(answer: str | None, *errors: int, chunk: str | None = None) -> ResponseDocuments:
+def make_responses(
+    answer: str | None, *errors: int, chunk: str | None = None, has_msgpack: bool = False
+) -> ResponseDocuments:
     """Of a route whose answer has the schema `answer` (`None`: an object), and whose stream, if it
-    has one, has events of the schema `chunk`.
+    has one, has events of the schema `chunk`. `has_msgpack`: it comes so to who asks for it.
     """
     schema = {"type": "object"} if answer is None else _ref(answer)
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if chunk is not None:
         content["text/event-stream"] = {"itemSchema": _make_event(chunk)}
+    if has_msgpack:
+        content[MSGPACK_TYPES[0]] = {"schema": {"type": "string", "format": "binary"}}
     documents: ResponseDocuments = {200: {"description": "The answer.", "content": content}}
     for status in errors:
         documents[status] = {
@@ -76,7 +111,7 @@ def _make_event(chunk: str) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def make_body(request: type[ChatCompletionRequest | CompletionRequest]) -> dict[str, Any]:
+def make_body(request: type[WireModel]) -> dict[str, Any]:
     schema = _ref(request.__name__)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -98,11 +133,12 @@ def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]
 
 def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
     _, requests = models_json_schema(
-        [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+        [(request, "validation") for request in _REQUESTS],
         ref_template=_REF.format(name="{model}"),
     )
     for schema in requests["$defs"].values():
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [*model_names, None], "default": None}
     _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
-    return {**requests["$defs"], **answers, **MESSAGE_SCHEMAS}
+    lists = {name: {"type": "array", "items": _ref(entry)} for name, entry in _LISTS.items()}
+    return {**requests["$defs"], **answers, **lists, **MESSAGE_SCHEMAS}

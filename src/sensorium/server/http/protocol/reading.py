@@ -15,17 +15,24 @@ _MAX_WARNED = 1000  # names come from clients
 _MAX_NAME_LENGTH = 100
 _warned: set[str] = set()
 _Request = TypeVar("_Request", bound=GeneratingRequest)
+_Model = TypeVar("_Model", bound=WireModel)
 
 
 def read_request(kind: type[_Request], body: dict[str, Any]) -> _Request:
-    try:
-        request = kind.model_validate(body)
-    except ValidationError as error:
-        raise _make_error(error) from error
-    _warn_of_unknown(request)
+    request = read_model(kind, body)
     if request.stream_options is not None:
         _warn_of_unknown(request.stream_options)
     return request
+
+
+def read_model(kind: type[_Model], body: dict[str, Any]) -> _Model:
+    """Of any shape."""
+    try:
+        model = kind.model_validate(body)
+    except ValidationError as error:
+        raise _make_error(error) from error
+    _warn_of_unknown(model)
+    return model
 
 
 def _make_error(error: ValidationError) -> ApiError:
