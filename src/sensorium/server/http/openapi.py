@@ -21,6 +21,12 @@ from sensorium.server.http.protocol.answers import (
 )
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
+from sensorium.server.http.protocol.derender import (
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+    DerenderedChatChunk,
+    DerenderedCompletionChunk,
+)
 from sensorium.server.http.protocol.generating import WireModel
 from sensorium.server.http.protocol.message_schemas import MESSAGE_SCHEMAS
 from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
@@ -40,6 +46,8 @@ _REQUESTS: tuple[type[WireModel], ...] = (
     CompletionRenderRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    DerenderChatRequest,
+    DerenderCompletionRequest,
 )
 _ANSWERS = (
     ChatCompletion,
@@ -51,9 +59,10 @@ _ANSWERS = (
     RenderedRequest,
     TokenizeResponse,
     DetokenizeResponse,
+    DerenderedChatChunk,
+    DerenderedCompletionChunk,
 )
-# What has no name of its own among the answers.
-_LISTS = {"RenderedRequestList": "RenderedRequest"}
+_BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {
     400: "The request can't be served as it is.",
     401: "The API key is missing or wrong.",
@@ -76,6 +85,14 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
 
 
+# What has no type of its own among the answers.
+_NAMED: dict[str, Any] = {
+    "RenderedRequestList": {"type": "array", "items": _ref("RenderedRequest")},
+    "DerenderedChat": {"anyOf": [_ref("ChatCompletion"), _ref("DerenderedChatChunk")]},
+    "DerenderedCompletion": {"anyOf": [_ref("Completion"), _ref("DerenderedCompletionChunk")]},
+}
+
+
 def make_responses(
     answer: str | None, *errors: int, chunk: str | None = None, has_msgpack: bool = False
 ) -> ResponseDocuments:
@@ -87,7 +104,7 @@ def make_responses(
     if chunk is not None:
         content["text/event-stream"] = {"itemSchema": _make_event(chunk)}
     if has_msgpack:
-        content[MSGPACK_TYPES[0]] = {"schema": {"type": "string", "format": "binary"}}
+        content[MSGPACK_TYPES[0]] = {"schema": _BINARY}
     documents: ResponseDocuments = {200: {"description": "The answer.", "content": content}}
     for status in errors:
         documents[status] = {
@@ -111,9 +128,11 @@ def _make_event(chunk: str) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def make_body(request: type[WireModel]) -> dict[str, Any]:
-    schema = _ref(request.__name__)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def make_body(request: type[WireModel], *, has_msgpack: bool = False) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": _ref(request.__name__)}}
+    if has_msgpack:
+        content[MSGPACK_TYPES[0]] = {"schema": _BINARY}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]) -> None:
@@ -140,5 +159,4 @@ def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [*model_names, None], "default": None}
     _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
-    lists = {name: {"type": "array", "items": _ref(entry)} for name, entry in _LISTS.items()}
-    return {**requests["$defs"], **answers, **lists, **MESSAGE_SCHEMAS}
+    return {**requests["$defs"], **answers, **_NAMED, **MESSAGE_SCHEMAS}
