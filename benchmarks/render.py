@@ -38,8 +38,9 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from live_server import LiveServer
 from PIL import Image
+
+from live_server import LiveServer
 from process_samples import get_cpu_seconds, list_tree
 from records import write_record
 

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+# Tokens that may wait for the rest of a character. Bytes that never become one, or characters that
+# are this very one, are given out then: no character has so many tokens.
+_MAX_WAITING = 32
+NUM_PROMPT_TOKENS = 6
 
 
 class Detokenizer:
@@ -19,7 +23,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         # A few tokens of the prompt: the first new token may need a neighbour to know about its
         # leading space.
-        self._token_ids = list(prompt_token_ids[-6:])
+        self._token_ids = list(prompt_token_ids[-NUM_PROMPT_TOKENS:])
         self._prefix_start = 0
         self._read_end = len(self._token_ids)
         self.text = ""
@@ -28,13 +32,41 @@ class Detokenizer:
         self._token_ids.append(token_id)
         prefix = self._decode(self._prefix_start, self._read_end)
         text = self._decode(self._prefix_start, len(self._token_ids))
-        if len(text) > len(prefix) and not text.endswith(_REPLACEMENT_CHARACTER):
+        is_whole = not text.endswith(_REPLACEMENT_CHARACTER)
+        is_late = len(self._token_ids) - self._read_end >= _MAX_WAITING
+        if len(text) > len(prefix) and (is_whole or is_late):
             self._take(text, prefix)
 
     def finish(self) -> None:
         """Give out the rest, complete or not."""
         prefix = self._decode(self._prefix_start, self._read_end)
         self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
+
+    def save(self) -> tuple[tuple[int, ...], int]:
+        """What `restore` goes on with, apart from the text: the last tokens, and how many of them
+        have given their text. They don't grow with the answer: what leaves no trace in any text
+        is left out.
+        """
+        read = self._list_heard(self._prefix_start, self._read_end)
+        return (*read, *self._list_heard(self._read_end, len(self._token_ids))), len(read)
+
+    @classmethod
+    def restore(cls, tokenizer: Any, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
+        restored = cls(tokenizer)
+        restored._token_ids = list(token_ids)
+        restored._read_end = num_read
+        return restored
+
+    def _list_heard(self, start: int, end: int) -> list[int]:
+        return [i for i in self._token_ids[start:end] if not self._is_silent(i)]
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether it is skipped wherever it stands: a special token, or none of the vocabulary."""
+        tokenizer = self._tokenizer
+        if token_id >= len(tokenizer):
+            return True
+        is_skipped = not tokenizer.decode([token_id], skip_special_tokens=True)
+        return is_skipped and bool(tokenizer.decode([token_id], skip_special_tokens=False))
 
     def _take(self, text: str, prefix: str) -> None:
         self.text += text[len(prefix) :]

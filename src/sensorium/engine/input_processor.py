@@ -101,14 +101,17 @@ class InputProcessor:
         """Raises a `RequestError` that names what is wrong with the prompt.
 
         With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
-        neither asked nor changed. Then, without `needs_tensors`, they may come without.
+        neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
+        prompt of text may be longer than the context: who asks so may just want to count.
         """
-        del needs_tensors
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
-        token_ids, features, items = self._expand(fields, perceiver, cancelled)
+        needs_tensors = needs_tensors or not skip_mm_cache
+        token_ids, features, items = self._expand(
+            fields, perceiver, needs_tensors=needs_tensors, cancelled=cancelled
+        )
         try:
-            if self.max_model_len is not None:
+            if needs_tensors and self.max_model_len is not None:
                 check_length(len(token_ids), self.max_model_len)
             request = EngineCoreRequest(
                 request_id=request_id,
@@ -123,7 +126,7 @@ class InputProcessor:
                 priority=fields.get("priority") or 0,
             )
         except BaseException:
-            perceiver.cache.release([item.handle for item in items])
+            perceiver.release(items)
             raise
         return ProcessedRequest(
             request=request,
@@ -135,19 +138,26 @@ class InputProcessor:
     def release(self, processed: ProcessedRequest) -> None:
         """Its items may be evicted, as far as it is concerned. Once."""
         perceiver = self._get_perceiver(skip_mm_cache=processed.is_readonly)
-        perceiver.cache.release([item.handle for item in processed.items])
+        perceiver.release(processed.items)
 
     def _get_perceiver(self, *, skip_mm_cache: bool) -> Perceiver:
         return self._readonly if skip_mm_cache and self._readonly is not None else self.perceiver
 
     def _expand(
-        self, fields: Mapping[str, Any], perceiver: Perceiver, cancelled: Future[None] | None
+        self,
+        fields: Mapping[str, Any],
+        perceiver: Perceiver,
+        *,
+        needs_tensors: bool,
+        cancelled: Future[None] | None,
     ) -> _Expanded:
         if fields.get("mm_hashes") is not None:
             return self._expand_rendered(fields, perceiver)
         media = get_media_items(fields)
         self._check_counts([item.modality for item in media])
-        items = perceiver.perceive(media, self._get_options(fields), cancelled=cancelled)
+        items = perceiver.perceive(
+            media, self._get_options(fields), needs_tensors=needs_tensors, cancelled=cancelled
+        )
         handles = [item.handle for item in items]
         try:
             if "prompt" in fields:
@@ -162,7 +172,7 @@ class InputProcessor:
                     self.processor, fields["prompt_token_ids"], handles
                 )
         except BaseException:
-            perceiver.cache.release(handles)
+            perceiver.release(items)
             raise
         return token_ids, features, items
 
@@ -173,7 +183,7 @@ class InputProcessor:
         try:
             _take_items(perceiver.cache, entries, items)
         except BaseException:
-            perceiver.cache.release([item.handle for item in items])
+            perceiver.release(items)
             raise
         return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
 

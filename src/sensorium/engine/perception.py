@@ -19,6 +19,7 @@ from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
 from sensorium.multimodal.item_handler import make_settings
 from sensorium.multimodal.item_worker import ItemWorker
+from sensorium.multimodal.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.perceiver import Perceiver
 from sensorium.multimodal.pool.pool import ProcessPool
@@ -110,11 +111,7 @@ def build_perception(
     """`embeds_modalities`: of which embeddings may come computed, so wide."""
     limits = options.get_limits()
     store = caches.store
-    hasher = MediaHasher(
-        options.hasher_algorithm,
-        model_revision=model_revision,
-        processor_fingerprint=processor.fingerprint,
-    )
+    hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     pool = _build_pool(options, store, directory, trust_remote_code=trust_remote_code)
@@ -133,7 +130,10 @@ def build_perception(
             width=embeds_width,
         )
 
-    def make_perceiver(cache: ProcessorCache, *, keep: bool) -> Perceiver:
+    layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
+    readonly_layouts = layouts if has_sized_images(processor) else None
+
+    def make_perceiver(cache: ProcessorCache, *, keep: bool, is_readonly: bool) -> Perceiver:
         return Perceiver(
             cache=cache,
             shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
@@ -142,14 +142,25 @@ def build_perception(
             backend=make_backend(keep=keep),
             uuids=uuids,
             limits=limits,
+            layouts=readonly_layouts if is_readonly else None,
         )
 
     return Perception(
         caches=caches,
-        perceiver=make_perceiver(caches.sender, keep=store is not None),
-        readonly=make_perceiver(caches.readonly, keep=False),
+        perceiver=make_perceiver(caches.sender, keep=store is not None, is_readonly=False),
+        readonly=make_perceiver(caches.readonly, keep=False, is_readonly=True),
         loader=loader,
         pool=pool,
+    )
+
+
+def _build_hasher(
+    options: MediaOptions, processor: MultiModalProcessor, model_revision: str
+) -> MediaHasher:
+    return MediaHasher(
+        options.hasher_algorithm,
+        model_revision=model_revision,
+        processor_fingerprint=processor.fingerprint,
     )
 
 

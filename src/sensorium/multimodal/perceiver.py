@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +21,7 @@ from sensorium.multimodal.checks import check_unread
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.item_worker import ItemJob
+from sensorium.multimodal.layouts import SizeLayouts
 from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
@@ -47,7 +48,8 @@ _Result = FinishedItem | None  # None: the cache has it by now
 class PerceivedItem:
     """A handle, and what it was made from, should the core have lost the tensors: an `origin`, or
     tensors that the caller `brought`. `given_hash`: what the caller calls it, where that came with
-    it. `times`: seconds by stage, of what was done for this request.
+    it. `times`: seconds by stage, of what was done for this request. `is_layout_only`: the handle
+    is no cache's, and there are no tensors.
     """
 
     handle: ItemHandle
@@ -57,9 +59,12 @@ class PerceivedItem:
     brought: ProcessedItem | None = None
     given_hash: str | None = None
     times: ItemTimes = field(default_factory=dict)
+    is_layout_only: bool = False
 
 
 class Perceiver:
+    """`layouts`: where they may be had without tensors, for whom they are enough."""
+
     def __init__(
         self,
         *,
@@ -70,6 +75,7 @@ class Perceiver:
         backend: ItemBackend,
         uuids: UuidBindings,
         limits: MediaLimits,
+        layouts: SizeLayouts | None = None,
     ) -> None:
         self.cache = cache
         self.shared = shared
@@ -78,6 +84,7 @@ class Perceiver:
         self.backend = backend
         self.uuids = uuids
         self.limits = limits
+        self.layouts = layouts
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
     def perceive(
@@ -85,16 +92,19 @@ class Perceiver:
         items: Sequence[MediaItem],
         options: PerceptionOptions,
         *,
+        needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> list[PerceivedItem]:
-        """In the order of the items. `cancelled` completes when nobody waits any more."""
-        calls = [_ItemCall(self, item, options) for item in items]
+        """In the order of the items. `cancelled` completes when nobody waits any more. Without
+        `needs_tensors`, what no cache has may come without them.
+        """
+        calls = [_ItemCall(self, item, options, needs_tensors=needs_tensors) for item in items]
         try:
             for call in calls:
                 call.run(call.recognise)
             self._load([call for call in calls if call.needs_source], cancelled)
             for call in calls:
-                call.run(call.start)
+                call.run(lambda call=call: call.start(cancelled))  # type: ignore[misc]
             for call in calls:
                 call.run(lambda call=call: call.finish(cancelled))  # type: ignore[misc]
             for call in calls:
@@ -104,6 +114,10 @@ class Perceiver:
                 call.undo()
             raise
         return [call.get_result() for call in calls]
+
+    def release(self, items: Iterable[PerceivedItem]) -> None:
+        """These may be evicted, as far as their request is concerned. Each once."""
+        self.cache.release([item.handle for item in items if not item.is_layout_only])
 
     def perceive_again(
         self, item: PerceivedItem, *, cancelled: Future[None] | None = None
@@ -136,9 +150,18 @@ class Perceiver:
 class _ItemCall:
     """One item on its way: recognised by its uuid, or loaded, named, found or processed."""
 
-    def __init__(self, perceiver: Perceiver, item: MediaItem, options: PerceptionOptions) -> None:
+    def __init__(
+        self,
+        perceiver: Perceiver,
+        item: MediaItem,
+        options: PerceptionOptions,
+        *,
+        needs_tensors: bool,
+    ) -> None:
         self._perceiver = perceiver
         self._options = options
+        self._layouts = None if needs_tensors else perceiver.layouts
+        self._is_layout_only = False
         self._handle: ItemHandle | None = None
         self._waiter: Waiter[str, _Result] | None = None
         self._job: ItemJob | None = None
@@ -174,7 +197,7 @@ class _ItemCall:
                 raise RequestError("there is neither media nor a uuid")
             raise MissingMediaError(f"uuid {item.uuid!r} is in no cache: send it", (item.uuid,))
 
-    def start(self) -> None:
+    def start(self, cancelled: Future[None] | None) -> None:
         if self._handle is not None:
             return
         perceiver, item = self._perceiver, self.item
@@ -188,7 +211,24 @@ class _ItemCall:
             perceiver.uuids.check(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
         with self.times.measure("hash"):
             self._job = self._make_job(self._bound)
-        self._look_up_or_join()
+        self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
+        if self._handle is None and self._layouts is not None:
+            self._lay_out(self._layouts, self._job, cancelled)
+        if self._handle is None:
+            self._join()
+
+    def _lay_out(self, layouts: SizeLayouts, job: ItemJob, cancelled: Future[None] | None) -> None:
+        """Where that can be done without the tensors."""
+        layout = layouts.get(job, self.source, cancelled=cancelled)
+        if layout is not None:
+            self._is_layout_only = True
+            self._handle = ItemHandle(
+                modality=job.modality,
+                mm_hash=job.mm_hash,
+                layout=layout,
+                num_bytes=0,
+                is_hit=False,
+            )
 
     def _make_job(self, source: BoundSource) -> ItemJob:
         item, options = self.item, self._options
@@ -212,7 +252,7 @@ class _ItemCall:
             processor_kwargs=processor_kwargs,
         )
 
-    def _look_up_or_join(self) -> None:
+    def _join(self) -> None:
         perceiver, job, source = self._perceiver, self._get_job(), self.source
 
         def start() -> Flight:
@@ -220,9 +260,7 @@ class _ItemCall:
                 return FinishedFlight(None)
             return perceiver.backend.start(job, source)
 
-        self._handle = perceiver.cache.get_and_update_item(job.mm_hash)
-        if self._handle is None:
-            self._waiter = perceiver.flights.join(job.mm_hash, start)
+        self._waiter = perceiver.flights.join(job.mm_hash, start)
 
     def finish(self, cancelled: Future[None] | None) -> None:
         """Wait for the flight; what it brings becomes a handle of this request's own."""
@@ -231,7 +269,9 @@ class _ItemCall:
                 self._take(self._waiter, cancelled)
             if self._handle is not None:
                 return
-            self._look_up_or_join()
+            self._handle = self._perceiver.cache.get_and_update_item(self._get_job().mm_hash)
+            if self._handle is None:
+                self._join()
         if self._waiter is not None:
             self._take(self._waiter, cancelled)
         if self._handle is None:
@@ -271,7 +311,7 @@ class _ItemCall:
     def undo(self) -> None:
         if self._waiter is not None:
             self._waiter.leave()
-        if self._handle is not None:
+        if self._handle is not None and not self._is_layout_only:
             self._perceiver.cache.release([self._handle])
 
     def get_result(self) -> PerceivedItem:
@@ -284,6 +324,7 @@ class _ItemCall:
             origin=origin,
             options=self._options,
             times=self.times.get(),
+            is_layout_only=self._is_layout_only,
         )
 
     def _get_job(self) -> ItemJob:

@@ -41,8 +41,8 @@ Colour = tuple[int, int, int]
 def decode_image(data: bytes, *, limits: MediaLimits, background: Colour = WHITE) -> Image.Image:
     """An RGB image, turned as its EXIF data says; of several frames the first."""
     with refuse_damaged(_KIND):
-        _check_webp_size(data, limits)
-        with _open(data) as image:
+        check_webp_size(data, limits)
+        with open_image(data) as image:
             check_num_pixels(*image.size, limits)
             try:
                 image.load()
@@ -71,7 +71,8 @@ def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
     return Image.alpha_composite(plain, colours).convert("RGB")
 
 
-def _open(data: bytes) -> Image.Image:
+def open_image(data: bytes) -> Image.Image:
+    """Nothing is decoded yet."""
     Image.init()
     prefix = data[:_PREFIX_BYTES]
     for name in _FORMATS:
@@ -86,7 +87,7 @@ def _open(data: bytes) -> Image.Image:
     raise RequestError(f"this is not an image of a supported format ({known})")
 
 
-def _check_webp_size(data: bytes, limits: MediaLimits) -> None:
+def check_webp_size(data: bytes, limits: MediaLimits) -> None:
     """WebP's decoder allocates its canvas when it is made, so its header is read here."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return
@@ -109,12 +110,17 @@ def _too_many_pixels(limits: MediaLimits) -> str:
     return f"it has more than {limits.max_pixels} pixels, which is the limit"
 
 
-def _turn_upright(image: Image.Image) -> Image.Image:
+def get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
+    """What makes an image upright, by its EXIF data; `None` if it is."""
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        orientation = read_exif().get(ExifTags.Base.Orientation)
     except Exception:  # damaged notes beside good pixels
-        return image
-    turn = _TO_UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+        return None
+    return _TO_UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    turn = get_turn(image.getexif)
     return image if turn is None else image.transpose(turn)
 
 

@@ -1,5 +1,5 @@
-"""How many requests for text may be in the server at once: counted from arrival, before the body is
-read, to the last byte of the answer.
+"""How many requests for text or tokens may be in the server at once: counted from arrival, before
+the body is read, to the last byte of the answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
 from sensorium.server.metrics.frontend import FrontendMetrics
 
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
+# Those whose work is not done at once.
+GENERATING_PATHS = frozenset(
+    {
+        "/inference/v1/generate",
+        "/v1/chat/completions",
+        "/v1/chat/completions/derender",
+        "/v1/chat/completions/render",
+        "/v1/completions",
+        "/v1/completions/derender",
+        "/v1/completions/render",
+        "/detokenize",
+        "/tokenize",
+    }
+)
 
 
 def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:

@@ -32,6 +32,7 @@ from sensorium.server.http.health import make_health_router
 from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.loop_lag import measure_loop_lag
 from sensorium.server.http.openapi import install_openapi
+from sensorium.server.http.render_routes import make_render_router
 from sensorium.server.http.request_ids import HEADER, RequestIds
 from sensorium.server.http.response_times import ResponseTimes
 from sensorium.server.http.text_routes import make_text_router
@@ -61,6 +62,7 @@ def make_app(engine: AsyncEngine, options: HttpOptions, metrics: FrontendMetrics
     )
     app.include_router(make_text_router(context, failures))
     app.include_router(make_generate_router(context, failures))
+    app.include_router(make_render_router(context, failures))
     app.include_router(make_health_router(context))
     app.include_router(make_admin_router(context))
     install_openapi(app, needs_key=bool(options.api_key), model_names=options.model_names)

@@ -27,7 +27,7 @@ from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 TRACE_HEADER = "x-sensorium-trace"
-_MEBIBYTE = 2**20
+MEBIBYTE = 2**20
 _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
 _Wire = TypeVar("_Wire", bound=GeneratingRequest | GenerateRequest)
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
@@ -91,7 +91,7 @@ async def receive_call(
         check_model(request.model, context.options.model_names)
         return request, prepare(request)
 
-    max_bytes = context.options.max_body_mb * _MEBIBYTE
+    max_bytes = context.options.max_body_mb * MEBIBYTE
     request, (prompts, params) = await read_body(
         http_request, parse, max_bytes=max_bytes, takes_msgpack=takes_msgpack
     )

@@ -42,7 +42,7 @@ from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDe
 async def answer_chat(http_request: Request, context: Context, failures: FailureLog) -> Response:
     def prepare(request: ChatCompletionRequest) -> Work:
         params = make_chat_params(request)
-        return [_make_chat(request, is_trusted=is_trusted)], params
+        return [make_chat(request, is_trusted=is_trusted)], params
 
     is_trusted = context.options.trust_request_chat_template
     call = await receive_call(
@@ -61,7 +61,8 @@ async def answer_chat(http_request: Request, context: Context, failures: Failure
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _make_chat(request: ChatCompletionRequest, *, is_trusted: bool) -> Chat:
+def make_chat(request: ChatCompletionRequest, *, is_trusted: bool) -> Chat:
+    """`is_trusted`: whether it may bring a template of its own."""
     if request.chat_template is not None and not is_trusted:
         raise ApiError(
             "chat_template is refused: this server was not started with "

@@ -42,7 +42,12 @@ async def answer_completion(
     http_request: Request, context: Context, failures: FailureLog
 ) -> Response:
     call = await receive_call(
-        http_request, context, CompletionRequest, _prepare, id_prefix="cmpl", field="prompt"
+        http_request,
+        context,
+        CompletionRequest,
+        prepare_completion,
+        id_prefix="cmpl",
+        field="prompt",
     )
     tokenizer = context.engine.tokenizer
     if call.request.stream:
@@ -64,7 +69,8 @@ async def answer_completion(
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-def _prepare(request: CompletionRequest) -> Work:
+def prepare_completion(request: CompletionRequest) -> Work:
+    """Its prompts, and the parameters of all of them."""
     params = make_completion_params(request)
     if len(request.prompt) * params.n > MAX_CHOICES:
         raise ApiError(

@@ -6,7 +6,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sensorium.server.http.body import MSGPACK_TYPES
 from sensorium.server.http.calls import Context
 from sensorium.server.http.failures import FailureLog
 from sensorium.server.http.generate import answer_generate
@@ -20,7 +19,7 @@ def make_generate_router(context: Context, failures: FailureLog) -> APIRouter:
     @router.post(
         "/generate",
         responses=make_responses("GenerateResponse", *GENERATING_ERRORS, chunk="GenerateResponse"),
-        openapi_extra=make_body(GenerateRequest, MSGPACK_TYPES[0]),
+        openapi_extra=make_body(GenerateRequest, has_msgpack=True),
     )
     async def generate(request: Request) -> Response:
         """Continue token ids. With `stream`, events of `GenerateResponse`."""

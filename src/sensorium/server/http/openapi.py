@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from sensorium.server.http.body import MSGPACK_TYPES
 from sensorium.server.http.protocol.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -20,11 +21,39 @@ from sensorium.server.http.protocol.answers import (
 )
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
+from sensorium.server.http.protocol.derender import (
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+    DerenderedChatChunk,
+    DerenderedCompletionChunk,
+)
 from sensorium.server.http.protocol.generating import WireModel
 from sensorium.server.http.protocol.message_schemas import MESSAGE_SCHEMAS
-from sensorium.server.http.protocol.token_wire import GenerateRequest, GenerateResponse
+from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
+from sensorium.server.http.protocol.token_wire import (
+    GenerateRequest,
+    GenerateResponse,
+    RenderedRequest,
+)
+from sensorium.server.http.protocol.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 
 _REF = "#/components/schemas/{name}"
+_REQUESTS: tuple[type[WireModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    ChatRenderRequest,
+    CompletionRenderRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    DerenderChatRequest,
+    DerenderCompletionRequest,
+)
 _ANSWERS = (
     ChatCompletion,
     ChatCompletionChunk,
@@ -33,8 +62,13 @@ _ANSWERS = (
     GenerateResponse,
     ModelCard,
     ModelList,
+    RenderedRequest,
+    TokenizeResponse,
+    DetokenizeResponse,
+    DerenderedChatChunk,
+    DerenderedCompletionChunk,
 )
-_REQUESTS = (ChatCompletionRequest, CompletionRequest, GenerateRequest)
+_BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {
     400: "The request can't be served as it is.",
     401: "The API key is missing or wrong.",
@@ -49,6 +83,7 @@ _ERRORS = {
     503: "The engine is not there, or has no room.",
 }
 GENERATING_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)
+RENDERING_ERRORS = GENERATING_ERRORS
 ResponseDocuments = dict[int | str, dict[str, Any]]
 
 
@@ -56,14 +91,26 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": _REF.format(name=name)}
 
 
-def make_responses(answer: str | None, *errors: int, chunk: str | None = None) -> ResponseDocuments:
+# What has no type of its own among the answers.
+_NAMED: dict[str, Any] = {
+    "RenderedRequestList": {"type": "array", "items": _ref("RenderedRequest")},
+    "DerenderedChat": {"anyOf": [_ref("ChatCompletion"), _ref("DerenderedChatChunk")]},
+    "DerenderedCompletion": {"anyOf": [_ref("Completion"), _ref("DerenderedCompletionChunk")]},
+}
+
+
+def make_responses(
+    answer: str | None, *errors: int, chunk: str | None = None, has_msgpack: bool = False
+) -> ResponseDocuments:
     """Of a route whose answer has the schema `answer` (`None`: an object), and whose stream, if it
-    has one, has events of the schema `chunk`.
+    has one, has events of the schema `chunk`. `has_msgpack`: it comes so to who asks for it.
     """
     schema = {"type": "object"} if answer is None else _ref(answer)
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if chunk is not None:
         content["text/event-stream"] = {"itemSchema": _make_event(chunk)}
+    if has_msgpack:
+        content[MSGPACK_TYPES[0]] = {"schema": _BINARY}
     documents: ResponseDocuments = {200: {"description": "The answer.", "content": content}}
     for status in errors:
         documents[status] = {
@@ -87,10 +134,10 @@ def _make_event(chunk: str) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def make_body(request: type[WireModel], *other_types: str) -> dict[str, Any]:
-    """`other_types`: encodings that it may have besides JSON."""
-    types = ("application/json", *other_types)
-    content = {kind: {"schema": _ref(request.__name__)} for kind in types}
+def make_body(request: type[WireModel], *, has_msgpack: bool = False) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": _ref(request.__name__)}}
+    if has_msgpack:
+        content[MSGPACK_TYPES[0]] = {"schema": _BINARY}
     return {"requestBody": {"required": True, "content": content}}
 
 
@@ -118,4 +165,4 @@ def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
         if "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [*model_names, None], "default": None}
     _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
-    return {**requests["$defs"], **answers, **MESSAGE_SCHEMAS}
+    return {**requests["$defs"], **answers, **_NAMED, **MESSAGE_SCHEMAS}

@@ -1,0 +1,169 @@
+"""Which cache a route asks: that of the core, or the one that leaves it alone. Pinned by route.
+
+In process, over a real core, through the real application: what a route tells the renderer, how
+often media is decoded, and what becomes of the order of the cache that leads the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.input_processor import InputProcessor
+from sensorium.engine.perception import Perception
+from sensorium.multimodal.media import decoding
+from sensorium.server.http.app import make_app
+from tests.integration.async_serving import LocalCore, make_png, run_core
+from tests.integration.conversing import as_base64, ask, make_url_part
+from tests.integration.test_async_engine import run
+from tests.unit.server.standing_in import CountingMetrics, StandInOptions
+
+Body = dict[str, Any]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def _see(seed: int, **fields: Any) -> Body:
+    url = f"data:image/png;base64,{as_base64(make_png(seed))}"
+    return {"messages": ask("see", make_url_part("image", url)), **fields}
+
+
+# Whether the cache that leads to the core is passed by, and whether tensors are wanted.
+_ROUTES: list[tuple[str, Body, bool, bool]] = [
+    (CHAT, _see(1, max_tokens=1), False, True),
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 1}, False, True),
+    (f"{CHAT}/render", _see(1), True, True),
+    (f"{CHAT}/render", _see(1, return_kwargs=False), True, False),
+    (f"{COMPLETIONS}/render", {"prompt": "hello"}, True, True),
+    ("/tokenize", _see(1), True, False),
+    ("/tokenize", {"prompt": "hello"}, True, False),
+]
+
+
+@pytest.fixture(scope="module", params=["lru", "shm"])
+def core(request: Any, tmp_path_factory: Any, tiny_model: Callable[[str], str]) -> Any:
+    directory: Path = tmp_path_factory.mktemp("core")
+    options = {"mm_processor_cache_type": request.param}
+    with run_core(tiny_model("qwen2_5_vl"), directory, **options) as core:
+        yield core
+
+
+def _call(
+    core: LocalCore, test: Callable[[httpx.AsyncClient, Perception], Awaitable[None]]
+) -> None:
+    async def main(engine: AsyncEngine, perception: Perception) -> None:
+        app = make_app(engine, StandInOptions(), CountingMetrics())  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            await test(client, perception)
+
+    run(core, main)
+
+
+class _Watch:
+    """What the renderer was told, and what was decoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[tuple[bool, bool]] = []
+        self.num_decoded = 0
+        process, decode_image = InputProcessor.process, decoding.decode_image
+
+        def watch_process(*args: Any, **options: Any) -> Any:
+            self.told.append((options["skip_mm_cache"], options["needs_tensors"]))
+            return process(*args, **options)
+
+        def watch_decode(*args: Any, **options: Any) -> Any:
+            self.num_decoded += 1
+            return decode_image(*args, **options)
+
+        monkeypatch.setattr(InputProcessor, "process", watch_process)
+        monkeypatch.setattr(decoding, "decode_image", watch_decode)
+
+
+def test_every_route_asks_the_cache_that_it_may(
+    core: LocalCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = _Watch(monkeypatch)
+
+    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+        del perception
+        for path, body, is_skipped, needs_tensors in _ROUTES:
+            watch.told.clear()
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            assert watch.told == [(is_skipped, needs_tensors)], path
+
+    _call(core, test)
+
+
+def _get_order(perception: Perception) -> list[Any]:
+    """Of the main cache, the next to go first."""
+    caches: Any = perception.caches
+    if caches.store is None:
+        return list(caches.sender._table._lru._evictable)
+    index = caches.store._index
+    return [bytes(memoryview(index._buffer))] if hasattr(index, "_buffer") else []
+
+
+def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: LocalCore) -> None:
+    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+        for seed in (1, 2, 3):
+            assert (await client.post(CHAT, json=_see(seed, max_tokens=1))).status_code == 200
+        sender = perception.caches.sender
+        before, order = sender.statistics(), _get_order(perception)
+        for seed in (2, 1, 4):
+            for path, fields in (
+                (f"{CHAT}/render", {}),
+                (f"{CHAT}/render", {"return_kwargs": False}),
+                ("/tokenize", {}),
+            ):
+                response = await client.post(path, json=_see(seed, **fields))
+                assert response.status_code == 200, response.text
+        assert sender.statistics() == before
+        assert _get_order(perception) == order
+
+    _call(core, test)
+
+
+def test_a_repeated_render_decodes_nothing(
+    core: LocalCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = _Watch(monkeypatch)
+
+    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+        del perception
+        answers = [(await client.post(f"{CHAT}/render", json=_see(11))).json() for _ in range(3)]
+        assert watch.num_decoded == 1
+        assert [answer["features"] for answer in answers] == [answers[0]["features"]] * 3
+        light = (await client.post(f"{CHAT}/render", json=_see(11, return_kwargs=False))).json()
+        assert watch.num_decoded == 1
+        assert light["features"] == {**answers[0]["features"], "kwargs_data": None}
+        assert light["token_ids"] == answers[0]["token_ids"]
+
+    _call(core, test)
+
+
+def test_names_and_places_need_no_decode_at_all(
+    core: LocalCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = _Watch(monkeypatch)
+
+    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+        body = _see(12, return_kwargs=False)
+        num_items = perception.caches.readonly.statistics().num_items
+        light = (await client.post(f"{CHAT}/render", json=body)).json()
+        count = (await client.post("/tokenize", json=_see(13))).json()["count"]
+        assert watch.num_decoded == 0
+        assert perception.caches.readonly.statistics().num_items == num_items
+        whole = (await client.post(f"{CHAT}/render", json=_see(12))).json()
+        assert watch.num_decoded == 1
+        assert whole["token_ids"] == light["token_ids"]
+        assert len(whole["token_ids"]) == count
+        for name in ("mm_hashes", "mm_placeholders"):
+            assert whole["features"][name] == light["features"][name]
+
+    _call(core, test)
