@@ -19,8 +19,10 @@ _BARE_KEY = re.compile(r"[\w\-. ]*\w")
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COMMA = ' "," '
-# No text may hold what ends it: here, nothing that begins like a special token.
-_CHARACTER = r"([^<]|<+[^<|])"
+# No text may hold what ends it: here, nothing that begins like a special token, and where
+# characters are counted, nothing that may begin so.
+_TEXT = r"([^<]|<+[^<|])*"
+_CHARACTER = "[^<]"
 
 
 class Gemma4Grammar:
@@ -93,9 +95,11 @@ class Gemma4Grammar:
 
     def _add_text(self, least: Any = None, most: Any = None) -> str:
         low = least if isinstance(least, int) and least > 0 else 0
-        times = f"{{{low},{most}}}" if isinstance(most, int) else f"{{{low},}}" if low else "*"
-        body = f"{self._quote} /{_CHARACTER}{times}/ {self._quote}"
-        return self._lark.add_new("text", body)
+        high = most if isinstance(most, int) else None
+        text = _TEXT
+        if low or high is not None:
+            text = f"{_CHARACTER}{{{low},{'' if high is None else high}}}"
+        return self._lark.add_new("text", f"{self._quote} /{text}/ {self._quote}")
 
     def _add_any(self) -> str:
         if self._any is None:
