@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from sensorium.cli.parsing import at_least, between, parse_file
+from sensorium.render.answers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 MAX_FRONTENDS = 64
 _MAX_TIMEOUT_S = 86_400.0
@@ -33,7 +34,9 @@ _LISTS = ("served_model_name", "api_key", "allowed_origins")
 
 def add_server_flags(command: argparse.ArgumentParser) -> None:
     _add_listening(command.add_argument_group("server"))
-    _add_requests(command.add_argument_group("requests"))
+    requests = command.add_argument_group("requests")
+    _add_requests(requests)
+    _add_answers(requests)
     _add_logging(command.add_argument_group("logging"))
 
 
@@ -125,22 +128,29 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "it came with, for everybody (default: apart from what the server itself processed)",
     )
     group.add_argument(
-        "--tool-call-parser",
-        default="auto",
-        metavar="FORMAT",
-        help="how the model writes tool calls (default auto: found by looking at the model)",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        default="auto",
-        metavar="FORMAT",
-        help="how the model writes its reasoning (default auto: found by looking at the model)",
-    )
-    group.add_argument(
         "--generation-config",
         choices=["auto", "none"],
         default="auto",
         help="whether the model's own defaults for sampling hold (default auto: yes)",
+    )
+
+
+def _add_answers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default="auto",
+        metavar="FORMAT",
+        help=f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)} (default auto: "
+        "found by looking at the model)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default="auto",
+        metavar="FORMAT",
+        help=f"how the model writes its reasoning: {', '.join(REASONING_PARSERS)} (default auto: "
+        "found by looking at the model)",
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from sensorium.render.chat_options import ChatOptions, load_chat_template
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.prompts import TextPrompt
+from sensorium.types.sampling import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
+AdaptParams = Callable[[str | Sequence[int], SamplingParams], SamplingParams]
 
 
 class ChatKwargs(TypedDict, total=False):
@@ -38,11 +40,14 @@ _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "prior
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A prompt that is still a conversation. `fields` are those that its prompt will have too."""
+    """A prompt that is still a conversation. `fields` are those that its prompt will have too.
+    `adapt_params`: makes the parameters fit what was rendered, text or token ids.
+    """
 
     messages: object
     options: ChatOptions
     fields: TextPrompt
+    adapt_params: AdaptParams | None = None
 
     def render(self, renderer: ChatRenderer) -> TextPrompt:
         return {**renderer.render(self.messages, self.options), **self.fields}

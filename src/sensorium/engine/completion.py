@@ -27,7 +27,12 @@ class Completion:
         self.stop_string: str | None = None
         self._params = request.sampling_params
         self._get_text = get_text
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=self._params.skip_special_tokens,
+            kept_special_token_ids=self._params.kept_special_token_ids,
+        )
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._text_end: int | None = None  # where a stop string cuts the text

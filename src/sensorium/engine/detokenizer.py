@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+
+from sensorium.render.answers.vocabulary import Vocabulary
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 # Tokens that may wait for the rest of a character. Bytes that never become one, or characters that
@@ -17,10 +20,23 @@ class Detokenizer:
 
     A token's text depends on its neighbours (bytes of one character, leading spaces), so the last
     tokens are decoded together with the one before them, and what that one had given is cut off.
+
+    Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: tuple[int, ...] = (),
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_token_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens and not kept_special_token_ids
+        self._dropped: frozenset[int] = frozenset()
+        if skip_special_tokens and kept_special_token_ids:
+            self._dropped = get_special_token_ids(tokenizer).difference(kept_special_token_ids)
         # A few tokens of the prompt: the first new token may need a neighbour to know about its
         # leading space.
         self._token_ids = list(prompt_token_ids[-NUM_PROMPT_TOKENS:])
@@ -73,8 +89,16 @@ class Detokenizer:
         self._prefix_start, self._read_end = self._read_end, len(self._token_ids)
 
     def _decode(self, start: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
+        token_ids = self._token_ids[start:end]
+        if self._dropped:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._dropped]
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
         return text
+
+
+@lru_cache(maxsize=8)
+def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
+    return frozenset(Vocabulary.of(tokenizer).special_tokens.values())
 
 
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:

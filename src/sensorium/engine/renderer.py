@@ -53,6 +53,9 @@ class Renderer:
         """
         started = time.monotonic()
         prompt = self._render_text(chat)
+        if chat.adapt_params is not None:
+            text = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            params = chat.adapt_params(text, params)
         render_s = time.monotonic() - started
         prepared = self.render_completion(
             prompt,

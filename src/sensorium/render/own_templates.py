@@ -34,3 +34,12 @@ def find_template(
     if own is None:
         raise RequestError("this model has no chat template: give one as chat_template")
     return str(own)
+
+
+def get_template_text(processor: Any, tokenizer: Any) -> str:
+    """All that the model has of templates, to be looked through; empty if it has none."""
+    texts: list[str] = []
+    for owner in (processor, tokenizer):
+        own = None if owner is None else owner.chat_template
+        texts += own.values() if isinstance(own, Mapping) else [own or ""]
+    return "\n".join(texts)

@@ -7,7 +7,7 @@ in, values out. A reader's `state` is plain data: another process can go on with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -39,9 +39,11 @@ class AnswerDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerContext(Struct, frozen=True, kw_only=True):
-    """What a request says that changes how its answer is read. `tools`: OpenAI's; `tool_choice`:
-    "auto", "none", "required" or the name of a function. `starts_in_reasoning`: the prompt itself
-    has opened it. `separate_reasoning`: whether it is told apart (else it stays in the content).
+    """What a request says that changes how its answer is read. `tools`: OpenAI's, checked;
+    `tool_choice`: "auto", "none", "required" or `{"name": …}` for one of them.
+    `parallel_tool_calls`: if not, one call at most is told. `starts_in_reasoning`: the prompt
+    itself has opened it. `separate_reasoning`: whether it is told apart (else it stays in the
+    content, with its tags).
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -49,6 +51,22 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     starts_in_reasoning: bool = False
     separate_reasoning: bool = True
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def demands_call(self) -> bool:
+        return self.reads_calls and self.tool_choice != "auto"
+
+    @property
+    def demanded_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """Of which one must be called, if one must."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return self.tools
+        return tuple(tool for tool in self.tools if tool["function"]["name"] == choice["name"])
 
 
 class AnswerReader(Protocol):
@@ -75,6 +93,15 @@ class AnswerFormat(Protocol):
     @property
     def kept_special_token_ids(self) -> tuple[int, ...]:
         """Special tokens that must be in the text to be read."""
+        ...
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model is told of its tools: its chat template speaks of them."""
+        ...
+
+    def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
+        """Whether an answer to this prompt begins in the middle of reasoning."""
         ...
 
     def start(self, context: AnswerContext) -> AnswerReader: ...

@@ -20,6 +20,8 @@ from starlette.responses import Response
 
 from sensorium import __version__
 from sensorium.engine.async_engine import AsyncEngine
+from sensorium.render.answers.format import PLAIN
+from sensorium.render.answers.interface import AnswerFormat
 from sensorium.server.http.admin import make_admin_router
 from sensorium.server.http.admission import Admission, get_limit
 from sensorium.server.http.authentication import Authentication
@@ -39,8 +41,20 @@ from sensorium.server.http.text_routes import make_text_router
 from sensorium.server.metrics.frontend import FrontendMetrics
 
 
-def make_app(engine: AsyncEngine, options: HttpOptions, metrics: FrontendMetrics) -> FastAPI:
-    context = Context(engine=engine, options=options, metrics=metrics, started=int(time.time()))
+def make_app(
+    engine: AsyncEngine,
+    options: HttpOptions,
+    metrics: FrontendMetrics,
+    *,
+    answers: AnswerFormat = PLAIN,
+) -> FastAPI:
+    context = Context(
+        engine=engine,
+        answers=answers,
+        options=options,
+        metrics=metrics,
+        started=int(time.time()),
+    )
     failures = FailureLog(metrics)
 
     @asynccontextmanager

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.chat import Chat
+from sensorium.render.answers.interface import AnswerFormat
 from sensorium.server.http.body import read_body
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.generation import Generation
@@ -35,9 +36,12 @@ Work = tuple[Sequence[Prompt | Chat], SamplingParams]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every route has at hand. `started`: seconds since 1970."""
+    """What every route has at hand. `started`: seconds since 1970. `answers`: how the model's
+    answers are read.
+    """
 
     engine: AsyncEngine
+    answers: AnswerFormat
     options: HttpOptions
     metrics: FrontendMetrics
     started: int

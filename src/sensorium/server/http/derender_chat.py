@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from msgspec import UNSET
 
-from sensorium.render.answers.interface import AnswerContext
-from sensorium.server.http.answer_format import get_answer_format
 from sensorium.server.http.calls import Context
+from sensorium.server.http.chat_answers import get_chat_finish_reason, make_chat_answers
 from sensorium.server.http.derender_choice import (
     ChoiceNews,
     ChoiceReader,
@@ -21,12 +21,10 @@ from sensorium.server.http.derender_choice import (
 from sensorium.server.http.derender_stream import read_chunk
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.protocol.answers import (
-    ChatAnswerMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatDelta,
 )
 from sensorium.server.http.protocol.derender import (
     ChatOptions,
@@ -67,11 +65,12 @@ class _ChatDerender:
         self._has_ids = bool(options.return_token_ids)
         self._model = request.model or response.model or context.options.model_names[0]
         self._prompt_token_ids = tuple(request.prompt_token_ids or ())
+        self._answers = make_chat_answers(context.answers, options)
         self._reading = Reading(
             tokenizer=context.engine.tokenizer,
-            params=make_chat_params(options),
-            format=get_answer_format(context),
-            context=AnswerContext(),
+            params=self._answers.make_params(make_chat_params(options)),
+            format=context.answers,
+            context=self._answers.get_context(self._prompt_token_ids),
         )
 
     def make_answer(self) -> ChatCompletion:
@@ -119,9 +118,11 @@ class _ChatDerender:
     def _make_choice(self, news: ChoiceNews) -> ChatChoice:
         return ChatChoice(
             index=news.index,
-            message=ChatAnswerMessage(content=news.answer.content),
+            message=self._answers.make_message(news.answer),
             logprobs=news.logprobs,
-            finish_reason=news.finish_reason or "abort",
+            finish_reason=get_chat_finish_reason(
+                news.finish_reason or "abort", news.num_tool_calls
+            ),
             stop_reason=news.stop_reason,
             token_ids=news.token_ids if self._has_ids else UNSET,
         )
@@ -129,12 +130,17 @@ class _ChatDerender:
     def _make_chunk_choice(self, news: ChoiceNews) -> ChatChunkChoice:
         """The first news of each choice have its role."""
         is_last = news.finish_reason is not None
-        role = "assistant" if news.is_first else UNSET
+        delta = self._answers.make_delta(news.answer)
+        if news.is_first:
+            delta = msgspec.structs.replace(delta, role="assistant")
+        reason = news.finish_reason
         return ChatChunkChoice(
             index=news.index,
-            delta=ChatDelta(role=role, content=news.answer.content),
+            delta=delta,
             logprobs=news.logprobs,
-            finish_reason=news.finish_reason,
+            finish_reason=None
+            if reason is None
+            else get_chat_finish_reason(reason, news.num_tool_calls),
             stop_reason=news.stop_reason if is_last else UNSET,
             token_ids=news.token_ids if self._has_ids else UNSET,
         )

@@ -11,6 +11,7 @@ import msgspec
 
 from sensorium.engine.text_reader import UNKNOWN, TextReader
 from sensorium.render.answers.interface import AnswerContext, AnswerDelta, AnswerFormat
+from sensorium.server.http.chat_answers import read_piece
 from sensorium.server.http.derender_state import ChoiceState
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.protocol.answers import PromptTokensDetails, Usage
@@ -38,12 +39,13 @@ class Reading:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceNews:
     """`finish_reason`: `None` as long as it goes on. `offset`: where the text of these tokens
-    begins, as completions count it.
+    begins, as completions count it. `num_tool_calls`: so far.
     """
 
     index: int
     is_first: bool
     answer: AnswerDelta
+    num_tool_calls: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: str | int | None
@@ -91,9 +93,7 @@ class ChoiceReader:
             finish_reason=finish_reason,
             stop_reason=choice.stop_reason if is_told else UNKNOWN,
         )
-        answer = self._answer.add(text)
-        if self._text.is_ended:
-            answer = _join(answer, self._answer.finish())
+        answer = read_piece(self._answer, text, is_last=self._text.is_ended)
         logprobs = _read_logprobs(choice, path)
         offset = self._offset
         self._offset += sum(len(entry.token) for entry in logprobs.content) if logprobs else 0
@@ -102,6 +102,7 @@ class ChoiceReader:
             index=choice.index,
             is_first=self._is_first,
             answer=answer,
+            num_tool_calls=self._answer.num_tool_calls,
             token_ids=token_ids,
             finish_reason=finish_reason if stop_string is None else "stop",
             stop_reason=choice.stop_reason if stop_string is None else stop_string,
@@ -111,14 +112,6 @@ class ChoiceReader:
 
     def save(self) -> ChoiceState:
         return ChoiceState(self._text.save(), self._answer.state, self._offset)
-
-
-def _join(first: AnswerDelta, second: AnswerDelta) -> AnswerDelta:
-    return AnswerDelta(
-        reasoning=first.reasoning + second.reasoning,
-        content=first.content + second.content,
-        tool_calls=first.tool_calls + second.tool_calls,
-    )
 
 
 def _read_logprobs(choice: WireGenerateChoice, path: str) -> ChatLogprobs | None:

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from msgspec import UNSET
 
+from sensorium.render.answers.format import PLAIN
 from sensorium.render.answers.interface import AnswerContext
-from sensorium.server.http.answer_format import PlainFormat
 from sensorium.server.http.calls import Context
 from sensorium.server.http.derender_choice import (
     ChoiceNews,
@@ -64,7 +64,7 @@ class _CompletionDerender:
         self._reading = Reading(
             tokenizer=context.engine.tokenizer,
             params=make_completion_params(options),
-            format=PlainFormat(),
+            format=PLAIN,
             context=AnswerContext(),
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from sensorium.engine.input_processor import ProcessedRequest
 from sensorium.server.http.body import read_body
 from sensorium.server.http.calls import MEBIBYTE, Context, Work, check_model
 from sensorium.server.http.chat import make_chat
+from sensorium.server.http.chat_answers import make_chat_answers
 from sensorium.server.http.completions import prepare_completion
 from sensorium.server.http.disconnect import run_until_disconnect
 from sensorium.server.http.encoding import make_response, wants_msgpack
@@ -39,9 +40,10 @@ _DEFAULTS = SamplingParams()
 
 async def render_chat(http_request: Request, context: Context) -> Response:
     def prepare(request: ChatRenderRequest) -> Work:
-        params = make_chat_params(request)
+        answers = make_chat_answers(context.answers, request)
+        params = answers.make_params(make_chat_params(request))
         is_trusted = context.options.trust_request_chat_template
-        return [make_chat(request, is_trusted=is_trusted)], params
+        return [make_chat(request, answers, is_trusted=is_trusted)], params
 
     request, (prompts, params) = await _receive(
         http_request, context, ChatRenderRequest, prepare, field="messages"
@@ -129,7 +131,7 @@ class _Rendering:
             features=make_features(
                 processed, is_msgpack=self._is_msgpack, has_kwargs=self._has_kwargs
             ),
-            sampling_params=self._make_params(len(token_ids)),
+            sampling_params=self._make_params(processed),
             model=self._model,
             stream=bool(request.stream),
             stream_options=None if options is None else options.model_dump(exclude_none=True),
@@ -137,9 +139,13 @@ class _Rendering:
             priority=request.priority or 0,
         )
 
-    def _make_params(self, num_tokens: int) -> dict[str, Any]:
-        """Without a limit it is the room that the context has left, where that is known here."""
-        params = get_given(self._params)
+    def _make_params(self, processed: ProcessedRequest) -> dict[str, Any]:
+        """Without a limit it is the room that the context has left, where that is known here. What
+        the answer must look like may depend on the rendered prompt.
+        """
+        num_tokens = len(processed.request.prompt_token_ids)
+        structured = processed.request.sampling_params.structured_outputs
+        params = get_given(replace(self._params, structured_outputs=structured))
         info = self._engine.info
         if info is not None:
             check_length(num_tokens, info.max_model_len)

@@ -27,6 +27,7 @@ _SAME_NAMES = (
     "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "ignore_eos",
     "prompt_logprobs",
 )
@@ -35,7 +36,6 @@ _SAME_NAMES = (
 def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
     """Raises a `RequestError` or `ApiError` that names the field."""
     _check_common(request)
-    _check_tools(request)
     if request.modalities is not None and request.modalities != ["text"]:
         raise _make_unsupported("modalities", "other than text")
     if request.top_logprobs and not request.logprobs:
@@ -79,15 +79,6 @@ def _check_common(request: GeneratingRequest) -> None:
         raise ApiError("stream_options needs stream", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
         raise ApiError("prompt_logprobs can't be streamed", param="prompt_logprobs")
-
-
-def _check_tools(request: ChatCompletionRequest) -> None:
-    choice = request.tool_choice
-    if choice is None or choice in ("auto", "none"):
-        return
-    if choice == "required" or isinstance(choice, dict):
-        raise _make_unsupported("tool_choice", "other than auto and none")
-    raise ApiError("tool_choice must be auto, none, required or an object", param="tool_choice")
 
 
 def _make_unsupported(name: str, what: str = "") -> ApiError:

@@ -20,7 +20,11 @@ from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.perception import Perception, build_caches
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.render.answers.format import make_answer_format
+from sensorium.render.answers.interface import AnswerFormat
 from sensorium.render.chat_options import load_chat_template
+from sensorium.render.own_templates import get_template_text
 from sensorium.server.http.app import make_app
 from sensorium.server.http.http_protocol import LimitedHttpProtocol
 from sensorium.server.logs import adopt_library_logs
@@ -53,6 +57,7 @@ class FrontendHalf:
     inputs: InputProcessor
     perception: Perception
     chat_template: str | None
+    answers: AnswerFormat
 
 
 def build_frontend_half(start: StartFrontend) -> FrontendHalf:
@@ -76,13 +81,27 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
             trust_injected=options.trust_injected,
             seed=engine_options.seed + start.index,
         )
+    template = load_chat_template(options.chat_template)
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
     return FrontendHalf(
         inputs=inputs,
         perception=frontend.perception,
-        chat_template=load_chat_template(options.chat_template),
+        chat_template=template,
+        answers=_make_answer_format(options, frontend.processor, template),
+    )
+
+
+def _make_answer_format(
+    options: ServeOptions, processor: MultiModalProcessor, chat_template: str | None
+) -> AnswerFormat:
+    tokenizer = processor.tokenizer
+    return make_answer_format(
+        tokenizer,
+        chat_template or get_template_text(processor.hf_processor, tokenizer),
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
 
 
@@ -132,7 +151,7 @@ async def _serve(
         if perception.pool is not None:
             perception.pool.start()  # if it is not yet; until it is there, jobs queue
 
-    app = SyncBeforeEnd(make_app(engine, options, metrics), sync)
+    app = SyncBeforeEnd(make_app(engine, options, metrics, answers=half.answers), sync)
     config = make_config(options, app)
     config.load()  # before the core is there, not after
     server = _Server(config, on_started)

@@ -28,11 +28,27 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+class FunctionCall(Struct, frozen=True, kw_only=True):
+    """`arguments`: the text of a JSON object, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class ChatAnswerMessage(Struct, frozen=True, kw_only=True):
+    """`content` is null where there is only reasoning, or calls of tools."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
-    tool_calls: list[Any] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -58,9 +74,25 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     sensorium_trace: Any | UnsetType = UNSET
 
 
+class FunctionCallDelta(Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallChunk(Struct, frozen=True, kw_only=True):
+    """A piece of the n-th call: its id, type and name come with the first one."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class ChatDelta(Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):

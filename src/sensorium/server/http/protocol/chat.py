@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema
 
+from sensorium.render.answers.tools import CHOICES, NAME_PATTERN
 from sensorium.server.http.protocol.fields import JsonObject, Length, NumLogprobs, Unsupported
 from sensorium.server.http.protocol.generating import GeneratingRequest
 
@@ -17,6 +18,44 @@ Messages = Annotated[
     ),
 ]
 
+_TOOL: JsonObject = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function", "type": "string"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": NAME_PATTERN},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_TOOL_CHOICE: JsonObject = {
+    "anyOf": [
+        {"enum": [*CHOICES, None]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function", "type": "string"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+# Checked in depth by `render.answers.tools`, which names the field.
+Tool = Annotated[JsonObject, WithJsonSchema(_TOOL)]
+ToolChoice = Annotated[Any, WithJsonSchema(_TOOL_CHOICE)]
+
 _TEXT_ONLY = {
     "type": "array",
     "items": {"const": "text", "type": "string"},
@@ -27,7 +66,7 @@ _TEXT_ONLY = {
 
 class ChatCompletionRequest(GeneratingRequest):
     """One conversation. `max_completion_tokens` goes before `max_tokens`; without either, the
-    answer may fill the context.
+    answer may fill the context. `include_reasoning`: false leaves it out of the answer.
     """
 
     unsupported: ClassVar[tuple[str, ...]] = (
@@ -41,9 +80,10 @@ class ChatCompletionRequest(GeneratingRequest):
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none", None]})] = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     functions: Unsupported = None
     function_call: Unsupported = None
     modalities: Annotated[list[str], WithJsonSchema(_TEXT_ONLY)] | None = None

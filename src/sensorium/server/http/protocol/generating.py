@@ -82,6 +82,7 @@ class GeneratingRequest(WireModel):
     ignore_eos: bool | None = None
     stop_token_ids: TokenIdList | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     bad_words: TextOrList | None = None
     allowed_token_ids: Annotated[TokenIdList, Field(min_length=1)] | None = None
     prompt_logprobs: NumLogprobs | None = None

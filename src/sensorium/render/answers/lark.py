@@ -1,0 +1,76 @@
+"""Writes grammars for llguidance, in its Lark: rules, texts, special tokens, embedded schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any] | bool
+# Whitespace as `json.dumps` writes it: a model that is free to choose may never stop.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Lark:
+    """A grammar that grows. `special_tokens`: ids by text; a grammar reaches them by id alone."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special_tokens = special_tokens
+        self._rules: dict[str, str] = {}
+
+    def write(self) -> str:
+        return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+
+    def add(self, name: str, body: str) -> str:
+        """A rule; its name, to be used in others."""
+        self._rules[name] = body
+        return name
+
+    def add_new(self, prefix: str, body: str) -> str:
+        """The same with a name of its own."""
+        return self.add(f"{prefix}_{len(self._rules)}", body)
+
+    def write_text(self, text: str) -> str:
+        """Exactly this, special tokens as such where the tokenizer has them."""
+        if text in self._special_tokens:
+            return f"<[{self._special_tokens[text]}]>"
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def write_tag(self, tag: str) -> str:
+        """A text that may begin with a special token."""
+        found = max((t for t in self._special_tokens if tag.startswith(t)), key=len, default="")
+        return " ".join(filter(None, (self.write_text(found), self.write_text(tag[len(found) :]))))
+
+    def add_until(self, prefix: str, end: str) -> str:
+        """Any text up to the end of this one."""
+        if end in self._special_tokens:
+            return self.add_new(prefix, f"/(.|\\n)*/ {self.write_text(end)}")
+        pattern = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" for c in end)
+        name = f"{prefix}_{len(self._rules)}"
+        self.add(f"{name}[lazy]", f"/(.|\\n)*{pattern}/")
+        return name
+
+    def write_json(self, schema: Schema, *, is_lenient: bool = False) -> str:
+        """A value that follows the schema. `is_lenient`: words that can't be followed are left."""
+        options = {**_SPACING, "lenient": is_lenient}
+        body = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+        return "%json " + json.dumps({**body, "x-guidance": options})
+
+    def add_ordered(
+        self, prefix: str, entries: Sequence[tuple[str, bool]], *, separator: str
+    ) -> str:
+        """The entries in their order, with separators between; those that are not required may be
+        left out. An entry: what it looks like, and whether it is required.
+        """
+        between = self.write_text(separator)
+        rest = ""  # what may follow an entry
+        first = ""  # the same where none came before
+        for body, is_required in reversed(entries):
+            after = f"{body} {rest}"
+            if is_required:
+                first, rest = after, f"{between} {after}"
+            else:
+                first = self.add_new(prefix, f"{after} | {first}" if first else f"({after})?")
+                rest = f"({between} {body})? {rest}"
+            rest = self.add_new(prefix, rest)
+        return first

@@ -1,0 +1,250 @@
+"""Reads one answer as it grows: sections of reasoning, content and calls, one after another.
+
+Every decision is made character by character, so the pieces that the text comes in change nothing.
+Whitespace next to a tag belongs to the tag; as much of it is held back as a tag may still follow.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sensorium.render.answers.calls import CallReader, ShortText, Step
+from sensorium.render.answers.gemma4 import Gemma4Call
+from sensorium.render.answers.hermes import HermesCall
+from sensorium.render.answers.interface import AnswerContext, AnswerDelta
+from sensorium.render.answers.mistral import MistralCall
+from sensorium.render.answers.pythonic import PythonicCall
+from sensorium.render.answers.reasoning import ReasoningTags
+from sensorium.render.answers.syntax import CallSyntax
+from sensorium.render.answers.told import Told
+from sensorium.types.errors import RequestError
+
+_MAX_SPACE = 64
+_MAX_CALLS = 2**20
+
+
+class ReaderState(Struct, kw_only=True):
+    """`space` and `tag`: whitespace, and what may be the beginning of a tag, that are held back.
+    `is_after_tag`: whitespace is dropped, unless it parts content (`has_content`). `is_at_start`:
+    nothing but whitespace and reasoning came.
+    """
+
+    section: Literal["reasoning", "content", "call"] = "content"
+    space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""
+    tag: ShortText = ""
+    is_after_tag: bool = False
+    is_at_start: bool = True
+    has_content: bool = False
+    num_calls: Annotated[int, Meta(ge=0, le=_MAX_CALLS)] = 0
+    call: HermesCall | MistralCall | Gemma4Call | PythonicCall | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderRules:
+    """What an answer is looked through for. `calls`: `None` if calls are not read."""
+
+    reasoning: ReasoningTags | None
+    calls: CallSyntax | None
+
+
+class SectionReader:
+    """An `AnswerReader`."""
+
+    def __init__(self, rules: ReaderRules, context: AnswerContext, state: ReaderState) -> None:
+        self._rules = rules
+        self._state = state
+        self._is_separate = context.separate_reasoning
+        self._told = Told(
+            make_id=_refuse_id if rules.calls is None else rules.calls.make_id,
+            names=frozenset(tool["function"]["name"] for tool in context.tools),
+            max_calls=None if context.parallel_tool_calls else 1,
+            num_begun=state.num_calls,
+        )
+
+    @property
+    def num_tool_calls(self) -> int:
+        return self._told.num_told
+
+    @property
+    def state(self) -> Any:
+        self._state.num_calls = min(self._told.num_begun, _MAX_CALLS)
+        return msgspec.to_builtins(self._state)
+
+    def add(self, text: str) -> AnswerDelta:
+        position = 0
+        while position < len(text):
+            length = self._take_plain_run(text, position)
+            if not length:
+                self._step(text[position])
+                length = 1
+            position += length
+        return self._told.take()
+
+    def finish(self) -> AnswerDelta:
+        state = self._state
+        if state.call is not None:
+            self._end_call(state.call)
+        space = "" if state.is_after_tag and not state.tag else state.space
+        self._tell(space + state.tag)
+        state.space, state.tag = "", ""
+        return self._told.take()
+
+    def _take_plain_run(self, text: str, start: int) -> int:
+        """How many characters are told at once, as none of them can begin anything."""
+        state = self._state
+        if state.call is not None:
+            length = state.call.count_plain(text, start)
+            if length:
+                self._told.add_arguments(text[start : start + length])
+            return length
+        if state.tag:
+            return 0
+        found = _find_plain(self._get_tags()).match(text, start)
+        if found is None:
+            return 0
+        self._tell_plain(found.group())
+        return found.end() - start
+
+    def _step(self, character: str) -> None:
+        state = self._state
+        if state.call is not None:
+            step = state.call.step(character, self._told)
+            if step is not Step.ON:
+                self._end_call(state.call)
+            if step is Step.BEFORE:
+                self._step(character)
+            return
+        tag, state.tag = state.tag + character, ""
+        tags = self._get_tags()
+        if tag in tags:
+            self._take_tag(tag)
+        elif any(candidate.startswith(tag) for candidate in tags):
+            state.tag = tag
+        else:
+            self._take_character(tag[0])
+            for later in tag[1:]:
+                self._step(later)
+
+    def _take_character(self, character: str) -> None:
+        state = self._state
+        if not character.isspace() or not self._get_tags():
+            self._tell_plain(character)
+        elif not state.is_after_tag or (state.has_content and state.section == "content"):
+            state.space += character
+            if len(state.space) > _MAX_SPACE:
+                self._tell(state.space[0])
+                state.space = state.space[1:]
+
+    def _tell_plain(self, text: str) -> None:
+        state = self._state
+        self._tell(state.space + text)
+        state.space, state.is_after_tag = "", False
+        if state.section == "content" or not self._is_separate:
+            state.is_at_start = False
+
+    def _tell(self, text: str) -> None:
+        if not text:
+            return
+        if self._state.section == "reasoning" and self._is_separate:
+            self._told.add_reasoning(text)
+        else:
+            self._told.add_content(text)
+            self._state.has_content = True
+
+    def _get_tags(self) -> tuple[str, ...]:
+        """Those that may come here."""
+        state, reasoning, calls = self._state, self._rules.reasoning, self._rules.calls
+        return _get_tags(
+            reasoning,
+            calls,
+            is_reasoning=state.section == "reasoning",
+            is_at_start=state.is_at_start,
+        )
+
+    def _take_tag(self, tag: str) -> None:
+        state, reasoning = self._state, self._rules.reasoning
+        if reasoning is None or tag not in (reasoning.open, reasoning.close):
+            self._begin_call(tag)
+            return
+        is_opened = tag == reasoning.open
+        if is_opened and state.section == "reasoning" and not state.is_after_tag:
+            self._tell_plain(tag)  # it is open already
+            return
+        if self._is_separate:
+            state.is_after_tag = True
+        else:
+            self._tell_plain(tag)
+        state.space = ""
+        state.section = "reasoning" if is_opened else "content"
+
+    def _begin_call(self, tag: str) -> None:
+        state, calls = self._state, self._rules.calls
+        if calls is not None:
+            state.call = calls.start(tag, state.space + tag)
+            state.section, state.space, state.is_at_start = "call", "", False
+
+    def _end_call(self, call: CallReader) -> None:
+        state = self._state
+        state.call, state.section = None, "content"
+        rest = call.rest
+        self._tell(rest)
+        state.is_after_tag = not rest
+
+
+@lru_cache(maxsize=256)
+def _get_tags(
+    reasoning: ReasoningTags | None,
+    calls: CallSyntax | None,
+    *,
+    is_reasoning: bool,
+    is_at_start: bool,
+) -> tuple[str, ...]:
+    if is_reasoning:
+        return () if reasoning is None else (reasoning.close, reasoning.open)
+    tags: list[str] = []
+    if reasoning is not None and (is_at_start or reasoning.is_anywhere):
+        tags.append(reasoning.open)
+    if calls is not None:
+        tags += calls.tags
+        tags += calls.start_tags if is_at_start else ()
+    return tuple(tags)
+
+
+@lru_cache(maxsize=64)
+def _find_plain(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """Characters that neither begin a tag nor are held back before one."""
+    if not tags:
+        return re.compile(r"(?s:.+)")
+    first = re.escape("".join(sorted({tag[0] for tag in tags})))
+    return re.compile(rf"[^\s{first}]+")
+
+
+def start_reader(rules: ReaderRules, context: AnswerContext) -> SectionReader:
+    is_reasoning = rules.reasoning is not None and context.starts_in_reasoning
+    state = ReaderState(section="reasoning" if is_reasoning else "content")
+    state.is_after_tag = is_reasoning and context.separate_reasoning
+    return SectionReader(rules, context, state)
+
+
+def resume_reader(rules: ReaderRules, context: AnswerContext, state: Any) -> SectionReader:
+    try:
+        read = msgspec.convert(state, ReaderState)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"state is none of a reader: {error}") from error
+    kind = None if rules.calls is None else rules.calls.reader
+    is_whole = (read.section == "call") == (read.call is not None)
+    if not is_whole or (read.call is not None and type(read.call) is not kind):
+        raise RequestError("state is of a reader for another format")
+    if read.section == "reasoning" and rules.reasoning is None:
+        raise RequestError("state is of a reader for another format")
+    return SectionReader(rules, context, read)
+
+
+def _refuse_id() -> str:
+    raise AssertionError("calls are not read")

@@ -1,0 +1,76 @@
+"""Collects what new text has brought, and numbers the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sensorium.render.answers.interface import AnswerDelta, ToolCallDelta
+
+MakeId = Callable[[], str]
+
+
+class Told:
+    """`num_begun` counts all calls, `max_calls` of them are told; the others are read and dropped.
+
+    `make_id` names a call that the model has not named itself. `names`: of the tools there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_id: MakeId,
+        names: frozenset[str] = frozenset(),
+        max_calls: int | None = None,
+        num_begun: int = 0,
+    ) -> None:
+        self.num_begun = num_begun
+        self._make_id = make_id
+        self._names = names
+        self._max_calls = max_calls
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: dict[int, ToolCallDelta] = {}
+        self._arguments: dict[int, list[str]] = {}
+
+    @property
+    def num_told(self) -> int:
+        return self.num_begun if self._max_calls is None else min(self.num_begun, self._max_calls)
+
+    def is_known(self, name: str) -> bool:
+        return name in self._names
+
+    def add_reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def add_content(self, text: str) -> None:
+        self._content.append(text)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        index = self.num_begun
+        self.num_begun += 1
+        if self.num_told > index:
+            new_id = call_id or self._make_id()
+            self._calls[index] = ToolCallDelta(index=index, id=new_id, name=name)
+
+    def add_arguments(self, text: str) -> None:
+        """To the call that has begun last."""
+        index = self.num_begun - 1
+        if self.num_told > index:
+            self._calls.setdefault(index, ToolCallDelta(index=index))
+            self._arguments.setdefault(index, []).append(text)
+
+    def take(self) -> AnswerDelta:
+        calls = tuple(
+            ToolCallDelta(
+                index=index,
+                id=call.id,
+                name=call.name,
+                arguments="".join(self._arguments.get(index, ())),
+            )
+            for index, call in self._calls.items()
+        )
+        delta = AnswerDelta(
+            reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=calls
+        )
+        self._reasoning, self._content, self._calls, self._arguments = [], [], {}, {}
+        return delta
