@@ -14,6 +14,7 @@ from typing import Any
 from sensorium.core.admission import check_length
 from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import RenderedItem, read_item, read_items
+from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
 from sensorium.multimodal.media.decoding import resolve_decode_options
@@ -49,6 +50,8 @@ class InputProcessor:
     """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
     requests that run no engine, and leaves the cache of `perceiver` alone. `max_model_len`: the
     core's, where the core is far away and is not to be bothered with what it would refuse.
+    `grammars`: the core's, where it is near; else grammars are compiled here as well, so that a bad
+    one gets no further.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class InputProcessor:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.processor = processor
         self.perceiver = perceiver
@@ -76,6 +80,7 @@ class InputProcessor:
             resolve_decode_options(modality, self._media_io_kwargs)
         self._specs = ItemSpecs(processor)
         self._seeds = random.Random(seed)
+        self._grammars = grammars
 
     def draw_seed(self) -> int:
         """For a request that has none."""
@@ -98,6 +103,7 @@ class InputProcessor:
         neither asked nor changed. Then, without `needs_tensors`, they may come without.
         """
         del needs_tensors
+        self._check_grammar(params)
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
         token_ids, features, items = self._expand(fields, perceiver, cancelled)
@@ -125,6 +131,15 @@ class InputProcessor:
             prompt=fields.get("prompt"),
             is_readonly=perceiver is not self.perceiver,
         )
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                lambda: self.processor.tokenizer, eos_token_ids=self.defaults.eos_token_ids
+            )
+        self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
         """Its items may be evicted, as far as it is concerned. Once."""
