@@ -59,7 +59,8 @@ class Completion:
         """
         if output.finish_reason is not FinishReason.STOP:
             return False
-        return output.stop_token_id is not None or token_id in self._eos_token_ids
+        may_be_text = self._params.structured_outputs is not None and output.stop_token_id is None
+        return not may_be_text or token_id in self._eos_token_ids
 
     def _apply_stop(self, *, num_new_characters: int) -> None:
         text = self._detokenizer.text

@@ -70,7 +70,7 @@ class _Entry:
 
 
 class GrammarMasks:
-    """`compiler`: `None` where no tokenizer is at hand; requests with a grammar are refused then."""
+    """`compiler`: `None` where no tokenizer is at hand, and requests with a grammar are refused."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler

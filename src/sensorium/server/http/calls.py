@@ -19,6 +19,7 @@ from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.protocol.generating import GeneratingRequest
 from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.http.structured import find_structured_path
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.trace import make_trace
 from sensorium.types.outputs import RequestOutput
@@ -91,7 +92,11 @@ async def receive_call(
 
     max_bytes = context.options.max_body_mb * _MEBIBYTE
     request, (prompts, params) = await read_body(http_request, parse, max_bytes=max_bytes)
-    http_request.state.input = RequestInput(name=field, value=getattr(request, field))
+    http_request.state.input = RequestInput(
+        name=field,
+        value=getattr(request, field),
+        structured_path=find_structured_path(request),
+    )
     generation = Generation(
         engine=context.engine,
         metrics=context.metrics,
