@@ -12,8 +12,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
 
-# Enough for a new line and its indentation, and an end to models that love blanks.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# What people and printers write: a blank, or a new line and its indentation. Some models would fill
+# the context with blanks if they might.
+_WHITESPACE = r"[\x20\x09]|\x0D?\x0A[\x20\x09]{0,32}"
 _MAX_GBNF_CHARACTERS = 2**15  # it is read in Python, with the interpreter locked
 _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
 
@@ -65,7 +66,9 @@ def _get_schema(params: StructuredOutputsParams) -> str:
         own = schema.get("x-guidance", {})
         if not isinstance(own, dict):
             raise RequestError("structured_outputs.json: x-guidance must be an object")
-        schema = {**schema, "x-guidance": {**_JSON_OPTIONS, **own}}
+        if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+            own = {**own, "whitespace_pattern": _WHITESPACE}
+        schema = {**schema, "x-guidance": own}
     elif schema is not False:
         raise RequestError("structured_outputs.json must be an object, or true or false")
     try:
