@@ -287,11 +287,12 @@ class Scheduler:
             request = self._get_scheduled(scheduled)
             if request is None:
                 continue
-            self._advance(request, scheduled)
+            is_late = scheduled.request_id in result.late_request_ids
+            self._advance(request, scheduled, is_late=is_late)
             prompt_logprobs = request.take_unscored(
                 result.prompt_logprobs.get(request.request_id, ()), scheduled.num_computed_tokens
             )
-            if scheduled.is_sampled:
+            if scheduled.is_sampled and not is_late:
                 outputs.append(self._take_token(request, result, prompt_logprobs))
             elif prompt_logprobs:
                 news = EngineCoreOutput(
@@ -357,9 +358,16 @@ class Scheduler:
                 outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
         return outputs
 
-    def _advance(self, request: Request, scheduled: ScheduledRequest) -> None:
+    def _advance(self, request: Request, scheduled: ScheduledRequest, *, is_late: bool) -> None:
+        """One that is late stops short of its last token: the next step computes that again, and
+        the span with it that it ends, if it may not be split.
+        """
         start = scheduled.num_computed_tokens
-        request.num_computed_tokens = start + scheduled.num_new_tokens
+        end = start + scheduled.num_new_tokens
+        if is_late:
+            span = request.get_split_span(end - 1)
+            end = max(start, end - 1 if span is None else span[0])
+        request.num_computed_tokens = end
         self.kv_cache.commit(request)
         self._free_passed_items(request, start)
 
@@ -392,7 +400,11 @@ class Scheduler:
         if request.first_token is None:
             request.first_token = self._clock()
         new_logprobs = () if logprobs is None else (logprobs,)
-        stop = get_stop(request, max_model_len=self.limits.max_model_len)
+        stop = get_stop(
+            request,
+            max_model_len=self.limits.max_model_len,
+            is_complete=request.request_id in result.completed_request_ids,
+        )
         if stop is not None:
             reason, stop_token_id = stop
             return self._finish(

@@ -6,10 +6,13 @@ from sensorium.core.request import Request
 from sensorium.types.request import FinishReason
 
 
-def get_stop(request: Request, *, max_model_len: int) -> tuple[FinishReason, int | None] | None:
+def get_stop(
+    request: Request, *, max_model_len: int, is_complete: bool = False
+) -> tuple[FinishReason, int | None] | None:
     """Why the request ends with its newest token, or `None`: it goes on.
 
-    The second value is the token id when a stop token of the caller ended it.
+    The second value is the token id when a stop token of the caller ended it. `is_complete`: its
+    grammar allows nothing more, so it ends, whatever it says of `min_tokens` and `ignore_eos`.
     """
     params = request.sampling_params
     token_id = request.token_ids[-1]
@@ -18,6 +21,8 @@ def get_stop(request: Request, *, max_model_len: int) -> tuple[FinishReason, int
             return FinishReason.STOP, None
         if token_id in params.stop_token_ids:
             return FinishReason.STOP, token_id
+    if is_complete:
+        return FinishReason.STOP, None
     if params.max_tokens is not None and request.num_output_tokens >= params.max_tokens:
         return FinishReason.LENGTH, None
     if request.num_tokens >= max_model_len:

@@ -5,9 +5,11 @@ the parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -29,6 +31,7 @@ from sensorium.engine.perception import (
     build_store,
 )
 from sensorium.engine.trial import run_trial
+from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
@@ -39,6 +42,7 @@ from sensorium.models.loading import (
     get_model_class,
     load_config,
     load_model,
+    load_tokenizer,
     resolve_device,
     resolve_dtype,
 )
@@ -74,9 +78,10 @@ class LoadedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """The half of an engine that computes."""
+    """The half of an engine that computes. `grammars`: what it compiles structured outputs with."""
 
     core: EngineCore
+    grammars: GrammarCompiler
     config: EngineConfig
     adapter: ModelAdapter
     generation_config: str
@@ -100,6 +105,7 @@ class Engine:
     """Both halves, in one process."""
 
     core: EngineCore
+    grammars: GrammarCompiler
     config: EngineConfig
     processor: MultiModalProcessor
     perception: Perception
@@ -110,13 +116,20 @@ def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions)
     loaded = load_source(source)
     store = build_store(media)
     receiver = build_receiver(media, store)
-    built = build_core(source, loaded, options=options, receiver=receiver)
+    built = build_core(
+        source,
+        loaded,
+        options=options,
+        receiver=receiver,
+        get_tokenizer=lambda: frontend.processor.tokenizer,  # needed with the first grammar
+    )
     frontend = build_frontend(source, loaded, media, build_caches(media, store, receiver))
     if built.needs_trial:
         built = try_core(built, frontend)
     logger.info("media: %s", media)
     return Engine(
         core=built.core,
+        grammars=built.grammars,
         config=built.config,
         processor=frontend.processor,
         perception=frontend.perception,
@@ -136,9 +149,18 @@ def load_source(source: Source) -> LoadedConfig:
 
 
 def build_core(
-    source: Source, loaded: LoadedConfig, *, options: EngineOptions, receiver: ReceiverCache
+    source: Source,
+    loaded: LoadedConfig,
+    *,
+    options: EngineOptions,
+    receiver: ReceiverCache,
+    get_tokenizer: Callable[[], Any] | None = None,
 ) -> Core:
-    """What `needs_trial`, a model of an unknown family, has to pass `try_core` first."""
+    """What `needs_trial`, a model of an unknown family, has to pass `try_core` first.
+
+    `get_tokenizer`: where there is a tokenizer already; else the checkpoint's is loaded, if ever a
+    request has a grammar.
+    """
     hf_config, trust_remote_code = loaded.hf_config, source.trust_remote_code
     directory = str(loaded.checkpoint)
     device = resolve_device(source.device)
@@ -158,10 +180,18 @@ def build_core(
         trust_remote_code=trust_remote_code,
         use_tqdm=source.use_tqdm_on_load,
     )
+    grammars = GrammarCompiler(
+        get_tokenizer or partial(load_tokenizer, directory, trust_remote_code=trust_remote_code),
+        vocab_size=adapter.vocab_size,
+        eos_token_ids=get_generation_defaults(
+            adapter.model, options.generation_config
+        ).eos_token_ids,
+    )
     core, config = build_engine_core(
         adapter,
         options,
         receiver=receiver,
+        grammars=grammars,
         limits=limits,
         memory=memory,
         # Weights that lie in memory as pages of their files still count as free.
@@ -170,6 +200,7 @@ def build_core(
     logger.info("model %s on %s, %s: %s", source.model, device, dtype, config)
     return Core(
         core=core,
+        grammars=grammars,
         config=config,
         adapter=adapter,
         generation_config=options.generation_config,
@@ -230,6 +261,7 @@ def build_engine_core(
     limits: Limits,
     memory: MemoryPlan,
     most_bytes: int,
+    grammars: GrammarCompiler | None = None,
 ) -> tuple[EngineCore, EngineConfig]:
     layers = adapter.probe_layers()
     layer_groups = group_layers(layers)
@@ -266,6 +298,7 @@ def build_engine_core(
         block_size=config.block_size,
         attention=attention,
         payloads=payloads,
+        grammars=grammars,
     )
     return EngineCore(_make_scheduler(config), runner, payloads), config
 

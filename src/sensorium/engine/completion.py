@@ -27,6 +27,7 @@ class Completion:
         self.stop_string: str | None = None
         self._params = request.sampling_params
         self._get_text = get_text
+        self._eos_token_ids = frozenset(request.eos_token_ids)
         self._detokenizer = Detokenizer(
             tokenizer,
             request.prompt_token_ids,
@@ -46,8 +47,7 @@ class Completion:
         for token_id in output.new_token_ids:
             self._token_ids.append(token_id)
             length = len(self._detokenizer.text)
-            is_stop_token = output.finish_reason is FinishReason.STOP
-            if not is_stop_token or self._params.include_stop_str_in_output:
+            if not self._is_stop_token(output, token_id) or self._params.include_stop_str_in_output:
                 self._detokenizer.add(token_id)
             if output.finish_reason is not None:
                 self._detokenizer.finish()
@@ -57,6 +57,15 @@ class Completion:
             self._detokenizer.finish()
         if output.finish_reason is not None or self.stop_string is not None:
             self.last = output
+
+    def _is_stop_token(self, output: EngineCoreOutput, token_id: int) -> bool:
+        """Whether it ended the answer and is no part of it. The last token of an answer that its
+        grammar completes is.
+        """
+        if output.finish_reason is not FinishReason.STOP:
+            return False
+        may_be_text = self._params.structured_outputs is not None and output.stop_token_id is None
+        return not may_be_text or token_id in self._eos_token_ids
 
     def _apply_stop(self, *, num_new_characters: int) -> None:
         text = self._detokenizer.text

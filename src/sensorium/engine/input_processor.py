@@ -14,6 +14,7 @@ from typing import Any
 from sensorium.core.admission import check_length
 from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import ItemReader, RenderedItem, read_items
+from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
 from sensorium.multimodal.media.decoding import resolve_decode_options
@@ -50,7 +51,8 @@ class InputProcessor:
     """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
     requests that run no engine, and leaves the cache of `perceiver` alone. `max_model_len`: the
     core's, where the core is far away and is not to be bothered with what it would refuse.
-    `trust_injected`: hashes that came over the wire are taken as they are.
+    `trust_injected`: hashes that came over the wire are taken as they are. `grammars`: the core's,
+    where it is near; else grammars are compiled here as well, so that a bad one gets no further.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class InputProcessor:
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         trust_injected: bool = False,
         seed: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.processor = processor
         self.perceiver = perceiver
@@ -82,6 +85,7 @@ class InputProcessor:
             processor=processor, specs=ItemSpecs(processor, self._mm_processor_kwargs)
         )
         self._seeds = random.Random(seed)
+        self._grammars = grammars
 
     def draw_seed(self) -> int:
         """For a request that has none."""
@@ -104,6 +108,7 @@ class InputProcessor:
         neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
         prompt of text may be longer than the context: who asks so may just want to count.
         """
+        self._check_grammar(params)
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
         needs_tensors = needs_tensors or not skip_mm_cache
@@ -134,6 +139,15 @@ class InputProcessor:
             prompt=fields.get("prompt"),
             is_readonly=perceiver is not self.perceiver,
         )
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                lambda: self.processor.tokenizer, eos_token_ids=self.defaults.eos_token_ids
+            )
+        self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
         """Its items may be evicted, as far as it is concerned. Once."""

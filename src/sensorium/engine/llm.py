@@ -371,6 +371,7 @@ def _make_input_processor(
         perceiver=engine.perception.perceiver,
         readonly=engine.perception.readonly,
         defaults=engine.defaults,
+        grammars=engine.grammars,
         limit_mm_per_prompt=options.limit_mm_per_prompt,
         mm_processor_kwargs=media.mm_processor_kwargs,
         media_io_kwargs=media.media_io_kwargs,

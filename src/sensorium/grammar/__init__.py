@@ -1,1 +1,4 @@
-"""Grammars of answers: what `types.structured` says, compiled, and followed token by token."""
+"""Grammars of answers: what `types.structured` says, compiled, and followed token by token.
+
+The seam to llguidance, which nobody else imports.
+"""

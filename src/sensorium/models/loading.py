@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.logging import set_tqdm_hook
 
@@ -88,6 +88,11 @@ def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) ->
 
 def _has_fast_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer alone, without the processor of media around it."""
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
 def load_model(

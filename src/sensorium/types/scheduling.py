@@ -74,6 +74,10 @@ class ModelRunnerOutput:
     by encoder key. `prompt_logprobs` has an entry for each token of the step that is followed by
     another one of the prompt, for the requests that want them. `encode_s`: how long the step's
     encoders took, seen from the host.
+
+    Of requests with a grammar: `late_request_ids` could not choose a token, because it isn't known
+    yet which are allowed; they have to compute their last token once more. After their token
+    `completed_request_ids` can say nothing else.
     """
 
     sampled_token_ids: Mapping[str, int]
@@ -82,6 +86,8 @@ class ModelRunnerOutput:
     failed_requests: Mapping[str, str] = field(default_factory=dict)  # by request id
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     encode_s: float = 0.0
+    late_request_ids: frozenset[str] = frozenset()
+    completed_request_ids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

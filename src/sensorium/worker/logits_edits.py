@@ -1,4 +1,4 @@
-"""Changes single logits of a batch: bias, penalties and bans, each for all rows at once.
+"""Changes single logits of a batch: bias, penalties, masks and bans, each for all rows at once.
 
 `prepare_edits` builds index arrays on the host, row by row; `apply_edits` works on the device.
 An index is a place in the flat logits: row * vocabulary + token id. Ids outside the vocabulary are
@@ -32,6 +32,8 @@ def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
         arrays |= _prepare_penalties(edited, vocab_size)
     if any(row.params.allowed_token_ids is not None for _, row in edited):
         arrays |= _prepare_allowed(edited, vocab_size)
+    if any(row.mask is not None for _, row in edited):
+        arrays |= _prepare_masks(edited, vocab_size)
     if any(row.banned_token_ids for _, row in edited):
         arrays["banned_at"] = _get_places(
             ((index, row.banned_token_ids) for index, row in edited), vocab_size
@@ -53,6 +55,8 @@ def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> to
         flat.index_copy_(0, at, values - tensors["penalty"].float())
     if "allowed_at" in tensors:
         _keep_allowed(edited, tensors["allowed_rows"], tensors["allowed_at"])
+    if "mask_rows" in tensors:
+        _keep_masked(edited, tensors["mask_rows"], tensors["mask_words"])
     if "banned_at" in tensors:
         flat.index_fill_(0, tensors["banned_at"], float("-inf"))
     return edited
@@ -61,6 +65,16 @@ def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> to
 def _keep_allowed(logits: torch.Tensor, rows: torch.Tensor, allowed_at: torch.Tensor) -> None:
     is_banned = torch.ones(len(rows), logits.shape[-1], dtype=torch.bool, device=logits.device)
     is_banned.view(-1).index_fill_(0, allowed_at, False)
+    kept = logits.index_select(0, rows).masked_fill_(is_banned, float("-inf"))
+    logits.index_copy_(0, rows, kept)
+
+
+def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """`words` [rows, words of 64 bits]: the lowest bit of the first byte is token 0."""
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = torch.bitwise_left_shift(torch.ones_like(places), places)
+    is_banned = (words.view(torch.uint8).unsqueeze(-1) & bits) == 0
+    is_banned = is_banned.view(len(rows), -1)[:, : logits.shape[-1]]
     kept = logits.index_select(0, rows).masked_fill_(is_banned, float("-inf"))
     logits.index_copy_(0, rows, kept)
 
@@ -109,6 +123,19 @@ def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
     return {
         "allowed_rows": np.array([index for index, _ in allowed], dtype=np.int64),
         "allowed_at": _get_places(enumerate(ids for _, ids in allowed), vocab_size),
+    }
+
+
+def _prepare_masks(edited: _Edited, vocab_size: int) -> Arrays:
+    """A mask may have fewer bits than the model has logits, or more."""
+    masks = [(index, row.mask) for index, row in edited if row.mask is not None]
+    words = np.zeros((len(masks), -(-vocab_size // 64)), dtype=np.int64)
+    for place, (_, mask) in enumerate(masks):
+        num_words = min(len(mask), words.shape[1])
+        words[place, :num_words] = mask[:num_words]
+    return {
+        "mask_rows": np.array([index for index, _ in masks], dtype=np.int64),
+        "mask_words": words,
     }
 
 

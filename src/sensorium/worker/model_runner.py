@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.backend import PagedAttention
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
@@ -26,6 +27,7 @@ from sensorium.types.scheduling import (
 from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
 from sensorium.worker.gather import get_gather_slices
+from sensorium.worker.grammar_masks import GrammarMasks, Progress, StepMasks
 from sensorium.worker.input_batch import InputBatch, StepInputs
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.prompt_scorer import PromptScorer
@@ -46,6 +48,7 @@ class ModelRunner:
         block_size: int,
         attention: PagedAttention,
         payloads: Mapping[str, MultiModalKwargsItem],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.encoder_cache = EncoderCache()
         self._adapter = adapter
@@ -66,6 +69,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(device=adapter.device)
         self._prompt_scorer = PromptScorer(adapter)
+        self._grammars = GrammarMasks(grammars)
 
     @property
     def num_encoder_bytes(self) -> int:
@@ -78,6 +82,7 @@ class ModelRunner:
         the model.
         """
         self._check_token_ids(request)
+        self._grammars.add(request)
         if not self._adapter.has_mrope:
             return
         items = [self._payloads[feature.mm_hash] for feature in request.mm_features]
@@ -117,6 +122,7 @@ class ModelRunner:
     def forget_request(self, request_id: str) -> None:
         """The request has ended."""
         self._mrope.pop(request_id, None)
+        self._grammars.forget(request_id)
 
     # ---- one step
 
@@ -151,6 +157,7 @@ class ModelRunner:
                 num_groups=self._num_groups,
                 mrope=self._mrope.get(request.request_id),
             )
+            self._grammars.start(request, started.output_token_ids)
         for scheduled in output.scheduled:
             self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
 
@@ -214,12 +221,21 @@ class ModelRunner:
         if not inputs.sampled:
             return replace(_NOTHING, prompt_logprobs=prompt_logprobs)
         logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
-        rows = [state.get_sampling_row() for state in inputs.sampled]
+        masks = self._grammars.take(inputs.sampled)
+        rows = [
+            state.get_sampling_row(masks.masks.get(state.request.request_id))
+            for state in inputs.sampled
+        ]
         sampled = self._sampler.sample(logits, rows)
-        for state, token_id in zip(inputs.sampled, sampled.token_ids, strict=True):
-            if token_id is not None:
-                state.append_token(token_id)
-        return _make_output(inputs.sampled, sampled, prompt_logprobs)
+        chosen = [
+            (state, token_id)
+            for state, token_id in zip(inputs.sampled, sampled.token_ids, strict=True)
+            if token_id is not None and not masks.is_without(state.request.request_id)
+        ]
+        for state, token_id in chosen:
+            state.append_token(token_id)
+        progress = self._grammars.consume(chosen)
+        return _make_output(inputs.sampled, sampled, prompt_logprobs, masks, progress)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         for group_index, block_ids in enumerate(inputs.partial_blocks):
@@ -252,14 +268,19 @@ def _make_output(
     states: Sequence[RequestState],
     sampled: SamplerOutput,
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]],
+    masks: StepMasks,
+    progress: Progress,
 ) -> ModelRunnerOutput:
     names = [state.request.request_id for state in states]
+    failures = {names[row]: reason for row, reason in sampled.failures.items()}
     tokens = zip(names, sampled.token_ids, strict=True)
     logprobs = zip(names, sampled.logprobs, strict=True)
     return ModelRunnerOutput(
         sampled_token_ids={name: token_id for name, token_id in tokens if token_id is not None},
         logprobs={name: entry for name, entry in logprobs if entry is not None},
         failed_encodes={},
-        failed_requests={names[row]: reason for row, reason in sampled.failures.items()},
+        failed_requests={**failures, **masks.failures, **progress.failures},
         prompt_logprobs=prompt_logprobs,
+        late_request_ids=masks.late_ids - failures.keys(),
+        completed_request_ids=progress.completed_ids,
     )

@@ -53,8 +53,8 @@ class RequestState:
         if self._counts is not None:
             self._counts.add(token_id)
 
-    def get_sampling_row(self) -> SamplingRow:
-        """For the token behind those it has."""
+    def get_sampling_row(self, mask: IntArray | None = None) -> SamplingRow:
+        """For the token behind those it has. A mask of its grammar says itself when it may end."""
         num_output_tokens = self.num_output_tokens
         banned: tuple[int, ...] = ()
         if self._bans is not None:
@@ -62,13 +62,15 @@ class RequestState:
                 self.token_ids.values, num_output_tokens=num_output_tokens
             )
         if num_output_tokens < self.params.min_tokens:
-            eos = () if self.params.ignore_eos else self.request.eos_token_ids
+            is_free = self.params.ignore_eos or mask is not None
+            eos = () if is_free else self.request.eos_token_ids
             banned += (*eos, *self.params.stop_token_ids)
         return SamplingRow(
             params=self.params,
             num_output_tokens=num_output_tokens,
             banned_token_ids=banned,
             counts=self._counts,
+            mask=mask,
         )
 
     def add_blocks(self, new_block_ids: BlockIds) -> None:

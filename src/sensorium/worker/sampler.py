@@ -5,8 +5,9 @@ The order, for each row:
   1. `logit_bias` is added.
   2. `repetition_penalty` divides or multiplies the logits of tokens of prompt and output; then
      `frequency_penalty` and `presence_penalty` are subtracted for tokens of the output.
-  3. Bans: tokens outside `allowed_token_ids`, those that complete a banned sequence, those that
-     end the request before `min_tokens`. A row without a token left fails.
+  3. Bans: tokens outside `allowed_token_ids`, those that the row's grammar doesn't allow here,
+     those that complete a banned sequence, those that end the request before `min_tokens`. A row
+     without a token left fails.
   4. A greedy row takes the likeliest; the others divide by `temperature`.
   5. `top_k`, then `top_p` of what that left, then `min_p`, as in Transformers. `min_p` is a share
      of the likeliest token's probability, which no filter takes away: it cuts the same tokens
@@ -35,8 +36,8 @@ from sensorium.worker.staging import StagingBuffer
 # What stands in place of a token where there is none, and what the caller hears.
 _FAILURES = {
     -1: "the model's output for it is not a finite number",
-    -2: "no token is left to choose from: its allowed_token_ids, bad_words, min_tokens and the "
-    "model's generation config ban all of them",
+    -2: "no token is left to choose from: its allowed_token_ids, structured_outputs, bad_words, "
+    "min_tokens and the model's generation config ban all of them",
 }
 
 

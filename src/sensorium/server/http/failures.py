@@ -14,6 +14,7 @@ from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
 from sensorium.server.http.protocol.token_wire import GenerateRequest
+from sensorium.server.http.structured import rename_structured
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import FailedRequestError, RequestError
 
@@ -37,6 +38,9 @@ class FailureLog:
         """
         answer = make_answer(error, fields=_FIELDS)
         given: RequestInput | None = state.get("input")
+        if given is not None and given.structured_path is not None:
+            message, param = rename_structured(answer.message, given.structured_path)
+            answer = replace(answer, message=message, param=param or answer.param)
         if given is not None and _is_of_input(error):
             param = answer.param
             path = given.find_path(answer.message) if param is None else given.qualify(param)

@@ -16,10 +16,13 @@ _MODALITIES = {"input_audio": "audio", "image_pil": "image"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInput:
-    """`name`: the field that holds what the model reads; `value`: what is in it."""
+    """`name`: the field that holds what the model reads; `value`: what is in it.
+    `structured_path`: the one that says what the answer must look like.
+    """
 
     name: str
     value: object
+    structured_path: str | None = None
 
     def find_path(self, message: str) -> str:
         """The part of a message that an error speaks of, or the field."""

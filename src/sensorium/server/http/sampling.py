@@ -8,6 +8,7 @@ from sensorium.server.http.errors import ApiError
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
 from sensorium.server.http.protocol.generating import GeneratingRequest
+from sensorium.server.http.structured import get_structured_outputs
 from sensorium.types.sampling import SamplingParams
 
 _SAME_NAMES = (
@@ -64,17 +65,15 @@ def make_completion_params(request: CompletionRequest) -> SamplingParams:
 
 def _get_given(request: GeneratingRequest) -> dict[str, Any]:
     """`None` means the default."""
-    values = ((name, getattr(request, name)) for name in _SAME_NAMES)
-    return {name: value for name, value in values if value is not None}
+    values = {name: getattr(request, name) for name in _SAME_NAMES}
+    values["structured_outputs"] = get_structured_outputs(request)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_common(request: GeneratingRequest) -> None:
     for name in request.unsupported:
         if getattr(request, name):
             raise _make_unsupported(name)
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise _make_unsupported("response_format", "other than text")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:

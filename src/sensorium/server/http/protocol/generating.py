@@ -24,11 +24,47 @@ from sensorium.server.http.protocol.fields import (
     TopP,
     Unsupported,
 )
+from sensorium.types.structured import MAX_CHARACTERS
 
-_TEXT_FORMAT = {
+
+def _make_format(kind: str, **properties: JsonObject) -> JsonObject:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind, "type": "string"}, **properties},
+        "required": ["type", *properties],
+    }
+
+
+_SCHEMA: JsonObject = {
     "type": "object",
-    "properties": {"type": {"const": "text", "type": "string"}},
-    "required": ["type"],
+    "properties": {
+        "name": {"type": "string"},
+        "schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["schema"],
+}
+_RESPONSE_FORMAT: JsonObject = {
+    "anyOf": [
+        _make_format("text"),
+        _make_format("json_object"),
+        _make_format("json_schema", json_schema=_SCHEMA),
+    ]
+}
+_Grammar = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+_Choices = Annotated[list[_Grammar], Field(min_length=1)]
+_STRUCTURED: JsonObject = {
+    "type": "object",
+    "properties": {
+        "json": {"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}]},
+        "json_object": {"type": "boolean"},
+        "regex": {"type": "string", "minLength": 1},
+        "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        "grammar": {"type": "string", "minLength": 1},
+    },
+    "minProperties": 1,
+    "maxProperties": 1,
+    "additionalProperties": False,
 }
 
 
@@ -48,18 +84,14 @@ class StreamOptions(WireModel):
 class GeneratingRequest(WireModel):
     """OpenAI's fields and the extras of this field's servers. `null` is as good as absent.
 
+    One of `response_format`, `guided_*` and `structured_outputs` may say what the answer must look
+    like.
+
     `user` and the fields after it are taken and have no effect.
     """
 
     # Fields of others that change the answer: refused, as ignoring them would be wrong.
-    unsupported: ClassVar[tuple[str, ...]] = (
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structured_outputs",
-        "use_beam_search",
-    )
+    unsupported: ClassVar[tuple[str, ...]] = ("use_beam_search",)
 
     model: str | None = None
     stream: bool | None = None
@@ -73,7 +105,7 @@ class GeneratingRequest(WireModel):
     logit_bias: LogitBias | None = None
     seed: Integer | None = None
     stop: TextOrList | None = None
-    response_format: Annotated[JsonObject, WithJsonSchema(_TEXT_FORMAT)] | None = None
+    response_format: Annotated[JsonObject, WithJsonSchema(_RESPONSE_FORMAT)] | None = None
 
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -93,11 +125,11 @@ class GeneratingRequest(WireModel):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Integer | None = None
     trace: bool | None = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    structured_outputs: Unsupported = None
+    guided_json: JsonObject | _Grammar | None = None
+    guided_regex: _Grammar | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Grammar | None = None
+    structured_outputs: Annotated[JsonObject, WithJsonSchema(_STRUCTURED)] | None = None
     use_beam_search: Unsupported = None
 
     user: str | None = None

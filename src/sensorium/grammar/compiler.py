@@ -1,0 +1,118 @@
+"""Compiles grammars, once each: the same check in a frontend and in the core.
+
+Owns the tokenizer that llguidance reads, which is made with the first grammar, and the grammars
+that were compiled last. What was refused is remembered as well. For any number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from sensorium.grammar.matcher import Matcher, Words
+from sensorium.grammar.tokenizer import WORD_BITS, make_tokenizer
+from sensorium.grammar.translation import make_grammar
+from sensorium.types.errors import RequestError
+from sensorium.types.structured import StructuredOutputsParams
+
+_MAX_GRAMMARS = 64
+MAX_COMPILE_S = 4.0  # of a thread's own time, so that a busy machine refuses nothing
+# The library's own, but for the memory of one grammar (1 to 2 kB a state) and errors that show the
+# parser's insides.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+class GrammarCompiler:
+    """`load_tokenizer` is asked once, at the first grammar."""
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        *,
+        vocab_size: int = 0,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._compiled: OrderedDict[StructuredOutputsParams, Matcher | str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+
+    def compile(self, params: StructuredOutputsParams) -> Matcher:
+        """A matcher at the beginning of an answer. A `RequestError` names the field and says what
+        is wrong with the grammar.
+        """
+        with self._lock:
+            known = self._compiled.get(params)
+            if known is not None:
+                self._compiled.move_to_end(params)
+                return _take(known)
+        made = self._compile(params)
+        with self._lock:
+            self._compiled[params] = made
+            if len(self._compiled) > _MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return _take(made)
+
+    def make_mask(self) -> Words:
+        """Room for a mask."""
+        return np.zeros(self._num_words, dtype=np.int64)
+
+    @cached_property
+    def end_mask(self) -> Words:
+        """The tokens that end an answer."""
+        words = self.make_mask().view(np.uint64)
+        for token_id in self._tokenizer.eos_tokens:
+            words[token_id // WORD_BITS] |= np.uint64(1 << token_id % WORD_BITS)
+        return words.view(np.int64)
+
+    @property
+    def _num_words(self) -> int:
+        return int(self._tokenizer.vocab_size) // WORD_BITS
+
+    @property
+    def _tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            return self._made_tokenizer
+
+    @cached_property
+    def _made_tokenizer(self) -> LLTokenizer:
+        return make_tokenizer(
+            self._load_tokenizer(),
+            vocab_size=self._vocab_size,
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def _compile(self, params: StructuredOutputsParams) -> Matcher | str:
+        """The matcher, or why there is none."""
+        tokenizer = self._tokenizer
+        began = time.thread_time()
+        try:
+            grammar = make_grammar(params)
+        except RequestError as error:
+            return str(error)
+        name = f"structured_outputs.{params.kind}"
+        matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
+        if matcher.error is not None:
+            return f"{name}: {matcher.error}"
+        trial = matcher.copy()
+        trial.fill_mask(self.make_mask())
+        if trial.error is not None:
+            return f"{name} can't be met by any answer, or is too complex: {trial.error}"
+        if time.thread_time() - began > MAX_COMPILE_S:
+            return f"{name} takes too long to compile"
+        return matcher
+
+
+def _take(made: Matcher | str) -> Matcher:
+    if isinstance(made, str):
+        raise RequestError(made)
+    return made.copy()

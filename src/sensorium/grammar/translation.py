@@ -1,0 +1,107 @@
+"""From the caller's words to llguidance's: each kind of structured output as one grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from sensorium.types.errors import RequestError
+from sensorium.types.structured import StructuredOutputsParams
+
+# What people and printers write: a blank, or a new line and its indentation. Some models would fill
+# the context with blanks if they might.
+_WHITESPACE = r"[\x20\x09]|\x0D?\x0A[\x20\x09]{0,32}"
+_MAX_GBNF_CHARACTERS = 2**15  # it is read in Python, with the interpreter locked
+_LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
+
+
+def make_grammar(params: StructuredOutputsParams) -> str:
+    """As `LLMatcher` takes it. Raises a `RequestError` that names the field for what isn't even
+    JSON or GBNF; the rest is for the compiler to find.
+    """
+    if params.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(params.regex or ""))
+    if params.kind in ("json", "json_object"):
+        return str(LLMatcher.grammar_from_json_schema(_get_schema(params)))
+    return str(LLMatcher.grammar_from_lark(_get_lark(params)))
+
+
+def make_grammar_after(
+    params: StructuredOutputsParams, end_tag: str, *, is_token: bool = False
+) -> StructuredOutputsParams:
+    """Free text first, up to and with `end_tag`, then what `params` ask for: for prompts that have
+    opened a model's reasoning. Blanks may stand between. `is_token`: the tag is a special token of
+    the model, not text.
+    """
+    free = f"/(.|\\n)*/ <{end_tag.strip('<>')}>" if is_token else "reasoning"
+    rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
+    if not is_token:
+        rules.append(f"reasoning[lazy]: TEXT {_quote(end_tag)}\nTEXT: /(.|\\n)*/")
+    rules.append(f"answer: {_embed(params)}")
+    return StructuredOutputsParams(grammar="\n".join(rules))
+
+
+def _embed(params: StructuredOutputsParams) -> str:
+    """As the right side of a rule."""
+    if params.kind in ("json", "json_object"):
+        return f"%json {_get_schema(params)}"
+    if params.kind == "regex":
+        return f"/{regex_to_lark(params.regex or '', use_ascii='')}/"
+    return f"%lark {{\n{_get_lark(params)}\n}}"
+
+
+def _get_schema(params: StructuredOutputsParams) -> str:
+    """The schema's text, with our options where it has none of its own."""
+    try:
+        schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is no JSON: {error}") from error
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance", {})
+        if not isinstance(own, dict):
+            raise RequestError("structured_outputs.json: x-guidance must be an object")
+        if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+            own = {**own, "whitespace_pattern": _WHITESPACE}
+        schema = {**schema, "x-guidance": own}
+    elif schema is not False:
+        raise RequestError("structured_outputs.json must be an object, or true or false")
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is no JSON schema: {error}") from error
+
+
+def _get_lark(params: StructuredOutputsParams) -> str:
+    if params.choice is not None:
+        return "start: " + _join(params.choice)
+    text = params.grammar or ""
+    return _translate_gbnf(text) if "::=" in text and not _LARK_START.search(text) else text
+
+
+def _join(choices: Sequence[str]) -> str:
+    return " | ".join(_quote(choice) for choice in dict.fromkeys(choices))
+
+
+def _quote(text: str) -> str:
+    """Lark's strings are JSON's. Half a surrogate pair is no character, and in no answer."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError("structured_outputs.choice holds half a surrogate pair")
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _translate_gbnf(text: str) -> str:
+    if len(text) > _MAX_GBNF_CHARACTERS:
+        raise RequestError(
+            f"structured_outputs.grammar has {len(text)} characters; as GBNF it may have "
+            f"{_MAX_GBNF_CHARACTERS} (Lark's notation may have more)"
+        )
+    try:
+        return str(gbnf_to_lark(text))
+    except (GbnfToLarkError, ValueError, KeyError, IndexError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.grammar is no GBNF: {error}") from error
