@@ -102,6 +102,11 @@ class AsyncEngine:
     def tokenizer(self) -> Any:
         return self._inputs.processor.tokenizer
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The model's own."""
+        return self._inputs.defaults.eos_token_ids
+
     async def connect(self, info: CoreInfo) -> None:
         """A core is there, or there again."""
         self.disconnect("the engine was replaced")

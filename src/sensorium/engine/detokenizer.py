@@ -67,8 +67,11 @@ class Detokenizer:
         return (*read, *self._list_heard(self._read_end, len(self._token_ids))), len(read)
 
     @classmethod
-    def restore(cls, tokenizer: Any, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
-        restored = cls(tokenizer)
+    def restore(
+        cls, tokenizer: Any, token_ids: tuple[int, ...], num_read: int, **options: Any
+    ) -> Detokenizer:
+        """`options`: what `__init__` takes about special tokens."""
+        restored = cls(tokenizer, **options)
         restored._token_ids = list(token_ids)
         restored._read_end = num_read
         return restored
@@ -81,6 +84,8 @@ class Detokenizer:
         tokenizer = self._tokenizer
         if token_id >= len(tokenizer):
             return True
+        if not self._skips_special:
+            return token_id in self._dropped
         is_skipped = not tokenizer.decode([token_id], skip_special_tokens=True)
         return is_skipped and bool(tokenizer.decode([token_id], skip_special_tokens=False))
 

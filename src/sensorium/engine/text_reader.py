@@ -50,7 +50,8 @@ class TextState(msgspec.Struct, frozen=True, array_like=True):
 
 class TextReader:
     """`params` say what ends the text. Either `prompt_token_ids` (the last few are enough) or the
-    `state` of an earlier reader.
+    `state` of an earlier reader. `eos_token_ids`: those that end a sequence and are no part of its
+    text; empty where nobody knows, then the last token is taken for one.
     """
 
     def __init__(
@@ -60,13 +61,19 @@ class TextReader:
         *,
         prompt_token_ids: tuple[int, ...] = (),
         state: TextState | None = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._options: dict[str, Any] = {
+            "skip_special_tokens": params.skip_special_tokens,
+            "kept_special_token_ids": params.kept_special_token_ids,
+        }
         self._detokenizer = (
-            Detokenizer(tokenizer, prompt_token_ids)
+            Detokenizer(tokenizer, prompt_token_ids, **self._options)
             if state is None
-            else Detokenizer.restore(tokenizer, state.token_ids, state.num_read)
+            else self._restore(state.token_ids, state.num_read)
         )
         state = state or TextState()
         self._text = state.text
@@ -93,9 +100,8 @@ class TextReader:
             if self.stop_string is not None:
                 break
             is_last = finish_reason is not None and index == len(token_ids) - 1
-            is_closing = is_last and finish_reason == "stop" and not isinstance(stop_reason, str)
-            if is_closing and stop_reason is UNKNOWN:
-                is_closing = not self._completes_stop(token_id)
+            is_closing = is_last and finish_reason == "stop"
+            is_closing = is_closing and self._is_closing(token_id, stop_reason)
             self._add_token(token_id, is_last=is_last, is_closing=is_closing)
         if finish_reason is not None and not token_ids:
             self._detokenizer.finish()
@@ -135,9 +141,24 @@ class TextReader:
                 is_included = self._params.include_stop_str_in_output
                 self._text_end = start + (len(self.stop_string) if is_included else 0)
 
+    def _is_closing(self, token_id: int, stop_reason: object) -> bool:
+        """Whether the last token only ends the text. That of a text which its grammar completes is
+        a part of it.
+        """
+        if stop_reason is UNKNOWN:
+            is_stop = token_id in self._params.stop_token_ids or not self._eos_token_ids
+            is_end = is_stop or token_id in self._eos_token_ids
+            return is_end and not self._completes_stop(token_id)
+        if stop_reason is None:
+            return not self._eos_token_ids or token_id in self._eos_token_ids
+        return not isinstance(stop_reason, str)
+
+    def _restore(self, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
+        return Detokenizer.restore(self._tokenizer, token_ids, num_read, **self._options)
+
     def _completes_stop(self, token_id: int) -> bool:
         """Whether the last token's text has a stop string, where nobody says what ended it."""
-        trial = Detokenizer.restore(self._tokenizer, *self._detokenizer.save())
+        trial = self._restore(*self._detokenizer.save())
         trial.add(token_id)
         trial.finish()
         text = self._text + trial.text

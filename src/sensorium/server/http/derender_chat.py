@@ -68,6 +68,7 @@ class _ChatDerender:
         self._answers = make_chat_answers(context.answers, options)
         self._reading = Reading(
             tokenizer=context.engine.tokenizer,
+            eos_token_ids=context.engine.eos_token_ids,
             params=self._answers.make_params(make_chat_params(options)),
             format=context.answers,
             context=self._answers.get_context(self._prompt_token_ids),

@@ -28,12 +28,13 @@ _Struct = TypeVar("_Struct")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How all choices of an answer are read. `params`: what ends a text."""
+    """How all choices of an answer are read. `params`, `eos_token_ids`: what ends a text."""
 
     tokenizer: Any
     params: SamplingParams
     format: AnswerFormat
     context: AnswerContext
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class ChoiceReader:
             reading.params,
             prompt_token_ids=prompt_token_ids,
             state=text_state,
+            eos_token_ids=reading.eos_token_ids,
         )
         self._answer = (
             reading.format.start(reading.context)

@@ -63,6 +63,7 @@ class _CompletionDerender:
         self._name = context.options.model_names[0]
         self._reading = Reading(
             tokenizer=context.engine.tokenizer,
+            eos_token_ids=context.engine.eos_token_ids,
             params=make_completion_params(options),
             format=PLAIN,
             context=AnswerContext(),
