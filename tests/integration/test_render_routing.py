@@ -20,7 +20,7 @@ from sensorium.multimodal.media import decoding
 from sensorium.server.http.app import make_app
 from tests.integration.async_serving import LocalCore, make_png, run_core
 from tests.integration.conversing import as_base64, ask, make_url_part
-from tests.integration.test_async_engine import run
+from tests.integration.test_async_engine import get_num_handles, run, wait_until
 from tests.unit.server.standing_in import CountingMetrics, StandInOptions
 
 Body = dict[str, Any]
@@ -101,12 +101,12 @@ def test_every_route_asks_the_cache_that_it_may(
 
 
 def _get_order(perception: Perception) -> list[Any]:
-    """Of the main cache, the next to go first."""
+    """Of the main cache: its items, the next to go first, or when each was used."""
     caches: Any = perception.caches
     if caches.store is None:
         return list(caches.sender._table._lru._evictable)
-    index = caches.store._index
-    return [bytes(memoryview(index._buffer))] if hasattr(index, "_buffer") else []
+    used: list[int] = caches.store._index._last_used.tolist()
+    return [time for time in used if time]
 
 
 def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: LocalCore) -> None:
@@ -114,6 +114,7 @@ def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: Loca
         for seed in (1, 2, 3):
             assert (await client.post(CHAT, json=_see(seed, max_tokens=1))).status_code == 200
         sender = perception.caches.sender
+        await wait_until(lambda: get_num_handles(perception) == 0)
         before, order = sender.statistics(), _get_order(perception)
         for seed in (2, 1, 4):
             for path, fields in (
@@ -124,7 +125,11 @@ def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: Loca
                 response = await client.post(path, json=_see(seed, **fields))
                 assert response.status_code == 200, response.text
         assert sender.statistics() == before
+        assert len(order) == 3
         assert _get_order(perception) == order
+        assert (await client.post(CHAT, json=_see(2, max_tokens=1))).status_code == 200
+        await wait_until(lambda: get_num_handles(perception) == 0)
+        assert _get_order(perception) != order
 
     _call(core, test)
 
