@@ -30,9 +30,10 @@ def render(
     *,
     rename: Callable[[str], str] = str,
     has_layouts: bool = True,
+    **fields: Any,
 ) -> Body:
-    """A body for msgpack: items are bytes. `rename` makes the hashes."""
-    chat = Chat(messages=messages, options=ChatOptions(), fields={})
+    """A body for msgpack: items are bytes. `rename` makes the hashes; `fields` of the prompt."""
+    chat = Chat(messages=messages, options=ChatOptions(), fields=fields)  # type: ignore[arg-type]
     processed = llm.renderer.render_chat(chat, SamplingParams(), skip_mm_cache=True).processed
     features: dict[str, dict[str, list[Any]]] = {
         "mm_hashes": {},
