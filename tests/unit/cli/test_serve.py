@@ -157,3 +157,14 @@ def test_limits_of_media_are_json_or_short(
 def test_bytes_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int) -> None:
     options = parse(monkeypatch, "m", "--kv-cache-memory-bytes", text)
     assert options.engine["kv_cache_memory_bytes"] == num_bytes
+
+
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_unknown_formats_of_answers_are_refused_with_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    options = parse(monkeypatch, "m", flag, "gemma4")
+    assert "gemma4" in (options.tool_call_parser, options.reasoning_parser)
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "m", flag, "x")
+    assert "'auto', 'none'," in capsys.readouterr().err

@@ -139,3 +139,36 @@ def test_a_stop_string_is_found_wherever_the_tokens_part_it(parts: list[str], st
             break
     whole = "".join(parts).find(stop)
     assert place == (None if whole < 0 else whole)
+
+
+def test_special_tokens_are_skipped_kept_or_all_there(tokenizer: Any) -> None:
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    token_ids = [start, *tokenizer.encode("é x"), end, *tokenizer.encode("y"), start]
+    for options, expected in (
+        ({}, "é xy"),
+        ({"kept_special_token_ids": (end,)}, "é x<|im_end|>y"),
+        ({"skip_special_tokens": False}, "<|im_start|>é x<|im_end|>y<|im_start|>"),
+        (
+            {"skip_special_tokens": False, "kept_special_token_ids": (end,)},
+            "<|im_start|>é x<|im_end|>y<|im_start|>",
+        ),
+    ):
+        assert feed(Detokenizer(tokenizer, **options), token_ids)[-1] == expected
+
+
+@given(token_ids=token_lists, kept=st.sets(st.integers(0, 2)))
+@quick
+def test_kept_tokens_add_up_as_well(tokenizer: Any, token_ids: list[int], kept: set[int]) -> None:
+    seen = feed(Detokenizer(tokenizer, kept_special_token_ids=tuple(kept)), token_ids)
+    left = [token_id for token_id in token_ids if token_id > 2 or token_id in kept]
+    assert seen[-1] == tokenizer.decode(left, skip_special_tokens=not kept)
+    for earlier, later in pairwise(seen):
+        assert later.startswith(earlier)
+
+
+def test_mistrals_own_tokenizer_keeps_tokens_too(tiny_model: Callable[[str], str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("voxtral"))
+    words = tokenizer.encode("the", add_special_tokens=False)
+    token_ids = [3, 9, *words, 20, *words, 4]
+    seen = feed(Detokenizer(tokenizer, kept_special_token_ids=(9, 20)), token_ids)
+    assert seen[-1] == "[TOOL_CALLS]the[ARGS]the"

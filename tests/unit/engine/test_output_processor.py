@@ -224,3 +224,16 @@ def test_a_forgotten_request_gives_no_output() -> None:
     processor = make_processor()
     processor.forget(["r", "unknown"])
     assert processor.process([news("a", FinishReason.LENGTH)]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({}, "a"),
+        ({"skip_special_tokens": False}, "a$"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "a$$"),
+    ],
+)
+def test_special_tokens_have_text_if_it_was_asked_for(params: dict[str, Any], text: str) -> None:
+    """The one that ends it needs more than that."""
+    assert complete("a$$", FinishReason.STOP, **params).text == text

@@ -16,6 +16,8 @@ import httpx
 import uvicorn
 
 from sensorium.engine.chat import Chat
+from sensorium.render.answers.format import PLAIN
+from sensorium.render.answers.interface import AnswerFormat
 from sensorium.server.http.app import make_app
 from sensorium.types.outputs import (
     CompletionDelta,
@@ -266,10 +268,12 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def serve(engine: ScriptedEngine | None = None, **options: Any) -> Iterator[RunningServer]:
+def serve(
+    engine: ScriptedEngine | None = None, answers: AnswerFormat = PLAIN, **options: Any
+) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
     metrics = CountingMetrics()
-    app = make_app(engine, StandInOptions(**options), metrics)
+    app = make_app(engine, StandInOptions(**options), metrics, answers=answers)
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
     )

@@ -192,7 +192,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
     ({"tool_choice": 3}, "tool_choice"),
     ({"tools": [3]}, "tools[0]"),
     ({"functions": [{"name": "f"}]}, "functions"),
