@@ -4,10 +4,12 @@ it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +78,33 @@ class InputProcessor:
             resolve_decode_options(modality, self._media_io_kwargs)
         self._specs = ItemSpecs(processor)
         self._seeds = random.Random(seed)
+
+    @property
+    def allowed_modalities(self) -> tuple[str, ...]:
+        """Those of which a prompt may have an item."""
+        return tuple(m for m in self.processor.modalities if self._limits.get(m) != 0)
+
+    @contextmanager
+    def rehearse(self) -> Iterator[InputProcessor]:
+        """One that does all that this one does; this one's caches and counts stay as they are."""
+        rehearsal = copy.copy(self)
+        rehearsal.max_model_len = None
+        perceivers = [p.make_rehearsal() for p in (self.perceiver, self._readonly) if p is not None]
+        rehearsal.perceiver = perceivers[0]
+        rehearsal._readonly = perceivers[1] if len(perceivers) > 1 else None
+        try:
+            yield rehearsal
+        finally:
+            for perceiver in perceivers:
+                perceiver.loader.close()
+
+    def prepare(self) -> None:
+        """For what comes from elsewhere, before any of it does: files that are fetched, tensors
+        that must look like this model's.
+        """
+        self.perceiver.loader.prepare()
+        for modality in self.allowed_modalities:
+            self._specs.learn(modality)
 
     def draw_seed(self) -> int:
         """For a request that has none."""

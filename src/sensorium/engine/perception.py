@@ -16,7 +16,12 @@ from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.embeds_backend import EmbedsBackend
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
+from sensorium.multimodal.item_backend import (
+    EarlyBackend,
+    InProcessBackend,
+    ItemBackend,
+    PoolBackend,
+)
 from sensorium.multimodal.item_handler import make_settings
 from sensorium.multimodal.item_worker import ItemWorker
 from sensorium.multimodal.media.loader import MediaLoader
@@ -96,6 +101,13 @@ def build_caches(
     )
 
 
+def build_readonly_caches(options: MediaOptions) -> Caches:
+    """Where no engine runs: no cache leads to a core."""
+    capacity = options.capacity_bytes
+    readonly = ProcessorOnlyCache(capacity) if capacity else UncachedSender()
+    return Caches(sender=UncachedSender(), readonly=readonly)
+
+
 def build_perception(
     options: MediaOptions,
     caches: Caches,
@@ -106,8 +118,12 @@ def build_perception(
     trust_remote_code: bool,
     embeds_modalities: Collection[str] = (),
     embeds_width: int = 0,
+    starts_early: bool = False,
+    warm_modalities: Collection[str] = (),
 ) -> Perception:
-    """`embeds_modalities`: of which embeddings may come computed, so wide."""
+    """`embeds_modalities`: of which embeddings may come computed, so wide. `starts_early`: items
+    don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
+    """
     limits = options.get_limits()
     store = caches.store
     hasher = MediaHasher(
@@ -117,21 +133,21 @@ def build_perception(
     )
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
-    pool = _build_pool(options, store, directory, trust_remote_code=trust_remote_code)
+    settings = make_settings(
+        directory,
+        trust_remote_code=trust_remote_code,
+        limits=limits,
+        shm_fd=None if store is None else store.fd,
+        warm_modalities=warm_modalities,
+    )
+    pool = _build_pool(options.mm_processor_pool_size, store, settings)
     in_process = InProcessBackend(ItemWorker(processor, limits))
 
     def make_backend(*, keep: bool) -> ItemBackend:
-        backend: ItemBackend = in_process
-        if pool is not None:
-            deadline_s = limits.process_deadline_s
-            backend = PoolBackend(pool, processor, keep=keep, deadline_s=deadline_s)
-        return EmbedsBackend(
-            backend,
-            processor,
-            is_enabled=options.enable_mm_embeds,
-            modalities=embeds_modalities,
-            width=embeds_width,
-        )
+        if pool is None:
+            return in_process
+        late = PoolBackend(pool, processor, keep=keep, deadline_s=limits.process_deadline_s)
+        return EarlyBackend(pool, in_process, late) if starts_early else late
 
     def make_perceiver(cache: ProcessorCache, *, keep: bool) -> Perceiver:
         return Perceiver(
@@ -139,7 +155,13 @@ def build_perception(
             shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
             hasher=hasher,
             loader=loader,
-            backend=make_backend(keep=keep),
+            backend=EmbedsBackend(
+                make_backend(keep=keep),
+                processor,
+                is_enabled=options.enable_mm_embeds,
+                modalities=embeds_modalities,
+                width=embeds_width,
+            ),
             uuids=uuids,
             limits=limits,
         )
@@ -153,21 +175,12 @@ def build_perception(
     )
 
 
-def _build_pool(
-    options: MediaOptions, store: ShmStore | None, directory: str, *, trust_remote_code: bool
-) -> ProcessPool | None:
-    if not options.mm_processor_pool_size:
+def _build_pool(size: int, store: ShmStore | None, settings: bytes) -> ProcessPool | None:
+    if not size:
         return None
-    shm_fd = None if store is None else store.fd
-    settings = make_settings(
-        directory,
-        trust_remote_code=trust_remote_code,
-        limits=options.get_limits(),
-        shm_fd=shm_fd,
-    )
     return ProcessPool(
-        options.mm_processor_pool_size,
+        size,
         handler=_HANDLER,
         settings=settings,
-        inherited_fds=() if shm_fd is None else (shm_fd,),
+        inherited_fds=() if store is None else (store.fd,),
     )

@@ -60,6 +60,10 @@ class ItemSpecs:
             if not _counts_rows(kwargs[name], kwargs[rows]):
                 raise RequestError(f"{name} does not count the rows of {rows}")
 
+    def learn(self, modality: str) -> None:
+        """Now, not when the first tensors come."""
+        self._get_spec(modality)
+
     def _get_spec(self, modality: str) -> _Spec:
         with self._lock:
             if modality not in self._specs:
