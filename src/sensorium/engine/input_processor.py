@@ -98,13 +98,11 @@ class InputProcessor:
             for perceiver in perceivers:
                 perceiver.loader.close()
 
-    def prepare(self) -> None:
-        """For what comes from elsewhere, before any of it does: files that are fetched, tensors
-        that must look like this model's.
-        """
-        self.perceiver.loader.prepare()
-        for modality in self.allowed_modalities:
-            self._specs.learn(modality)
+    def learn_specs(self, processed: ProcessedRequest) -> None:
+        """Tensors from elsewhere must look like those of this request."""
+        for item in processed.items:
+            if item.handle.kwargs is not None:
+                self._specs.learn(item.handle.modality, item.handle.kwargs)
 
     def draw_seed(self) -> int:
         """For a request that has none."""

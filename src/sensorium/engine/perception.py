@@ -124,8 +124,7 @@ def build_perception(
     """`embeds_modalities`: of which embeddings may come computed, so wide. `starts_early`: items
     don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
     """
-    limits = options.get_limits()
-    store = caches.store
+    limits, store = options.get_limits(), caches.store
     hasher = MediaHasher(
         options.hasher_algorithm,
         model_revision=model_revision,
@@ -133,14 +132,13 @@ def build_perception(
     )
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
-    settings = make_settings(
+    pool = _build_pool(
+        options,
+        store,
         directory,
         trust_remote_code=trust_remote_code,
-        limits=limits,
-        shm_fd=None if store is None else store.fd,
         warm_modalities=warm_modalities,
     )
-    pool = _build_pool(options.mm_processor_pool_size, store, settings)
     in_process = InProcessBackend(ItemWorker(processor, limits))
 
     def make_backend(*, keep: bool) -> ItemBackend:
@@ -175,12 +173,27 @@ def build_perception(
     )
 
 
-def _build_pool(size: int, store: ShmStore | None, settings: bytes) -> ProcessPool | None:
-    if not size:
+def _build_pool(
+    options: MediaOptions,
+    store: ShmStore | None,
+    directory: str,
+    *,
+    trust_remote_code: bool,
+    warm_modalities: Collection[str],
+) -> ProcessPool | None:
+    if not options.mm_processor_pool_size:
         return None
+    shm_fd = None if store is None else store.fd
+    settings = make_settings(
+        directory,
+        trust_remote_code=trust_remote_code,
+        limits=options.get_limits(),
+        shm_fd=shm_fd,
+        warm_modalities=warm_modalities,
+    )
     return ProcessPool(
-        size,
+        options.mm_processor_pool_size,
         handler=_HANDLER,
         settings=settings,
-        inherited_fds=() if store is None else (store.fd,),
+        inherited_fds=() if shm_fd is None else (shm_fd,),
     )

@@ -61,7 +61,8 @@ class PromptWarmup:
         if self._inputs.allowed_modalities:
             self._perceive("Multi-modal", skip_mm_cache=False)
             self._perceive("Readonly multi-modal", skip_mm_cache=True)
-            _try(self._inputs.prepare, "Warmup for media from elsewhere failed")
+            loader = self._inputs.perceiver.loader
+            _try(loader.prepare, "Warmup for media from elsewhere failed")
 
     def _perceive(self, name: str, *, skip_mm_cache: bool) -> None:
         started = time.monotonic()
@@ -91,7 +92,7 @@ class PromptWarmup:
         return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": {modality: [url]}}
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
-        """There and back: what a request is made of, and how its tokens read."""
+        """There and back: what a request is made of, what its items are, how its tokens read."""
         if isinstance(prompt, Chat):
             prepared = self._rehearsal.render_chat(
                 prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
@@ -100,6 +101,7 @@ class PromptWarmup:
             prepared = self._rehearsal.render_completion(
                 prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
             )
+        self._inputs.learn_specs(prepared.processed)
         tokenizer = self._inputs.processor.tokenizer
         tokenizer.decode(list(prepared.processed.request.prompt_token_ids))
 
