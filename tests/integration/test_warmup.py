@@ -208,18 +208,6 @@ def test_a_model_without_a_chat_template_is_warmed_by_prompts(
         assert [line.rpartition(" ")[0] + " " for line in lines] == [_LINE, _READONLY_LINE]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_omni", "gemma3", "llava_onevision", "smolvlm"])
-def test_specs_learned_in_a_warm_up_are_those_that_a_processor_shows_when_asked(
-    tiny_model: Callable[[str], str], family: str
-) -> None:
-    with build(tiny_model(family)) as half:
-        inputs = half.engine.renderer._inputs
-        warm = dict(inputs._specs._specs)
-        assert warm.keys() == set(inputs.processor.modalities)
-        inputs._specs._specs.clear()
-        assert {m: inputs._specs._get_spec(m) for m in warm} == warm
-
-
 def test_a_warm_up_can_not_fail_its_caller(
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,

@@ -98,12 +98,6 @@ class InputProcessor:
             for perceiver in perceivers:
                 perceiver.loader.close()
 
-    def learn_specs(self, processed: ProcessedRequest) -> None:
-        """Tensors from elsewhere must look like those of this request."""
-        for item in processed.items:
-            if item.handle.kwargs is not None:
-                self._specs.learn(item.handle.modality, item.handle.kwargs)
-
     def draw_seed(self) -> int:
         """For a request that has none."""
         return self._seeds.getrandbits(63)

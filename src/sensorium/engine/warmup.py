@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor
-from sensorium.multimodal.dummy_media import make_dummy_file
+from sensorium.multimodal.dummy_files import make_dummy_file
 from sensorium.render.chat_options import ChatOptions
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.prompts import Prompt
@@ -92,7 +92,7 @@ class PromptWarmup:
         return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": {modality: [url]}}
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
-        """There and back: what a request is made of, what its items are, how its tokens read."""
+        """There and back: what a request is made of, and how its tokens read."""
         if isinstance(prompt, Chat):
             prepared = self._rehearsal.render_chat(
                 prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
@@ -101,7 +101,6 @@ class PromptWarmup:
             prepared = self._rehearsal.render_completion(
                 prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
             )
-        self._inputs.learn_specs(prepared.processed)
         tokenizer = self._inputs.processor.tokenizer
         tokenizer.decode(list(prepared.processed.request.prompt_token_ids))
 

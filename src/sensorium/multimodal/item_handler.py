@@ -11,7 +11,7 @@ import msgspec
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.dummy_media import make_dummy_file
+from sensorium.multimodal.dummy_files import make_dummy_file
 from sensorium.multimodal.item_messages import ItemReply, decode_job, encode_reply
 from sensorium.multimodal.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling

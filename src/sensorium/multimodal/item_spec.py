@@ -60,11 +60,6 @@ class ItemSpecs:
             if not _counts_rows(kwargs[name], kwargs[rows]):
                 raise RequestError(f"{name} does not count the rows of {rows}")
 
-    def learn(self, modality: str, kwargs: MultiModalKwargsItem) -> None:
-        """From an item that the processor has made, so that it need not make another."""
-        with self._lock:
-            self._specs.setdefault(modality, _make_spec(kwargs))
-
     def _get_spec(self, modality: str) -> _Spec:
         with self._lock:
             if modality not in self._specs:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sensorium.multimodal.dummy_media import make_dummy_file, make_dummy_media
+from sensorium.multimodal.dummy_files import make_dummy_file
+from sensorium.multimodal.dummy_media import make_dummy_media
 from sensorium.multimodal.media.decoding import decode, resolve_decode_options
 from sensorium.multimodal.media.limits import MediaLimits
 
