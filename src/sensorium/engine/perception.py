@@ -125,11 +125,7 @@ def build_perception(
     don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
     """
     limits, store = options.get_limits(), caches.store
-    hasher = MediaHasher(
-        options.hasher_algorithm,
-        model_revision=model_revision,
-        processor_fingerprint=processor.fingerprint,
-    )
+    hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     pool = _build_pool(
@@ -170,6 +166,16 @@ def build_perception(
         readonly=make_perceiver(caches.readonly, keep=False),
         loader=loader,
         pool=pool,
+    )
+
+
+def _build_hasher(
+    options: MediaOptions, processor: MultiModalProcessor, model_revision: str
+) -> MediaHasher:
+    return MediaHasher(
+        options.hasher_algorithm,
+        model_revision=model_revision,
+        processor_fingerprint=processor.fingerprint,
     )
 
 
