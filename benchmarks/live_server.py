@@ -35,13 +35,13 @@ def get_command() -> list[str]:
 class LiveServer:
     """`log` gets what it says on both streams. `started`: of the monotonic clock."""
 
-    def __init__(self, model: str, *flags: str, log: Path) -> None:
+    def __init__(self, model: str, *flags: str, log: Path, command: str = "serve") -> None:
         self.log = log
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         self.started = time.monotonic()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [*get_command(), "serve", model, *flags],
+                [*get_command(), command, model, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""A real server for tests: `sensorium serve` as a user starts it, on a port of this machine."""
+"""A real server for tests: `sensorium serve`, or `render`, as a user starts it, on this machine."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 class ServerProcess:
     """`lines` is what it has said so far, on both streams. `first_metrics`: as they were noted."""
 
-    def __init__(self, model: str, *flags: str, **variables: str) -> None:
+    def __init__(self, model: str, *flags: str, command: str = "serve", **variables: str) -> None:
         """`variables` of its environment, beside those of this process."""
         own = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         environment = {**os.environ, **own, **variables}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, "serve", model, "--port", "0", *flags],
+            [sys.executable, "-c", _COMMAND, command, model, "--port", "0", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -161,8 +161,10 @@ class ServerProcess:
 
 
 @contextmanager
-def serve(model: str, *flags: str, **variables: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(model, *flags, **variables)
+def serve(
+    model: str, *flags: str, command: str = "serve", **variables: str
+) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *flags, command=command, **variables)
     try:
         server.wait_until_ready()
         yield server

@@ -124,13 +124,14 @@ def run_frontend() -> None:
     follow_parent(channel, handle, socket_dir=start.socket_dir)
     behaviours |= behave("frontend", life, channel)
     write_metrics()
-    while not is_up.wait(0.05):
+    while not start.options.is_render_only and not is_up.wait(0.05):
         if STOPPED.is_set():
             os._exit(0)
     listener = socket.socket(fileno=start.listen_fd)
     listener.listen()
     note(who, "serves")
-    channel.send(Serving())
+    description = (("engine", "none"),) if start.options.is_render_only else ()
+    channel.send(Serving(description))
     work(behaviours)
 
 

@@ -547,3 +547,29 @@ def test_what_a_worker_writes_is_logged(
     ask(make_pool(1), "say hello")
     wait_until(lambda: len(caplog.messages) == 2)
     assert caplog.messages == ["a worker: hello", "a worker: hello, too"]
+
+
+def test_a_pool_is_starting_until_its_first_worker_was_ready_and_never_again(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool()
+    assert pool.is_starting
+    assert pool.wait_until_ready(SOON_S)
+    assert not pool.is_starting
+    (process_id,) = pool.get_process_ids()
+    os.kill(process_id, signal.SIGKILL)
+    wait_until(lambda: pool.get_process_ids() != [process_id])
+    assert not pool.is_starting
+
+
+def test_a_pool_that_can_not_start_is_not_starting(make_pool: MakePool) -> None:
+    pool = make_pool(factory="make_nothing")
+    with pytest.raises(ModelError):
+        pool.wait_until_ready(SOON_S)
+    assert not pool.is_starting
+
+
+def test_a_pool_that_was_closed_is_not_starting(make_pool: MakePool) -> None:
+    pool = make_pool()
+    pool.close()
+    assert not pool.is_starting

@@ -218,3 +218,19 @@ def test_memory_that_is_not_there_is_an_error_before_anything_starts(server: Sup
     assert server.end() == 1
     assert "the shared-memory cache needs" in server.get_stderr()
     assert not server.get_events()
+
+
+def test_a_server_that_only_renders_has_no_core(server: Supervised) -> None:
+    server.start(api_server_count=2, is_render_only=True)
+    _, *rows, last = server.read_until_ready()
+    assert rows[0].split() == ["engine", "none"]
+    assert any(row.split(maxsplit=2)[2:] == ["4 GiB, in each frontend"] for row in rows)
+    with socket.create_connection(get_address(last)):
+        pass
+    os.kill(server.get_events("f1-1", "StartFrontend")[0]["pid"], signal.SIGKILL)
+    server.wait_for_event("f1-2", "serves")
+    server.parent.terminate()
+    assert server.end() == 0, server.get_stderr()
+    assert not server.get_events("core")
+    assert {event["who"] for event in server.get_events(event="Drain")} == {"f0-1", "f1-2"}
+    server.check_nothing_is_left()

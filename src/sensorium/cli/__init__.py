@@ -11,7 +11,7 @@ import os
 import sys
 
 import sensorium
-from sensorium.cli import chat, generate, models, serve
+from sensorium.cli import chat, generate, models, render, serve
 from sensorium.types.errors import SensoriumError
 
 
@@ -48,6 +48,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (serve, chat, generate, models):
+    for command in (serve, render, chat, generate, models):
         command.add_command(commands)
     return parser

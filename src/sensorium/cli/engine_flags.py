@@ -52,6 +52,11 @@ def add_engine_flags(command: argparse.ArgumentParser) -> None:
         default="fcfs",
         help="who goes first: who came first, or the lower priority (default fcfs)",
     )
+    add_prompt_flags(group)
+
+
+def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
+    """Those that need no engine."""
     group.add_argument(
         "--limit-mm-per-prompt",
         type=parse_counts,
@@ -86,4 +91,4 @@ def _add_counts(group: argparse._ArgumentGroup) -> None:
 
 def make_engine_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `EngineOptions`, those among the flags of loading too."""
-    return {name: getattr(arguments, name) for name in _NAMES}
+    return {name: getattr(arguments, name) for name in _NAMES if hasattr(arguments, name)}

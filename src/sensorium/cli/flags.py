@@ -20,7 +20,8 @@ MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # i
 _URL_SCHEMES = ("http:", "https:", "data:", "file:")
 
 
-def add_loading_flags(command: argparse.ArgumentParser) -> None:
+def add_loading_flags(command: argparse.ArgumentParser, *, has_weights: bool = True) -> None:
+    """`has_weights`: of a command that loads them."""
     group = command.add_argument_group("loading")
     group.add_argument(
         "--max-model-len",
@@ -28,16 +29,21 @@ def add_loading_flags(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="context length in tokens (default: the model's)",
     )
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    group.add_argument(
-        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
-    )
     group.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
     group.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="run code that the checkpoint brings (default: refuse such a model)",
+    )
+    if has_weights:
+        _add_weights(group)
+
+
+def _add_weights(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    group.add_argument(
+        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -51,7 +57,7 @@ def add_loading_flags(command: argparse.ArgumentParser) -> None:
 def make_loading_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
     """How a model is loaded, but for what its engine needs: keywords of `builder.Source`."""
     names = ("dtype", "device", "revision", "trust_remote_code")
-    return {name: getattr(arguments, name) for name in names}
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:

@@ -27,10 +27,16 @@ _NAMES = (
 )
 
 
-def add_media_options(command: argparse.ArgumentParser, *, is_server: bool = False) -> None:
-    """A server chooses the kind of cache and the number of processes where they are left open."""
+def add_media_options(
+    command: argparse.ArgumentParser, *, is_server: bool = False, has_engine: bool = True
+) -> None:
+    """A server chooses the kind of cache and the number of processes where they are left open.
+    Where there is no engine there is one kind of cache.
+    """
     group = command.add_argument_group("media")
-    _add_cache(group, is_server=is_server)
+    _add_cache_size(group)
+    if has_engine:
+        _add_cache_kind(group, is_server=is_server)
     _add_processing(group, is_server=is_server)
     _add_sources(group)
     if is_server:
@@ -41,7 +47,7 @@ def add_media_options(command: argparse.ArgumentParser, *, is_server: bool = Fal
         )
 
 
-def _add_cache(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
+def _add_cache_size(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mm-processor-cache-gb",
         type=between(0.0, _MAX_GIBIBYTES),
@@ -49,6 +55,9 @@ def _add_cache(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
         metavar="GIB",
         help="room for processed media (default 4; 0: keep nothing)",
     )
+
+
+def _add_cache_kind(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
     group.add_argument(
         "--mm-processor-cache-type",
         choices=["lru", "shm"],

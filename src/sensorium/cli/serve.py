@@ -37,8 +37,7 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help="a directory or a hub id")
-    serve.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, by name")
+    add_model(serve)
     add_server_flags(serve)
     add_loading_flags(serve)
     add_engine_flags(serve)
@@ -47,12 +46,16 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    run_server(make_options(arguments))
+
+
+def run_server(options: ServeOptions) -> None:
+    """Until it ends. Exits with its status, unless that is 0."""
     import asyncio
 
     from sensorium.server.logs import set_up_logging
     from sensorium.server.processes.supervisor import Supervisor
 
-    options = make_options(arguments)
     set_up_logging("parent", log_format=options.log_format, log_level=options.log_level)
     status = asyncio.run(Supervisor(options).run())
     if status:
@@ -61,26 +64,36 @@ def run(arguments: argparse.Namespace) -> None:
 
 def make_options(arguments: argparse.Namespace) -> ServeOptions:
     """Ends the program with the usage if flags don't go together."""
-    model = arguments.model or arguments.named_model
-    if model is None:
-        arguments.refuse(_NO_MODEL)
-    if arguments.named_model not in (None, model):
-        arguments.refuse(f"two models are named: {model} and {arguments.named_model}")
+    model = get_model(arguments)
+    _choose_cache(arguments)
     return ServeOptions(
         model=model,
         **make_server_kwargs(arguments),
         loading={"model": model, **make_loading_kwargs(arguments)},
         engine=make_engine_kwargs(arguments),
-        media=_make_media(arguments),
+        media=make_media(arguments),
     )
 
 
-def _make_media(arguments: argparse.Namespace) -> dict[str, Any]:
+def add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", metavar="MODEL", help="a directory or a hub id")
+    command.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, by name")
+
+
+def get_model(arguments: argparse.Namespace) -> str:
+    model: str | None = arguments.model or arguments.named_model
+    if model is None:
+        arguments.refuse(_NO_MODEL)
+    if arguments.named_model not in (None, model):
+        arguments.refuse(f"two models are named: {model} and {arguments.named_model}")
+    return str(model)
+
+
+def _choose_cache(arguments: argparse.Namespace) -> None:
     count = arguments.api_server_count
     if arguments.mm_processor_cache_type is None:
         arguments.mm_processor_cache_type = "shm" if count > 1 else "lru"
-    if arguments.mm_processor_pool_size is None:
-        arguments.mm_processor_pool_size = choose_pool_size(count, _get_num_cores())
+    _choose_pool(arguments)
     has_cache, kind = arguments.mm_processor_cache_gb > 0, arguments.mm_processor_cache_type
     if has_cache and kind == "lru" and count > 1:
         arguments.refuse(
@@ -93,6 +106,10 @@ def _make_media(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{num_members} processes would share the cache of media, {_MAX_SHM_MEMBERS} can: "
             "use a smaller --mm-processor-pool-size or --api-server-count"
         )
+
+
+def make_media(arguments: argparse.Namespace) -> dict[str, Any]:
+    _choose_pool(arguments)
     path = arguments.allowed_local_media_path
     if path is not None and not Path(path).is_dir():
         arguments.refuse(f"--allowed-local-media-path {path!r} is not a directory")
@@ -102,6 +119,12 @@ def _make_media(arguments: argparse.Namespace) -> dict[str, Any]:
     except ModelError as error:
         arguments.refuse(str(error))
     return media
+
+
+def _choose_pool(arguments: argparse.Namespace) -> None:
+    if arguments.mm_processor_pool_size is None:
+        size = choose_pool_size(arguments.api_server_count, _get_num_cores())
+        arguments.mm_processor_pool_size = size
 
 
 def choose_pool_size(num_frontends: int, num_cores: int) -> int:

@@ -32,11 +32,20 @@ _NAMES = (
 _LISTS = ("served_model_name", "api_key", "allowed_origins")
 
 
-def add_server_flags(command: argparse.ArgumentParser) -> None:
+def add_server_flags(command: argparse.ArgumentParser, *, has_engine: bool = True) -> None:
     _add_listening(command.add_argument_group("server"))
     requests = command.add_argument_group("requests")
     _add_requests(requests)
+    _add_models(requests)
     _add_answers(requests)
+    if has_engine:
+        requests.add_argument(
+            "--trust-injected",
+            action="store_true",
+            help="processed media that a client sends to /inference/v1/generate is kept under the "
+            "hash it came with, for everybody (default: apart from what the server itself "
+            "processed)",
+        )
     _add_logging(command.add_argument_group("logging"))
 
 
@@ -121,12 +130,9 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="requests may bring a template, which is a program (default: they are refused)",
     )
-    group.add_argument(
-        "--trust-injected",
-        action="store_true",
-        help="processed media that a client sends to /inference/v1/generate is kept under the hash "
-        "it came with, for everybody (default: apart from what the server itself processed)",
-    )
+
+
+def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--generation-config",
         choices=["auto", "none"],
@@ -174,5 +180,5 @@ def _add_logging(group: argparse._ArgumentGroup) -> None:
 
 def make_server_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of `ServeOptions`."""
-    given = {name: getattr(arguments, name) for name in _NAMES}
+    given = {name: getattr(arguments, name) for name in _NAMES if hasattr(arguments, name)}
     return given | {name: tuple(getattr(arguments, name)) for name in _LISTS}

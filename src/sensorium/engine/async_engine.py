@@ -86,13 +86,15 @@ class AsyncEngine:
         self._num_preparing = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_flushing = False
+        self._is_alone = False
         self._is_closed = False
 
     # ---- the core comes and goes
 
     @property
     def is_connected(self) -> bool:
-        return self._client is not None
+        """Or needs nobody to be connected to."""
+        return self._client is not None or self._is_alone
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -110,9 +112,7 @@ class AsyncEngine:
     async def connect(self, info: CoreInfo) -> None:
         """A core is there, or there again."""
         self.disconnect("the engine was replaced")
-        self.info = info
-        self._inputs.defaults = info.defaults
-        self._inputs.max_model_len = info.max_model_len
+        self._take_info(info)
         self._client = CoreClient(
             info.endpoint,
             self._identity,
@@ -125,6 +125,16 @@ class AsyncEngine:
         if isinstance(self._sender, MirrorSender) and not self._is_flushing:
             self._is_flushing = True
             self._spawn(self._flush_evictions(self._sender))
+
+    def run_alone(self, info: CoreInfo) -> None:
+        """There is no core and there will be none: requests are rendered, and none is run."""
+        self._take_info(info)
+        self._is_alone = True
+
+    def _take_info(self, info: CoreInfo) -> None:
+        self.info = info
+        self._inputs.defaults = info.defaults
+        self._inputs.max_model_len = info.max_model_len
 
     def disconnect(self, reason: str) -> None:
         """The core is gone, with all that it had."""
@@ -196,6 +206,8 @@ class AsyncEngine:
         """`level`: "mm", "encoder" or "prefix"."""
         if level == "mm":
             self._forget_media()
+        if self._is_alone:
+            return
         await self._get_client().reset_cache(level)
 
     def get_statistics(self) -> EngineStatistics:

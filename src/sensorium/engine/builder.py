@@ -5,7 +5,7 @@ the parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -209,8 +209,15 @@ def build_core(
 
 
 def build_frontend(
-    source: Source, loaded: LoadedConfig, media: MediaOptions, caches: Caches
+    source: Source,
+    loaded: LoadedConfig,
+    media: MediaOptions,
+    caches: Caches,
+    *,
+    starts_early: bool = False,
+    warm_modalities: Collection[str] = (),
 ) -> Frontend:
+    """`starts_early`, `warm_modalities`: see `build_perception`."""
     directory, hf_config = str(loaded.checkpoint), loaded.hf_config
     embeds_modalities = EMBEDS.get(hf_config.model_type, ())
     processor = MultiModalProcessor(
@@ -230,6 +237,8 @@ def build_frontend(
         embeds_width=hf_config.get_text_config(decoder=True).hidden_size
         if embeds_modalities
         else 0,
+        starts_early=starts_early,
+        warm_modalities=warm_modalities,
     )
     return Frontend(processor=processor, perception=perception)
 

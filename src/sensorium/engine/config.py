@@ -84,6 +84,11 @@ class EngineOptions:
             raise ModelError(f"seed must be an integer, not {self.seed!r}")
         self._check_media_limits()
 
+    @property
+    def allowed_modalities(self) -> tuple[str, ...]:
+        """Those of which a prompt may have an item, as far as the user says."""
+        return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
+
     def _check_media_limits(self) -> None:
         if not isinstance(self.limit_mm_per_prompt, Mapping):
             raise ModelError("limit_mm_per_prompt must be a mapping, e.g. {'image': 4}")
@@ -127,22 +132,27 @@ def resolve_limits(
     """
     is_cuda = device.type == "cuda"
     max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
-    context = getattr(text_config, "max_position_embeddings", None)
-    max_model_len = options.max_model_len or context
-    if max_model_len is None:
-        raise ModelError("the model's config names no context length: give max_model_len")
-    if context is not None and max_model_len > context:
-        raise ModelError(
-            f"max_model_len={max_model_len} is more than the model's context of {context}"
-        )
     return Limits(
-        max_model_len=max_model_len,
+        max_model_len=resolve_context(options, text_config=text_config),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs or (256 if is_cuda else 32),
         encoder_cache_size=options.encoder_cache_size or DEFAULT_ENCODER_CACHE_SIZE,
         max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
         disable_chunked_mm_input=options.disable_chunked_mm_input,
     )
+
+
+def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) -> int:
+    """The context in tokens: what the user said, or the model's."""
+    context = getattr(text_config, "max_position_embeddings", None)
+    max_model_len: int | None = options.max_model_len or context
+    if max_model_len is None:
+        raise ModelError("the model's config names no context length: give max_model_len")
+    if context is not None and max_model_len > context:
+        raise ModelError(
+            f"max_model_len={max_model_len} is more than the model's context of {context}"
+        )
+    return max_model_len
 
 
 def resolve_config(

@@ -4,10 +4,12 @@ it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,6 +88,25 @@ class InputProcessor:
         )
         self._seeds = random.Random(seed)
         self._grammars = grammars
+
+    @property
+    def allowed_modalities(self) -> tuple[str, ...]:
+        """Those of which a prompt may have an item."""
+        return tuple(m for m in self.processor.modalities if self._limits.get(m) != 0)
+
+    @contextmanager
+    def rehearse(self) -> Iterator[InputProcessor]:
+        """One that does all that this one does; this one's caches and counts stay as they are."""
+        rehearsal = copy.copy(self)
+        rehearsal.max_model_len = None
+        perceivers = [p.make_rehearsal() for p in (self.perceiver, self._readonly) if p is not None]
+        rehearsal.perceiver = perceivers[0]
+        rehearsal._readonly = perceivers[1] if len(perceivers) > 1 else None
+        try:
+            yield rehearsal
+        finally:
+            for perceiver in perceivers:
+                perceiver.loader.close()
 
     def draw_seed(self) -> int:
         """For a request that has none."""

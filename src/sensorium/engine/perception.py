@@ -16,7 +16,12 @@ from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.embeds_backend import EmbedsBackend
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.item_backend import InProcessBackend, ItemBackend, PoolBackend
+from sensorium.multimodal.item_backend import (
+    EarlyBackend,
+    InProcessBackend,
+    ItemBackend,
+    PoolBackend,
+)
 from sensorium.multimodal.item_handler import make_settings
 from sensorium.multimodal.item_worker import ItemWorker
 from sensorium.multimodal.layouts import SizeLayouts, has_sized_images
@@ -97,6 +102,13 @@ def build_caches(
     )
 
 
+def build_readonly_caches(options: MediaOptions) -> Caches:
+    """Where no engine runs: no cache leads to a core."""
+    capacity = options.capacity_bytes
+    readonly = ProcessorOnlyCache(capacity) if capacity else UncachedSender()
+    return Caches(sender=UncachedSender(), readonly=readonly)
+
+
 def build_perception(
     options: MediaOptions,
     caches: Caches,
@@ -107,28 +119,30 @@ def build_perception(
     trust_remote_code: bool,
     embeds_modalities: Collection[str] = (),
     embeds_width: int = 0,
+    starts_early: bool = False,
+    warm_modalities: Collection[str] = (),
 ) -> Perception:
-    """`embeds_modalities`: of which embeddings may come computed, so wide."""
-    limits = options.get_limits()
-    store = caches.store
+    """`embeds_modalities`: of which embeddings may come computed, so wide. `starts_early`: items
+    don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
+    """
+    limits, store = options.get_limits(), caches.store
     hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
-    pool = _build_pool(options, store, directory, trust_remote_code=trust_remote_code)
+    pool = _build_pool(
+        options,
+        store,
+        directory,
+        trust_remote_code=trust_remote_code,
+        warm_modalities=warm_modalities,
+    )
     in_process = InProcessBackend(ItemWorker(processor, limits))
 
     def make_backend(*, keep: bool) -> ItemBackend:
-        backend: ItemBackend = in_process
-        if pool is not None:
-            deadline_s = limits.process_deadline_s
-            backend = PoolBackend(pool, processor, keep=keep, deadline_s=deadline_s)
-        return EmbedsBackend(
-            backend,
-            processor,
-            is_enabled=options.enable_mm_embeds,
-            modalities=embeds_modalities,
-            width=embeds_width,
-        )
+        if pool is None:
+            return in_process
+        late = PoolBackend(pool, processor, keep=keep, deadline_s=limits.process_deadline_s)
+        return EarlyBackend(pool, in_process, late) if starts_early else late
 
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
     readonly_layouts = layouts if has_sized_images(processor) else None
@@ -139,7 +153,13 @@ def build_perception(
             shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
             hasher=hasher,
             loader=loader,
-            backend=make_backend(keep=keep),
+            backend=EmbedsBackend(
+                make_backend(keep=keep),
+                processor,
+                is_enabled=options.enable_mm_embeds,
+                modalities=embeds_modalities,
+                width=embeds_width,
+            ),
             uuids=uuids,
             limits=limits,
             layouts=readonly_layouts if is_readonly else None,
@@ -165,7 +185,12 @@ def _build_hasher(
 
 
 def _build_pool(
-    options: MediaOptions, store: ShmStore | None, directory: str, *, trust_remote_code: bool
+    options: MediaOptions,
+    store: ShmStore | None,
+    directory: str,
+    *,
+    trust_remote_code: bool,
+    warm_modalities: Collection[str],
 ) -> ProcessPool | None:
     if not options.mm_processor_pool_size:
         return None
@@ -175,6 +200,7 @@ def _build_pool(
         trust_remote_code=trust_remote_code,
         limits=options.get_limits(),
         shm_fd=shm_fd,
+        warm_modalities=warm_modalities,
     )
     return ProcessPool(
         options.mm_processor_pool_size,

@@ -7,16 +7,21 @@ nor changed.
 
 from __future__ import annotations
 
+import copy
+import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
+from sensorium.engine.warmup import PromptWarmup, warm_up_template
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,24 @@ class Renderer:
             cancelled=cancelled,
         )
         return Prepared(processed=processed, stages={"perceive": time.monotonic() - started})
+
+    def warmup(self) -> None:
+        """So that the first requests find nothing undone: the chat template, the processor with an
+        item of each kind that a prompt may have, the same for requests that run no engine. Leaves
+        no trace in caches and counts. Never raises: what fails is a warning in the log.
+        """
+        try:
+            with self._inputs.rehearse() as inputs:
+                rehearsal = copy.copy(self)
+                rehearsal._inputs = inputs
+                has_template = warm_up_template(
+                    self._chat_renderer,
+                    chat_template=self._chat_template,
+                    modalities=self._inputs.allowed_modalities,
+                )
+                PromptWarmup(rehearsal, self._inputs, has_template=has_template).run()
+        except Exception:  # as its parts: a server must not depend on its warm-up
+            logger.warning("Warmup failed", exc_info=True)
 
     def _render_text(self, chat: Chat) -> TextPrompt:
         if chat.options.chat_template is None and self._chat_template is not None:

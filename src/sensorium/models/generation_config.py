@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
@@ -44,7 +44,21 @@ def get_generation_defaults(
     With "none" only its end-of-sequence tokens count, without which no answer would end: a request
     that is silent samples from the model's own distribution, and no token is banned.
     """
-    config = model.generation_config
+    return _make_defaults(model.generation_config, generation_config)
+
+
+def load_generation_defaults(directory: str, generation_config: str = "auto") -> GenerationDefaults:
+    """The same for a checkpoint whose model is not loaded: a model reads these files too."""
+    try:
+        config = GenerationConfig.from_pretrained(directory)
+    except OSError:  # there is none: configs of older checkpoints have its fields among theirs
+        config = GenerationConfig.from_pretrained(
+            directory, config_file_name="config.json", _from_model_config=True
+        )
+    return _make_defaults(config, generation_config)
+
+
+def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:
     if generation_config == "none":
         return GenerationDefaults(eos_token_ids=_get_eos_token_ids(config))
     _warn_of_ignored(config)

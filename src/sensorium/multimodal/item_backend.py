@@ -1,4 +1,6 @@
-"""Where items are processed: in the thread that asks, or in a pool of processes."""
+"""Where items are processed: in the thread that asks, in a pool of processes, or in one until the
+other is there.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +74,21 @@ class PoolBackend:
             return FinishedItem(result=item, times=decoded.times)
 
         return self._pool.submit(message, blocks, deadline_s=self._deadline_s, on_reply=as_result)
+
+
+class EarlyBackend:
+    """In the caller's thread until the pool has a worker that is ready, and in the pool from then
+    on. For frontends that serve before their pool is there: nobody waits for its imports.
+
+    What holds in process holds here: limits on size are kept, but work that has begun can't be
+    cut off by a deadline, nor is a crash of a decoder the worker's alone.
+    """
+
+    def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
+        self._pool = pool
+        self._early = early
+        self._late = late
+
+    def start(self, job: ItemJob, media: object) -> Flight:
+        backend = self._early if self._pool.is_starting else self._late
+        return backend.start(job, media)

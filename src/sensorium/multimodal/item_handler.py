@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -9,14 +11,17 @@ import msgspec
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.dummy_files import make_dummy_file
 from sensorium.multimodal.item_messages import ItemReply, decode_job, encode_reply
-from sensorium.multimodal.item_worker import ItemWorker
+from sensorium.multimodal.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.memory_limit import limit_memory_growth
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
+_logger = logging.getLogger(__name__)
 _PLACES = ("allowed_domains", "allowed_local_path")  # what a process that fetches nothing ignores
 
 
@@ -25,15 +30,26 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: bool
     limits: dict[str, Any]
     shm_fd: int | None
+    warm_modalities: tuple[str, ...]
 
 
 def make_settings(
-    directory: str, *, trust_remote_code: bool, limits: MediaLimits, shm_fd: int | None
+    directory: str,
+    *,
+    trust_remote_code: bool,
+    limits: MediaLimits,
+    shm_fd: int | None,
+    warm_modalities: Collection[str] = (),
 ) -> bytes:
+    """`warm_modalities`: of which it processes an item before the first that anybody sends."""
     sizes = {name: value for name, value in asdict(limits).items() if name not in _PLACES}
     return msgspec.msgpack.encode(
         _Settings(
-            directory=directory, trust_remote_code=trust_remote_code, limits=sizes, shm_fd=shm_fd
+            directory=directory,
+            trust_remote_code=trust_remote_code,
+            limits=sizes,
+            shm_fd=shm_fd,
+            warm_modalities=tuple(warm_modalities),
         )
     )
 
@@ -45,9 +61,26 @@ def make_handler(settings: bytes) -> ItemHandler:
     processor = MultiModalProcessor(
         given.directory, config, limits=limits, trust_remote_code=given.trust_remote_code
     )
+    worker = ItemWorker(processor, limits)
+    _warm_up(worker, [m for m in processor.modalities if m in given.warm_modalities])
     store = None if given.shm_fd is None else ShmStore.attach(given.shm_fd)
     limit_memory_growth(limits.max_process_bytes)
-    return ItemHandler(ItemWorker(processor, limits), store)
+    return ItemHandler(worker, store)
+
+
+def _warm_up(worker: ItemWorker, modalities: Collection[str]) -> None:
+    for modality in modalities:
+        options = resolve_decode_options(modality, None)
+        job = ItemJob(
+            mm_hash="",
+            modality=modality,
+            decode_options=options,
+            processor_kwargs=take_sampling({}, options) if modality == "video" else {},
+        )
+        try:
+            worker.process(job, make_dummy_file(modality))
+        except Exception:  # the contract of a warm-up: a cold worker works all the same
+            _logger.warning("a worker's warm-up failed for %s", modality, exc_info=True)
 
 
 class ItemHandler:

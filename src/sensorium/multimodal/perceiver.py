@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
+from sensorium.multimodal.cache.uncached import UncachedSender
 from sensorium.multimodal.checks import check_unread
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import FinishedItem, ItemBackend
@@ -86,6 +87,19 @@ class Perceiver:
         self.limits = limits
         self.layouts = layouts
         self.flights: SingleFlight[str, _Result] = SingleFlight()
+
+    def make_rehearsal(self) -> Perceiver:
+        """One that does all that this one does, in the same place, with a cache, sources and names
+        of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
+        """
+        return Perceiver(
+            cache=UncachedSender(),
+            hasher=self.hasher,
+            loader=MediaLoader(self.limits),
+            backend=self.backend,
+            uuids=UuidBindings(),
+            limits=self.limits,
+        )
 
     def perceive(
         self,

@@ -20,6 +20,7 @@ from sensorium.types.errors import RequestError
 _PROBE = "probe7f3a"
 # What comes before a message of the role when a template is asked about it.
 _BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
+_ROLES = ("system", "user", "assistant", "tool")
 _MAX_ERROR = 300
 _Part = tuple[tuple[str, str], ...]  # a dict that can be a key
 _Form = str | _Part
@@ -54,6 +55,14 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything at what it does not expect
             reason = str(error)[:_MAX_ERROR] or type(error).__name__
             raise RequestError(f"the chat template refuses this conversation: {reason}") from error
+
+    def learn(self, modalities: Sequence[str]) -> None:
+        """Ask all that a usual conversation asks: text of every role, and items of users."""
+        for role in _ROLES:
+            for form in ("string", "text"):
+                self._takes(role, form)
+        for modality in modalities:
+            self._make_part("user", MediaPart(modality=modality, item=None))
 
     def _render(self, chat: list[dict[str, Any]], **values: Any) -> str:
         rendered, _ = render_jinja_template(

@@ -58,6 +58,16 @@ class ChatRenderer:
             prompt["multi_modal_uuids"] = {m: [part.uuid for part in media[m]] for m in media}
         return prompt
 
+    def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:
+        """Find out what the templates of such conversations take, before any comes: those of text
+        alone, and those with an item of one modality.
+        """
+        if self._mistral is not None:
+            return
+        for kinds in ((), *((modality,) for modality in modalities)):
+            source = find_template(self._hf_processor, self._tokenizer, options, kinds)
+            self._get_template(source).learn(kinds)
+
     def _make_template(self, source: str) -> ChatTemplate:
         return ChatTemplate(source, markers=self._markers, special_tokens=self._special_tokens)
 

@@ -63,7 +63,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     media: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        if self.api_server_count > 1 and self.has_processor_cache and not self.shm_capacity_bytes:
+        is_shared = self.api_server_count > 1 and not self.is_render_only
+        if is_shared and self.has_processor_cache and not self.shm_capacity_bytes:
             raise RequestError(
                 f"api_server_count={self.api_server_count}: several frontends share their cache of "
                 "media. Use mm_processor_cache_type=shm, or mm_processor_cache_gb=0 for none"
@@ -81,7 +82,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shm_capacity_bytes(self) -> int:
         """Of the memory that processes share for media; 0: they share none."""
-        if self.media.get("mm_processor_cache_type") != "shm":
+        if self.is_render_only or self.media.get("mm_processor_cache_type") != "shm":
             return 0
         return int(self.media.get("mm_processor_cache_gb", DEFAULT_CACHE_GB) * _GIBIBYTE)
 

@@ -236,6 +236,7 @@ class StandInOptions:
     max_body_mb: int = 64
     allowed_origins: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
+    is_render_only: bool = False
     protect_metrics: bool = False
 
 

@@ -135,6 +135,10 @@ class MediaLoader:
         except RuntimeError as error:  # the executor's word for being shut down
             raise CapacityError(_CLOSED) from error
 
+    def prepare(self) -> None:
+        """What addresses need, before the first of them comes."""
+        self._get_client()
+
     def statistics(self) -> FetchStatistics:
         return self._counters.statistics()
 

@@ -128,6 +128,11 @@ class JobQueue:
         refusal = self._refusal
         return refusal[0] if refusal is not None and time.monotonic() < refusal[1] else None
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether workers could not be started, once."""
+        return self._refusal is not None
+
     def wait_until_closed(self, timeout_s: float) -> None:
         with self._changed:
             if not self.is_closed:

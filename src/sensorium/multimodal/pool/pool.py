@@ -85,6 +85,15 @@ class ProcessPool:
                 for slot in self._slots:
                     slot.thread.start()
 
+    @property
+    def is_starting(self) -> bool:
+        """No worker was ready yet, and it is not known that none will be. Never true again: a
+        worker that ends later is replaced, and jobs wait for that.
+        """
+        queue = self._queue
+        is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
+        return not is_settled and not queue.is_closed
+
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Whether all workers are ready within that time. `ModelError` if they can't be."""
         self.start()

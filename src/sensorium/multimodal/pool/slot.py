@@ -52,6 +52,7 @@ class Slot:
         self._ready_at = 0.0
         self._num_starts = 0
         self.is_ready = False
+        self.was_ready = False
         self.is_running = False
         self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
 
@@ -103,7 +104,7 @@ class Slot:
         reason = self._process.wait_until_ready(settings.start_timeout_s)
         if reason is None:
             self._ready_at = time.monotonic()
-            self.is_ready = True
+            self.is_ready = self.was_ready = True
         else:
             self._lose_process()
             self._note_failed_start(reason)

@@ -25,6 +25,6 @@ def make_admin_router(context: Context) -> APIRouter:
             await context.engine.reset_cache(level)
             return JSONResponse({})
 
-    for level in _LEVELS:
+    for level in _LEVELS[:1] if context.options.is_render_only else _LEVELS:
         add_route(level)
     return router

@@ -34,10 +34,11 @@ from sensorium.server.http.health import make_health_router
 from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.loop_lag import measure_loop_lag
 from sensorium.server.http.openapi import install_openapi
+from sensorium.server.http.render_only import make_refusing_router
 from sensorium.server.http.render_routes import make_render_router
 from sensorium.server.http.request_ids import HEADER, RequestIds
 from sensorium.server.http.response_times import ResponseTimes
-from sensorium.server.http.text_routes import make_text_router
+from sensorium.server.http.text_routes import make_models_router, make_text_router
 from sensorium.server.metrics.frontend import FrontendMetrics
 
 
@@ -74,9 +75,13 @@ def make_app(
         middleware=_make_middleware(options, metrics, failures),
         exception_handlers={HTTPException: _answer_http_exception},
     )
-    app.include_router(make_text_router(context, failures))
-    app.include_router(make_generate_router(context, failures))
+    if options.is_render_only:
+        app.include_router(make_refusing_router())
+    else:
+        app.include_router(make_text_router(context, failures))
+        app.include_router(make_generate_router(context, failures))
     app.include_router(make_render_router(context, failures))
+    app.include_router(make_models_router(context))
     app.include_router(make_health_router(context))
     app.include_router(make_admin_router(context))
     install_openapi(app, needs_key=bool(options.api_key), model_names=options.model_names)

@@ -42,6 +42,12 @@ def make_text_router(context: Context, failures: FailureLog) -> APIRouter:
         """Continue prompts. With `stream`, events of `Completion`."""
         return await answer_completion(request, context, failures)
 
+    return router
+
+
+def make_models_router(context: Context) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["text"])
+
     @router.get("/models", responses=make_responses("ModelList", 401))
     async def get_models() -> Response:
         return _make_response(list_models(context))

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from sensorium import __version__
-from sensorium.engine.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,9 @@ class Announcer:
         else:
             _say(line)
 
-    def announce_core(self, info: CoreInfo) -> None:
-        rows = [*info.description, *describe_media(self._options)]
+    def announce_core(self, description: Rows) -> None:
+        """Or, where there is none, what is said in its place."""
+        rows = [*description, *describe_media(self._options)]
         if self._options.log_format == "json":
             logger.info("the engine is ready", extra={"fields": {"engine": dict(rows)}})
         else:
@@ -40,7 +40,8 @@ class Announcer:
         if self._options.log_format == "json":
             logger.info(line, extra={"fields": {"url": url}})
         else:
-            _say(f"{line}  (OpenAI's API below /v1, documented at /docs)")
+            kind = "it only renders" if self._options.is_render_only else "OpenAI's API below /v1"
+            _say(f"{line}  ({kind}, documented at /docs)")
 
 
 def _say(text: str) -> None:
@@ -51,6 +52,12 @@ def _say(text: str) -> None:
         # What is buffered must not raise once more when the interpreter flushes it.
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def describe_model(options: ServeOptions) -> str:
+    if options.model_names == (options.model,):
+        return options.model
+    return f"{options.model} as {', '.join(options.model_names)}"
 
 
 def describe_media(options: ServeOptions) -> Rows:
@@ -73,6 +80,8 @@ def _describe_cache(options: ServeOptions) -> str:
         return "off"
     gibibytes = options.media.get("mm_processor_cache_gb", 4.0)
     kind = "in shared memory" if options.shm_capacity_bytes else "lru, beside the engine"
+    if options.is_render_only:
+        kind = "in each frontend" if options.api_server_count > 1 else "in the frontend"
     return f"{gibibytes:g} GiB, {kind}"
 
 

@@ -77,7 +77,9 @@ class CoreReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """The frontend accepts connections."""
+    """The frontend accepts connections. `description`: for people, where no core has one."""
+
+    description: tuple[tuple[str, str], ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

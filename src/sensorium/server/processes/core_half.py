@@ -30,6 +30,7 @@ from sensorium.server.options import (
     make_media_options,
     make_source,
 )
+from sensorium.server.processes.announcement import describe_model
 from sensorium.server.processes.control import StartCore
 
 
@@ -74,7 +75,7 @@ def describe_core(
     names = {family.model_type: family.name for family in FAMILIES}
     dtype = str(built.adapter.dtype).removeprefix("torch.")
     rows = [
-        ("model", _describe_model(options)),
+        ("model", describe_model(options)),
         ("family", names.get(model_type, f"{model_type} (unknown; passed its trial)")),
         ("device", f"{built.adapter.device}, {dtype}, attention by {config.attention_backend}"),
         ("context", f"{limits.max_model_len} tokens"),
@@ -89,12 +90,6 @@ def describe_core(
         size = format_bytes(config.memory.encoder_cache_bytes)
         rows.append(("encoder cache", f"{limits.encoder_cache_size} embeddings, {size}"))
     return tuple(rows)
-
-
-def _describe_model(options: ServeOptions) -> str:
-    if options.model_names == (options.model,):
-        return options.model
-    return f"{options.model} as {', '.join(options.model_names)}"
 
 
 def _describe_kv_cache(built: Core) -> str:

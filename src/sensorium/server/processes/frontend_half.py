@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.builder import build_frontend, load_source
+from sensorium.engine.core_info import CoreInfo
 from sensorium.engine.input_processor import InputProcessor
-from sensorium.engine.perception import Perception, build_caches
+from sensorium.engine.perception import Perception, build_caches, build_readonly_caches
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processor import MultiModalProcessor
@@ -44,6 +45,7 @@ from sensorium.server.processes.control import (
     StartFrontend,
     ToFrontend,
 )
+from sensorium.server.processes.render_half import make_render_info
 from sensorium.types.sampling import GenerationDefaults
 
 _SYNC_S = 1.0
@@ -54,22 +56,31 @@ Messages = asyncio.Queue[ToFrontend]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendHalf:
-    inputs: InputProcessor
+    """`info`: what a core would say, where there is none."""
+
+    engine: AsyncEngine
     perception: Perception
-    chat_template: str | None
     answers: AnswerFormat
+    info: CoreInfo | None = None
 
 
 def build_frontend_half(start: StartFrontend) -> FrontendHalf:
     """All that needs no core, while that one loads. Its defaults for sampling come with it."""
     adopt_library_logs()
-    options = start.options
+    options, is_alone = start.options, start.options.is_render_only
     engine_options, media = make_engine_options(options), make_media_options(options)
     source = make_source(options, use_tqdm=False)
     with blame_checkpoint(options.model):
         loaded = load_source(source)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
-        frontend = build_frontend(source, loaded, media, build_caches(media, store))
+        frontend = build_frontend(
+            source,
+            loaded,
+            media,
+            build_readonly_caches(media) if is_alone else build_caches(media, store),
+            starts_early=True,
+            warm_modalities=engine_options.allowed_modalities if options.warmup else (),
+        )
         inputs = InputProcessor(
             frontend.processor,
             perceiver=frontend.perception.perceiver,
@@ -81,16 +92,21 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
             trust_injected=options.trust_injected,
             seed=engine_options.seed + start.index,
         )
+        info = make_render_info(options, engine_options, loaded) if is_alone else None
     template = load_chat_template(options.chat_template)
+    engine = AsyncEngine(
+        inputs,
+        frontend.perception,
+        identity=start.identity,
+        chat_template=template,
+    )
+    answers = _make_answer_format(options, frontend.processor, template)
+    if options.warmup:
+        engine.renderer.warmup()  # before the pool starts: what it warms is this process
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
-    return FrontendHalf(
-        inputs=inputs,
-        perception=frontend.perception,
-        chat_template=template,
-        answers=_make_answer_format(options, frontend.processor, template),
-    )
+    return FrontendHalf(engine=engine, perception=frontend.perception, answers=answers, info=info)
 
 
 def _make_answer_format(
@@ -107,7 +123,8 @@ def _make_answer_format(
 
 def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
     """Whether pools can load while core and frontends do, and make nothing later."""
-    num_processes = 1 + options.api_server_count * (1 + pool_size)
+    num_cores = 0 if options.is_render_only else 1
+    num_processes = num_cores + options.api_server_count * (1 + pool_size)
     return (os.cpu_count() or 1) >= num_processes
 
 
@@ -124,7 +141,9 @@ def run_frontend(
         messages: Messages = asyncio.Queue()
         loop = asyncio.get_running_loop()
         inbox_attach(lambda message: loop.call_soon_threadsafe(messages.put_nowait, message))
-        await _serve(start, half, messages, lambda: channel.send(Serving()))
+        description = () if half.info is None else half.info.description
+        serving = Serving(description=description)
+        await _serve(start, half, messages, lambda: channel.send(serving))
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -136,10 +155,7 @@ def run_frontend(
 async def _serve(
     start: StartFrontend, half: FrontendHalf, messages: Messages, tell_serving: Callable[[], None]
 ) -> None:
-    options, perception = start.options, half.perception
-    engine = AsyncEngine(
-        half.inputs, perception, identity=start.identity, chat_template=half.chat_template
-    )
+    options, perception, engine = start.options, half.perception, half.engine
     metrics = FrontendMetrics(options.model_names[0])
 
     def sync() -> None:
@@ -149,14 +165,16 @@ async def _serve(
     def on_started() -> None:
         tell_serving()
         if perception.pool is not None:
-            perception.pool.start()  # if it is not yet; until it is there, jobs queue
+            perception.pool.start()  # if it is not yet; until it is there, this process does it
 
     app = SyncBeforeEnd(make_app(engine, options, metrics, answers=half.answers), sync)
     config = make_config(options, app)
     config.load()  # before the core is there, not after
     server = _Server(config, on_started)
     try:
-        if await _connect_first(messages, engine):
+        if half.info is not None:
+            engine.run_alone(half.info)
+        if half.info is not None or await _connect_first(messages, engine):
             tasks = [
                 asyncio.create_task(_obey(messages, engine, server, options.shutdown_timeout)),
                 asyncio.create_task(_sync_often(sync)),

@@ -1,5 +1,5 @@
-"""The parent of a server's processes: one core and some frontends, kept alive until it is told to
-stop.
+"""The parent of a server's processes: one core (none where it only renders) and some frontends,
+kept alive until it is told to stop.
 
 It computes nothing and imports neither torch nor Transformers, so it starts at once and stays
 small. Children end when it does: each hears the end of its connection.
@@ -97,18 +97,20 @@ class Supervisor:
             use_directory(self._premises.metrics_directory)
             self._metrics = SupervisorMetrics(self._options.model_names[0])
             self._environment = make_environment(self._premises.metrics_directory)
-            core = asyncio.create_task(self._keep("core", self._live_core))
+            cores = []
+            if not self._options.is_render_only:
+                cores.append(asyncio.create_task(self._keep("core", self._live_core)))
             frontends = [
                 asyncio.create_task(self._keep("frontend", self._make_frontend_life(index)))
                 for index in range(self._options.api_server_count)
             ]
             log = asyncio.create_task(log_load(self._premises.metrics_directory))
             try:
-                await self._wait_for_stop([core, *frontends])
-                await self._drain(core, frontends)
+                await self._wait_for_stop([*cores, *frontends])
+                await self._drain(cores, frontends)
             finally:
                 log.cancel()
-                await self._end_all([core, *frontends, log])
+                await self._end_all([*cores, *frontends, log])
         return self._status
 
     # Keeping processes alive.
@@ -188,7 +190,7 @@ class Supervisor:
         def handle(message: FromChild) -> None:
             if isinstance(message, Serving):
                 self._serving.add(identity)
-                self._on_serving(name)
+                self._on_serving(name, message)
 
         return await self._follow(frontend, handle, forget)
 
@@ -240,18 +242,20 @@ class Supervisor:
         if self._is_ready:
             logger.info("the core is ready again")
         else:
-            self._announcer.announce_core(message.info)
+            self._announcer.announce_core(message.info.description)
         self._tell_frontends(CoreUp(message.info))
 
     def _tell_frontends(self, message: CoreUp | CoreDown | Drain) -> None:
         for frontend in self._frontends.values():
             frontend.send(message)
 
-    def _on_serving(self, name: str) -> None:
+    def _on_serving(self, name: str, message: Serving) -> None:
         if self._is_ready:
             logger.info("%s serves again", name)
         elif len(self._serving) == self._options.api_server_count:
             self._is_ready = True
+            if self._options.is_render_only:
+                self._announcer.announce_core(message.description)
             self._announcer.announce_ready(self._premises.url)
 
     # Stopping.
@@ -290,7 +294,7 @@ class Supervisor:
             keeper.result()  # raises: it ends by itself only when something is wrong
 
     async def _drain(
-        self, core: asyncio.Task[None], frontends: Sequence[asyncio.Task[None]]
+        self, cores: Sequence[asyncio.Task[None]], frontends: Sequence[asyncio.Task[None]]
     ) -> None:
         self._premises.listener.close()
         self._tell_frontends(Drain())
@@ -304,7 +308,8 @@ class Supervisor:
             await asyncio.wait(pending)
         if self._core is not None:
             self._core.send(Stop())
-        await asyncio.wait([core], timeout=_GRACE_S)
+        if cores:
+            await asyncio.wait(cores, timeout=_GRACE_S)
 
     async def _end_all(self, keepers: Sequence[asyncio.Task[None]]) -> None:
         self._stop.set()

@@ -1,0 +1,106 @@
+"""Until its pool is there, a frontend processes media itself; from then on only the pool does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sensorium.engine.builder import Source, build_frontend, load_source
+from sensorium.engine.media_options import MediaOptions
+from sensorium.engine.perception import Perception, build_caches, build_store
+from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
+from sensorium.multimodal.pool.pool import ProcessPool
+from sensorium.types.errors import ModelError, RequestError
+from tests.media_files import make_pixels, write_image
+
+pytestmark = pytest.mark.xdist_group("pool_perception")
+READY_S = 120.0  # only against hangs
+_seeds = count()
+
+
+@contextmanager
+def perceive_with(model: str, *, cache_type: str) -> Iterator[tuple[Perception, ProcessPool]]:
+    media = MediaOptions(
+        mm_processor_cache_type=cache_type, mm_processor_cache_gb=0.03, mm_processor_pool_size=1
+    )
+    source = Source(model=model)
+    store = build_store(media)
+    frontend = build_frontend(
+        source,
+        load_source(source),
+        media,
+        build_caches(media, store),
+        starts_early=True,
+        warm_modalities=("image",),
+    )
+    perception = frontend.perception
+    assert perception.pool is not None
+    try:
+        yield perception, perception.pool
+    finally:
+        perception.close()
+
+
+def make_item() -> MediaItem:
+    data = write_image(make_pixels(60, 90, seed=next(_seeds)), "PNG")
+    return MediaItem(label="image 0", modality="image", media=MediaBytes(data))
+
+
+def perceive(perceiver: Perceiver, item: MediaItem) -> PerceivedItem:
+    (perceived,) = perceiver.perceive([item], PerceptionOptions())
+    perceiver.cache.release([perceived.handle])
+    return perceived
+
+
+@pytest.mark.parametrize("cache_type", ["lru", "shm"])
+def test_items_go_to_the_pool_as_soon_as_it_is_there_and_are_the_same_ones(
+    tiny_model: Callable[[str], str], cache_type: str
+) -> None:
+    with perceive_with(tiny_model("llava"), cache_type=cache_type) as (perception, pool):
+        item, rendered = make_item(), make_item()
+        assert not perceive(perception.perceiver, item).handle.is_hit
+        early = read_tensors(perceive(perception.readonly, rendered))
+        assert pool.get_process_ids() == []  # nobody has started it
+        assert pool.wait_until_ready(READY_S)
+        assert pool.statistics().num_done == 0  # its own dummies are no jobs
+        assert perceive(perception.perceiver, item).handle.is_hit
+        perceive(perception.perceiver, make_item())
+        assert pool.statistics().num_done == 1
+        perception.readonly.cache.clear_cache()
+        late = read_tensors(perceive(perception.readonly, rendered))
+        assert pool.statistics().num_done == 2
+        assert early.keys() == late.keys()
+        assert all(np.array_equal(early[name], late[name]) for name in early)
+
+
+def read_tensors(perceived: PerceivedItem) -> dict[str, Any]:
+    assert perceived.handle.kwargs is not None
+    return {name: tensor.numpy().copy() for name, tensor in perceived.handle.kwargs.items()}
+
+
+def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) -> None:
+    with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, _):
+        damaged = MediaItem(
+            label="image 0", modality="image", media=MediaBytes(b"\x89PNG\r\n\x1a\n")
+        )
+        with pytest.raises(RequestError, match="image 0: this is not an image that can be read"):
+            perceive(perception.perceiver, damaged)
+
+
+def test_a_pool_that_can_not_start_is_told_as_before(
+    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing goes on in this process as if it were meant to."""
+    monkeypatch.setattr("sensorium.engine.perception._HANDLER", "json:no_such_factory")
+    with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, pool):
+        with pytest.raises(ModelError):
+            pool.wait_until_ready(READY_S)
+        with pytest.raises(ModelError, match="media can't be processed"):
+            perceive(perception.perceiver, make_item())

@@ -1,0 +1,223 @@
+"""Warm-up: the first requests find nothing undone, and nothing shows that there was one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.server.options import ServeOptions
+from sensorium.server.processes.control import StartFrontend
+from sensorium.server.processes.frontend_half import FrontendHalf, build_frontend_half
+from sensorium.types.errors import RequestError
+from tests.media_files import (
+    make_clip,
+    make_melody,
+    make_pixels,
+    write_image,
+    write_sound,
+    write_video,
+)
+
+ROOT = Path(__file__).parents[2]
+_SCRIPT = "tests.integration.first_request"
+_LINE = "Multi-modal warmup completed in "
+_READONLY_LINE = "Readonly multi-modal warmup completed in "
+
+
+def make_conversations() -> dict[str, list[dict[str, Any]]]:
+    """Media of other formats, sizes and rates than the warm-up's."""
+    files = {
+        "image": write_image(make_pixels(60, 90), "JPEG"),
+        "audio": write_sound(make_melody(8000, rate=44_100), "FLAC", "PCM_16", rate=44_100),
+        "video": write_video(make_clip(8, 64, 96), "matroska", "libx264"),
+    }
+    conversations: dict[str, list[dict[str, Any]]] = {"text": [{"role": "user", "content": "Hi"}]}
+    for modality, data in files.items():
+        kind = f"{modality}_url"
+        url = f"data:;base64,{base64.b64encode(data).decode()}"
+        content = [{"type": kind, kind: {"url": url}}, {"type": "text", "text": "What is it?"}]
+        conversations[modality] = [{"role": "user", "content": content}]
+    return conversations
+
+
+def count_first_requests(model: str, tmp_path: Path, how: str) -> dict[str, Any]:
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps(make_conversations()))
+    ended = subprocess.run(
+        [sys.executable, "-m", _SCRIPT, model, how, str(path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    counts: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return counts
+
+
+def test_after_a_warm_up_the_first_requests_initialise_nothing(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    model = tiny_model("qwen2_5_omni")
+    warm = count_first_requests(model, tmp_path, "warm")
+    assert warm.pop("lengths").keys() == {"text", "image", "audio", "video"}
+    assert warm == {"processors": 0, "compilations": 0, "questions": 0, "modules": []}
+
+
+def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    cold = count_first_requests(tiny_model("qwen2_5_omni"), tmp_path, "cold")
+    assert cold["compilations"] > 0
+    assert cold["questions"] > 0
+    assert {"av", "PIL.WebPImagePlugin"} <= set(cold["modules"])
+
+
+@contextmanager
+def build(model: str, **options: Any) -> Iterator[FrontendHalf]:
+    """A frontend as its process builds it, without its process."""
+    given = ServeOptions(model=model, is_render_only=True, **options)
+    start = StartFrontend(
+        options=given, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
+    )
+    half = build_frontend_half(start)
+    try:
+        yield half
+    finally:
+        half.perception.close()
+
+
+def get_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("sensorium.engine")]
+
+
+def assert_no_trace(half: FrontendHalf) -> None:
+    perception = half.perception
+    for cache in (perception.caches.sender, perception.caches.readonly):
+        statistics = cache.statistics()
+        assert (statistics.num_queries, statistics.num_items, statistics.num_bytes) == (0, 0, 0)
+    assert perception.loader.statistics().loaded_bytes == {}
+    assert perception.loader.statistics().num_fetches == 0
+    for perceiver in (perception.perceiver, perception.readonly):
+        assert perceiver.flights.statistics().num_flights == 0
+
+
+def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(
+    tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with build(tiny_model("qwen2_5_omni")) as half:
+        lines = get_lines(caplog)
+        assert [line.rpartition(" ")[0] + " " for line in lines] == [_LINE, _READONLY_LINE]
+        assert all(float(line.rpartition(" ")[2].removesuffix("s")) > 0 for line in lines)
+        assert_no_trace(half)
+        assert half.engine.renderer._inputs.draw_seed() == random.Random(0).getrandbits(63)
+
+
+def test_without_warm_up_nothing_is_said(
+    tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with build(tiny_model("qwen2_5_omni"), warmup=False):
+        assert get_lines(caplog) == []
+
+
+def test_a_model_of_text_alone_has_no_media_to_warm(
+    tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with build(tiny_model("llama")) as half:
+        assert get_lines(caplog) == []
+        template = half.engine.renderer._chat_renderer._get_template.cache_info()
+        assert template.currsize == 1
+
+
+def test_what_no_prompt_may_have_is_not_warmed(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processed = watch_items(monkeypatch)
+    limits = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+    with build(tiny_model("qwen2_5_omni"), engine=limits):
+        assert processed == ["image", "image"]  # for either kind of requests
+
+
+def watch_items(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    processed: list[str] = []
+    original = MultiModalProcessor.process_item
+
+    def process(self: Any, modality: str, *arguments: Any, **options: Any) -> Any:
+        processed.append(modality)
+        return original(self, modality, *arguments, **options)
+
+    monkeypatch.setattr(MultiModalProcessor, "process_item", process)
+    return processed
+
+
+def test_what_fails_is_a_warning_and_the_rest_is_warmed(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    original = MultiModalProcessor.process_item
+    processed: list[str] = []
+
+    def process(self: Any, modality: str, *arguments: Any, **options: Any) -> Any:
+        if modality == "video":
+            raise RequestError("no videos today")
+        processed.append(modality)
+        return original(self, modality, *arguments, **options)
+
+    monkeypatch.setattr(MultiModalProcessor, "process_item", process)
+    with build(tiny_model("qwen2_5_omni")) as half:
+        assert get_lines(caplog) == [
+            "Multi-modal warmup failed for video",
+            "Readonly multi-modal warmup failed for video",
+        ]
+        assert [r.levelname for r in caplog.records if "warmup" in r.getMessage()] == [
+            "WARNING"
+        ] * 2
+        assert "no videos today" in caplog.text
+        assert processed == ["image", "audio"] * 2
+        assert_no_trace(half)
+
+
+def test_a_model_without_a_chat_template_is_warmed_by_prompts(
+    tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    for path in Path(tiny_model("llava")).iterdir():
+        if "chat_template" not in path.name and path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with build(str(tmp_path)):
+        first, *lines = get_lines(caplog)
+        assert first == "Chat template warmup failed"
+        assert "this model has no chat template" in caplog.text
+        assert [line.rpartition(" ")[0] + " " for line in lines] == [_LINE, _READONLY_LINE]
+
+
+def test_a_warm_up_can_not_fail_its_caller(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with build(tiny_model("llava"), warmup=False) as half:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("nothing works")
+
+        monkeypatch.setattr(type(half.engine.renderer._inputs), "rehearse", fail)
+        half.engine.renderer.warmup()
+    assert "nothing works" in caplog.text
