@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from live_server import LiveServer, get_command, is_healthy
-from process_samples import list_tree
+from process_samples import get_cpu_seconds, list_tree
 from records import write_record
 from soak_requests import make_image
 
@@ -63,7 +63,7 @@ def time_server(model: str, log: Path) -> Times:
                 times["core ready"] = _get_seconds(server)
             time.sleep(_POLL_S)
         times["healthy"] = _get_seconds(server)
-        times["cpu"] = sum(_get_cpu_seconds(pid) for pid in list_tree(server.process.pid))
+        times["cpu"] = sum(get_cpu_seconds(pid) for pid in list_tree(server.process.pid))
         _ask_for_image(url)
         times["first image"] = _get_seconds(server)
     return times
@@ -78,15 +78,6 @@ def _find_port() -> int:
 
 def _get_seconds(server: LiveServer) -> float:
     return time.monotonic() - server.started
-
-
-def _get_cpu_seconds(pid: int) -> float:
-    """In user and system mode."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 def _ask_for_image(url: str) -> None:

@@ -129,13 +129,7 @@ def build_perception(
     hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
-    pool = _build_pool(
-        options,
-        store,
-        directory,
-        trust_remote_code=trust_remote_code,
-        warm_modalities=warm_modalities,
-    )
+    pool = _build_pool(options, store, directory, trust_remote_code, warm_modalities)
     in_process = InProcessBackend(ItemWorker(processor, limits))
 
     def make_backend(*, keep: bool) -> ItemBackend:
@@ -188,7 +182,6 @@ def _build_pool(
     options: MediaOptions,
     store: ShmStore | None,
     directory: str,
-    *,
     trust_remote_code: bool,
     warm_modalities: Collection[str],
 ) -> ProcessPool | None:
