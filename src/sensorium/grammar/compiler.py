@@ -103,13 +103,26 @@ class GrammarCompiler:
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         if matcher.error is not None:
             return f"{name}: {matcher.error}"
-        trial = matcher.copy()
-        trial.fill_mask(self.make_mask())
-        if trial.error is not None:
-            return f"{name} can't be met by any answer, or is too complex: {trial.error}"
+        if (reason := self._try(matcher.copy())) is not None:
+            return f"{name} {reason}"
         if time.thread_time() - began > MAX_COMPILE_S:
             return f"{name} takes too long to compile"
         return matcher
+
+    def _try(self, matcher: Matcher) -> str | None:
+        """The first token of an answer, of those that don't end it. What is wrong, if it is."""
+        mask = self.make_mask()
+        matcher.fill_mask(mask)
+        if matcher.error is not None:
+            return f"can't be met by any answer, or is too complex: {matcher.error}"
+        others = mask & ~self.end_mask
+        if others.any():
+            word = int(others.nonzero()[0][0])
+            lowest = (int(others[word]) & -int(others[word])).bit_length() - 1
+            matcher.consume((word * WORD_BITS + lowest,))
+        if matcher.error is not None:
+            return f"has no end, or is too complex: {matcher.error}"
+        return None
 
 
 def _take(made: Matcher | str) -> Matcher:

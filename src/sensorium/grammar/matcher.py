@@ -24,7 +24,8 @@ class Matcher:
         """Why it can't go on; then it never will."""
         if not self._matcher.is_error():
             return None
-        return " ".join(self._matcher.get_error().split())[:_MAX_REASON]
+        reason = self._matcher.get_error().replace("<non-verbose/>", "")
+        return " ".join(reason.split())[:_MAX_REASON]
 
     @property
     def is_complete(self) -> bool:

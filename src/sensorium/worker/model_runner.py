@@ -276,7 +276,11 @@ def _make_output(
     tokens = zip(names, sampled.token_ids, strict=True)
     logprobs = zip(names, sampled.logprobs, strict=True)
     return ModelRunnerOutput(
-        sampled_token_ids={name: token_id for name, token_id in tokens if token_id is not None},
+        sampled_token_ids={
+            name: token_id
+            for name, token_id in tokens
+            if token_id is not None and not masks.is_without(name)
+        },
         logprobs={name: entry for name, entry in logprobs if entry is not None},
         failed_encodes={},
         failed_requests={**failures, **masks.failures, **progress.failures},

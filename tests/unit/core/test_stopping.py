@@ -74,3 +74,13 @@ def test_nothing_stops_it_before_min_tokens() -> None:
 def test_full_context_ends_it_even_before_min_tokens() -> None:
     params = SamplingParams(min_tokens=5)
     assert get_stop(make(params, PLAIN), max_model_len=3) == (FinishReason.LENGTH, None)
+
+
+def test_a_complete_answer_ends_whatever_it_says() -> None:
+    for params in (
+        SamplingParams(ignore_eos=True),
+        SamplingParams(min_tokens=9),
+        SamplingParams(max_tokens=1),
+    ):
+        stop = get_stop(make(params, PLAIN), max_model_len=50, is_complete=True)
+        assert stop == (FinishReason.STOP, None)

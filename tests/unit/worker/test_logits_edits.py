@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as hf
@@ -163,3 +164,31 @@ def test_rows_without_knobs_need_no_edits() -> None:
     request = make_request(PROMPT)
     row = make_state(request).get_sampling_row()
     assert prepare_edits([row, row], VOCAB_SIZE) == {}
+
+
+def make_mask(*token_ids: int, num_words: int = 2) -> Any:
+    words = np.zeros(num_words, dtype=np.uint64)
+    for token_id in token_ids:
+        words[token_id // 64] |= np.uint64(1 << token_id % 64)
+    return words.view(np.int64)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 64, 100, 128, 200])
+def test_a_mask_leaves_what_it_allows_and_other_rows_as_they_are(vocab_size: int) -> None:
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1))
+    allowed = [token_id for token_id in (0, 7, 8, 31, 49, 63, 64, 127) if token_id < vocab_size]
+    row = replace(make_row(), mask=make_mask(*allowed, 126))
+    edited = edit(logits, make_row(), row, make_row(logit_bias={5: 1.0}))
+    assert edited[0].equal(logits[0])
+    assert edited[2, 6:].equal(logits[2, 6:])
+    kept = {*allowed, *({126} if vocab_size > 126 else set())}
+    assert set(edited[1].isfinite().nonzero().flatten().tolist()) == kept
+    assert edited[1, list(kept)].equal(logits[1, list(kept)])
+
+
+def test_a_mask_and_other_bans_that_leave_nothing_fail_that_row_alone() -> None:
+    logits = make_logits(2)
+    banned = replace(make_row(allowed_token_ids=(4,)), mask=make_mask(5))
+    output = sample(logits, banned, make_row())
+    assert output.token_ids == (None, int(logits[1].argmax()))
+    assert "structured_outputs" in output.failures[0]

@@ -1,0 +1,181 @@
+"""A request's grammar is its own affair: neighbours, chunks, preemptions and late masks change
+nobody's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import count
+from typing import Any
+
+import pytest
+
+from sensorium import LLM, SamplingParams
+from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
+from sensorium.worker.request_states import RequestState
+from tests.integration.random_schemas import make_schema
+from tests.parity.cases import make_media
+from tests.parity.driver import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
+
+MODELS = ["llama", "qwen2_5_vl"]
+PROMPTS = [f"{'Say something. ' * (index % 3 + 1)}{index}:" for index in range(8)]
+MAX_TOKENS = 24
+# The grammar knows all of its bytes ahead: its first mask takes half a second.
+SLOW = {"choice": ["a" * 200_000]}
+GRAMMARS: list[dict[str, Any] | None] = [
+    {"json": make_schema(5)},
+    None,
+    {"regex": "[0-9a-f]{8}(-[0-9a-f]{4}){2}"},
+    {"json": make_schema(8)},
+    None,
+    {"choice": ["first of all", "second", "first"]},
+    {"grammar": 'start: "(" (start | /[a-z]{2}/) ")"'},
+    {"json_object": True},
+]
+PARAMS = [
+    SamplingParams(
+        temperature=0.0 if seed % 3 == 0 else 0.9,
+        seed=seed,
+        max_tokens=MAX_TOKENS,
+        min_tokens=4 if seed == 2 else 0,
+        structured_outputs=structured,  # type: ignore[arg-type]
+    )
+    for seed, structured in enumerate(GRAMMARS)
+]
+Tokens = list[tuple[int, ...]]
+
+
+def generate(llm: LLM) -> Tokens:
+    return get_token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Callable[[str], str]) -> Callable[[str], Tokens]:
+    @cache
+    def run(model: str) -> Tokens:
+        with make_llm(tiny_model(model), max_num_seqs=1, enable_prefix_caching=False) as llm:
+            return generate(llm)
+
+    return run
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 9}, {"max_num_seqs": 3}],
+    ids=["together", "in chunks", "a few at a time"],
+)
+def test_the_batch_changes_nothing(
+    tiny_model: Callable[[str], str], alone: Any, model: str, options: dict[str, Any]
+) -> None:
+    with make_llm(tiny_model(model), **options) as llm:
+        assert generate(llm) == alone(model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_preemptions_change_nothing(
+    tiny_model: Callable[[str], str], alone: Any, model: str
+) -> None:
+    directory = tiny_model(model)
+    with make_llm(directory, block_size=1) as llm:
+        tokenizer = llm.get_tokenizer()
+        longest = max(len(tokenizer.encode(prompt)) for prompt in PROMPTS) + MAX_TOKENS
+        sizes = [get_kv_bytes(llm, longest + room) for room in ROOMS]
+    for num_bytes in sizes:
+        with make_llm(
+            directory, max_model_len=longest, block_size=1, kv_cache_memory_bytes=num_bytes
+        ) as llm:
+            trace = Trace(llm)
+            assert generate(llm) == alone(model)
+        constrained = {
+            request_id
+            for request_id in trace.preempted_ids
+            if trace.requests[request_id].sampling_params.structured_outputs is not None
+        }
+        if constrained:
+            return
+    pytest.fail("nobody with a grammar was preempted")
+
+
+class Results:
+    """What the worker of an engine answers, from now on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.entries: list[ModelRunnerOutput] = []
+        runner: Any = llm.core.runner
+        execute = runner.execute
+
+        def execute_and_note(output: SchedulerOutput) -> ModelRunnerOutput:
+            self.entries.append(execute(output))
+            return self.entries[-1]
+
+        runner.execute = execute_and_note
+
+
+def get_values(logprobs: Any) -> list[float]:
+    """One per token that has any: rounding may change which others are likeliest."""
+    return [max(entry.logprob for entry in position.values()) for position in logprobs if position]
+
+
+@pytest.fixture
+def llama(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
+    with make_llm(tiny_model("llama"), max_num_batched_tokens=16) as llm:
+        yield llm
+
+
+def test_a_grammar_of_many_states_keeps_nobody_waiting(llama: LLM) -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    slow = SamplingParams(temperature=0.0, max_tokens=5, structured_outputs=SLOW)  # type: ignore[arg-type]
+    expected = get_token_ids(llama.generate(PROMPTS[:2], plain, use_tqdm=False))
+    results = Results(llama)
+    outputs = llama.generate(PROMPTS[:3], [plain, plain, slow], use_tqdm=False)
+    assert get_token_ids(outputs[:2]) == expected
+    late = [entry for entry in results.entries if entry.late_request_ids]
+    assert late
+    assert any(entry.sampled_token_ids for entry in late)
+    assert set(outputs[2].outputs[0].text) == {"a"}
+    assert str(outputs[2].outputs[0].finish_reason) == "length"
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_late_masks_change_nothing(
+    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Also behind a picture that ends its prompt, and must not be split."""
+    prompt: Any = PROMPTS[2]
+    if model == "gemma3":
+        picture = make_media("image", seed=1)
+        prompt = {"prompt": "Look: <start_of_image>", "multi_modal_data": {"image": picture}}
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=6,
+        prompt_logprobs=1,
+        logprobs=2,
+        structured_outputs={"regex": "([ab]c|[cd]{2}){3,9}"},  # type: ignore[arg-type]
+    )
+    take = GrammarMasks.take
+    calls = count()
+
+    def take_every_other_time(masks: GrammarMasks, states: Sequence[RequestState]) -> StepMasks:
+        if next(calls) % 2:
+            return take(masks, states)
+        return StepMasks(late_ids=frozenset(state.request.request_id for state in states))
+
+    found = []
+    for is_late in (False, True):
+        if is_late:
+            monkeypatch.setattr(GrammarMasks, "take", take_every_other_time)
+        with make_llm(tiny_model(model)) as llm:
+            results = Results(llm)
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            found.append(output)
+        assert any(entry.late_request_ids for entry in results.entries) == is_late
+    on_time, late = (output.outputs[0] for output in found)
+    assert late.token_ids == on_time.token_ids
+    for ours, theirs in (
+        (late.logprobs, on_time.logprobs),
+        (found[1].prompt_logprobs, found[0].prompt_logprobs),
+    ):
+        assert get_values(ours) == pytest.approx(get_values(theirs), abs=1e-3)
