@@ -101,6 +101,16 @@ def shared_server(
 
 
 @pytest.fixture(scope="session")
+def trusting_server(
+    tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
+) -> Iterator[ServerProcess]:
+    """The same, and it believes the hashes that it is sent."""
+    flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
+    with serve(tiny_model("qwen2_5_omni"), *flags, "--trust-injected") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def omni_llm(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
     llm = make_llm(tiny_model("qwen2_5_omni"), max_model_len=2048)
     yield llm

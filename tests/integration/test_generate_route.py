@@ -4,7 +4,7 @@ or of the server's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -29,7 +29,7 @@ from tests.integration.generating import (
     render,
     without_items,
 )
-from tests.integration.serving import ServerProcess, serve
+from tests.integration.serving import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 CONVERSATIONS = make_conversations(seed=70)
@@ -40,16 +40,6 @@ QUERIES, HITS = "vllm:mm_cache_queries_total", "vllm:mm_cache_hits_total"
 def client(omni_server: ServerProcess) -> Iterator[OpenAI]:
     with omni_server.make_client() as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def trusting_server(
-    tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
-) -> Iterator[ServerProcess]:
-    """Two frontends that share their memory, and believe what they are sent."""
-    flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
-    with serve(tiny_model("qwen2_5_omni"), *flags, "--trust-injected") as server:
-        yield server
 
 
 class Count:

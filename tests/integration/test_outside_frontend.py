@@ -1,0 +1,75 @@
+"""A frontend that only knows the wire: what it injects serves later chats where it is trusted, and
+is kept apart where it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium import LLM
+from tests.integration.conversing import ask, make_png, make_url_part
+from tests.integration.generating import as_json, render
+from tests.integration.serving import ROOT, ServerProcess
+
+pytestmark = pytest.mark.xdist_group("server")
+SCRIPT = ROOT / "scripts" / "outside_frontend.py"
+SEED = 901
+
+
+@pytest.fixture
+def ask_outside(
+    tiny_model: Callable[[str], str], omni_llm: LLM, tmp_path: Path
+) -> Callable[[ServerProcess], Any]:
+    """Run the script with the name that our own renderer gives the image."""
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(make_png(SEED))
+    url = f"data:image/png;base64,{as_json(make_png(SEED))}"
+    body = render(omni_llm, ask(make_url_part("image", url), "What is this?"))
+    (mm_hash,) = body["features"]["mm_hashes"]["image"]
+    command = [sys.executable, str(SCRIPT), "--model", tiny_model("qwen2_5_omni")]
+    command += ["--image", str(picture), "--hash", mm_hash]
+
+    def run(server: ServerProcess) -> Any:
+        found = subprocess.run(
+            [*command, "--url", server.get_url()], capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    return run
+
+
+def test_a_trusted_frontend_spares_later_chats_the_processor(
+    trusting_server: ServerProcess, ask_outside: Callable[[ServerProcess], Any]
+) -> None:
+    answer = ask_outside(trusting_server)
+    assert answer["generated"] == answer["chat"]
+    assert (answer["chat_queries"], answer["chat_hits"]) == (1, 1)
+
+
+def test_what_an_untrusted_frontend_sends_is_kept_apart(
+    omni_server: ServerProcess, ask_outside: Callable[[ServerProcess], Any]
+) -> None:
+    answer = ask_outside(omni_server)
+    assert answer["generated"] == answer["chat"]
+    assert (answer["chat_queries"], answer["chat_hits"]) == (1, 0)
+
+
+def test_the_script_knows_nothing_but_the_wire() -> None:
+    lines = SCRIPT.read_text().splitlines()
+    imports = {line.split()[1].split(".")[0] for line in lines if _is_import(line)}
+    assert imports <= {
+        *sys.stdlib_module_names,
+        *("httpx", "msgspec", "numpy", "PIL", "torch", "torchvision", "transformers"),
+    }
+
+
+def _is_import(line: str) -> bool:
+    return line.strip().startswith(("import ", "from ")) and " import " in f" {line.strip()} "
