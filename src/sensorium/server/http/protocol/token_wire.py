@@ -113,9 +113,11 @@ class Placeholder(Struct, frozen=True, kw_only=True):
 
 
 class Features(Struct, frozen=True, kw_only=True):
+    """An item of `kwargs_data` is text in JSON and bytes in msgpack: no schema has both."""
+
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[Placeholder]]
-    kwargs_data: dict[str, list[str | bytes | None]] | None = None
+    kwargs_data: dict[str, list[Any]] | None = None
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True):
