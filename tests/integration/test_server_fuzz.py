@@ -33,6 +33,14 @@ _CHECKS = [
     response_schema_conformance,
     status_code_conformance,
 ]
+_QUIET_PATHS = (
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/tokenize",
+    "/detokenize",
+)
 # Of what the document allows, and of what it forbids. Routes without parameters have one case.
 _NUM_CASES = {
     ("/v1/chat/completions", GenerationMode.POSITIVE): 150,
@@ -40,6 +48,11 @@ _NUM_CASES = {
     ("/v1/completions", GenerationMode.POSITIVE): 250,
     ("/v1/completions", GenerationMode.NEGATIVE): 500,
     ("/v1/models/{model}", GenerationMode.POSITIVE): 20,
+    **{
+        (path, mode): 10
+        for path in _QUIET_PATHS
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    },
 }
 _MIN_CASES = 1_000
 _MIN_SERVED_SHARE = 0.2

@@ -146,6 +146,33 @@ class _Bytes:
         return kept.decode(errors="replace")
 
 
+@settings(max_examples=300)
+@given(
+    text=st.text("abé", min_size=1, max_size=20),
+    cuts=st.sets(st.integers(0, 30)),
+    stop=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
+    is_included=st.booleans(),
+    reason=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_stop_strings_may_be_cut_anywhere(
+    text: str, cuts: set[int], stop: list[str], is_included: bool, reason: FinishReason
+) -> None:
+    token_ids = list(text.encode()) + ([256] if reason is FinishReason.STOP else [])
+    params = SamplingParams(stop=stop, include_stop_str_in_output=is_included, max_tokens=99)
+    expected, num_taken = _complete(_Bytes(), (), token_ids, params, reason)
+    told, stop_string = _read(
+        _Bytes(),
+        (),
+        token_ids[:num_taken],
+        params,
+        cuts=cuts,
+        finish_reason=str(expected.finish_reason),
+        stop_reason=expected.stop_reason,
+    )
+    assert told == expected.text
+    assert stop_string == (expected.stop_reason or None)
+
+
 @pytest.mark.parametrize("token_id", [256, 300, 0xFF, 0xC3, ord("a")])
 def test_state_does_not_grow_with_the_answer(token_id: int) -> None:
     """Not even of what never becomes text."""
