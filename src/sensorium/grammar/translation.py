@@ -31,15 +31,15 @@ def make_grammar(params: StructuredOutputsParams) -> str:
 
 
 def make_grammar_after(
-    params: StructuredOutputsParams, end_tag: str, *, is_token: bool = False
+    params: StructuredOutputsParams, end_tag: str, *, token_id: int | None = None
 ) -> StructuredOutputsParams:
     """Free text first, up to and with `end_tag`, then what `params` ask for: for prompts that have
-    opened a model's reasoning. Blanks may stand between. `is_token`: the tag is a special token of
-    the model, not text.
+    opened a model's reasoning. Blanks may stand between. `token_id`: of the tag, where it is a
+    special token of the model and no text.
     """
-    free = f"/(.|\\n)*/ <{end_tag.strip('<>')}>" if is_token else "reasoning"
+    free = "reasoning" if token_id is None else f"/(.|\\n)*/ <[{token_id}]>"
     rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
-    if not is_token:
+    if token_id is None:
         rules.append(f"reasoning[lazy]: TEXT {_quote(end_tag)}\nTEXT: /(.|\\n)*/")
     rules.append(f"answer: {_embed(params)}")
     return StructuredOutputsParams(grammar="\n".join(rules))

@@ -217,6 +217,6 @@ def test_free_text_comes_first_and_then_the_grammar(
 def test_reasoning_may_end_with_a_special_token(tiny_model: Callable[[str], str]) -> None:
     language = Language(tiny_model("llama"))
     (tag,) = language.tokenizer.encode("<|im_start|>", add_special_tokens=False)
-    params = make_grammar_after(GRAMMARS["lark"], "<|im_start|>", is_token=True)
+    params = make_grammar_after(GRAMMARS["lark"], "<|im_start|>", token_id=tag)
     assert language.follow(params, "hm <|im_start|>\nx1;").is_complete
     assert tag in language.get_allowed(language.compiler.compile(params))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from sensorium.grammar.translation import make_grammar_after
 from sensorium.render.answers import names, syntax
 from sensorium.render.answers.interface import AnswerContext, AnswerReader
 from sensorium.render.answers.lark import Lark
@@ -78,6 +79,15 @@ class ModelAnswerFormat:
             return StructuredOutputsParams(grammar=lark.write())
         except RequestError as error:
             raise RequestError(f"tools are too large for a call to be demanded: {error}") from error
+
+    def make_constraint_after_reasoning(
+        self, wanted: StructuredOutputsParams
+    ) -> StructuredOutputsParams:
+        if self._reasoning is None:
+            return wanted
+        close = self._reasoning.close
+        token_id = self._vocabulary.special_tokens.get(close)
+        return make_grammar_after(wanted, close, token_id=token_id)
 
     def _write_reasoning(self, lark: Lark, context: AnswerContext) -> str:
         """What may come before the calls."""

@@ -115,3 +115,11 @@ class AnswerFormat(Protocol):
         `None` where nothing is demanded.
         """
         ...
+
+    def make_constraint_after_reasoning(
+        self, wanted: StructuredOutputsParams
+    ) -> StructuredOutputsParams:
+        """What the text must look like that begins in the middle of reasoning, and has to be what
+        is wanted from its end on.
+        """
+        ...

@@ -21,7 +21,7 @@ from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.protocol.generating import GeneratingRequest
 from sensorium.server.http.protocol.reading import read_request
 from sensorium.server.http.protocol.token_wire import GenerateRequest
-from sensorium.server.http.structured import find_structured_path
+from sensorium.server.http.structured import find_constraint_path
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.trace import make_trace
 from sensorium.types.outputs import RequestOutput
@@ -103,7 +103,7 @@ async def receive_call(
     http_request.state.input = RequestInput(
         name=field,
         value=getattr(request, field),
-        structured_path=find_structured_path(request)
+        structured_path=find_constraint_path(request)
         if isinstance(request, GeneratingRequest)
         else None,
     )

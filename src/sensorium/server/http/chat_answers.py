@@ -52,14 +52,16 @@ class ChatAnswers:
         return replace(params, kept_special_token_ids=self.form.kept_special_token_ids)
 
     def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
-        """What depends on the rendered prompt: whether it has opened reasoning.
-
-        A format of the answer that the request itself asks for holds from the first token on. This
-        is the place to let open reasoning end before it.
+        """What depends on the rendered prompt: whether it has opened reasoning. What the answer must
+        look like holds from the end of that on.
         """
-        if not self.context.demands_call:
+        wanted = params.structured_outputs
+        context = self.get_context(prompt)
+        if context.demands_call:
+            return replace(params, structured_outputs=self.form.make_constraint(context))
+        if wanted is None or not context.starts_in_reasoning:
             return params
-        constraint = self.form.make_constraint(self.get_context(prompt))
+        constraint = self.form.make_constraint_after_reasoning(wanted)
         return replace(params, structured_outputs=constraint)
 
     def start(self, prompt_token_ids: Sequence[int]) -> AnswerReader:

@@ -48,6 +48,13 @@ def find_structured_path(request: GeneratingRequest) -> str | None:
     return given[0] if given else None
 
 
+def find_constraint_path(request: GeneratingRequest) -> str | None:
+    """The field because of which an answer has to look like something, or `None`."""
+    choice = getattr(request, "tool_choice", None)
+    demands_call = choice not in (None, "auto", "none")
+    return "tools" if demands_call else find_structured_path(request)
+
+
 def rename_structured(message: str, path: str) -> tuple[str, str | None]:
     """A text of the engine in the request's own words, with the field that it speaks of; `None` if
     it speaks of something else.
