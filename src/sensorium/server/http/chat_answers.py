@@ -52,8 +52,8 @@ class ChatAnswers:
         return replace(params, kept_special_token_ids=self.form.kept_special_token_ids)
 
     def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
-        """What depends on the rendered prompt: whether it has opened reasoning. What the answer must
-        look like holds from the end of that on.
+        """What depends on the rendered prompt: whether it has opened reasoning. What the answer
+        must look like holds from the end of that on.
         """
         wanted = params.structured_outputs
         context = self.get_context(prompt)
