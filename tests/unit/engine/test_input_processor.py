@@ -64,9 +64,14 @@ class FakePerceiver:
         self.cache = self
 
     def perceive(
-        self, items: Sequence[MediaItem], options: PerceptionOptions, *, cancelled: object
+        self,
+        items: Sequence[MediaItem],
+        options: PerceptionOptions,
+        *,
+        needs_tensors: bool,
+        cancelled: object,
     ) -> list[PerceivedItem]:
-        del cancelled
+        del needs_tensors, cancelled
         self.calls += [(item, options) for item in items]
         for item in items:
             if isinstance(item.media, str) and item.media == "bad":
@@ -86,9 +91,9 @@ class FakePerceiver:
         self.held += handles
         return [PerceivedItem(handle=handle, label="") for handle in handles]
 
-    def release(self, handles: Sequence[ItemHandle]) -> None:
-        for handle in handles:
-            self.held.remove(handle)
+    def release(self, items: Sequence[PerceivedItem]) -> None:
+        for item in items:
+            self.held.remove(item.handle)
 
 
 @pytest.fixture
