@@ -17,7 +17,7 @@ from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
 
 # The route that renders conversations; `None`: the engine is asked without one.
-ROUTE: str | None = None
+ROUTE: str | None = "/v1/chat/completions/render"
 Counts = dict[str, Any]
 
 

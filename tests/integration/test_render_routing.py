@@ -39,6 +39,7 @@ _ROUTES: list[tuple[str, Body, bool, bool]] = [
     (f"{CHAT}/render", _see(1), True, True),
     (f"{CHAT}/render", _see(1, return_kwargs=False), True, False),
     (f"{COMPLETIONS}/render", {"prompt": "hello"}, True, True),
+    ("/inference/v1/generate", {"token_ids": [1, 2, 3]}, False, True),
     ("/tokenize", _see(1), True, False),
     ("/tokenize", {"prompt": "hello"}, True, False),
 ]

@@ -40,6 +40,7 @@ _QUIET_PATHS = (
     "/v1/completions/derender",
     "/tokenize",
     "/detokenize",
+    "/inference/v1/generate",
 )
 # Of what the document allows, and of what it forbids. Routes without parameters have one case.
 _NUM_CASES = {

@@ -28,6 +28,7 @@ from sensorium.server.http.protocol.reading import read_request
 from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
 from sensorium.server.http.protocol.token_wire import RenderedRequest
 from sensorium.server.http.sampling import make_chat_params
+from sensorium.server.http.structured import find_constraint_path
 from sensorium.server.http.threads import run_in_thread
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
@@ -90,7 +91,9 @@ async def _receive(
 
     max_bytes = context.options.max_body_mb * MEBIBYTE
     request, work = await read_body(http_request, parse, max_bytes=max_bytes)
-    http_request.state.input = RequestInput(name=field, value=getattr(request, field))
+    http_request.state.input = RequestInput(
+        name=field, value=getattr(request, field), structured_path=find_constraint_path(request)
+    )
     return request, work
 
 
