@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -53,6 +53,10 @@ _RESPONSE_FORMAT: JsonObject = {
 }
 _Grammar = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _Choices = Annotated[list[_Grammar], Field(min_length=1)]
+# Checked by hand: errors of a union would name its types.
+_OBJECT_OR_TEXT: JsonObject = {
+    "anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, {"type": "null"}]
+}
 _STRUCTURED: JsonObject = {
     "type": "object",
     "properties": {
@@ -125,7 +129,7 @@ class GeneratingRequest(WireModel):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Integer | None = None
     trace: bool | None = None
-    guided_json: JsonObject | _Grammar | None = None
+    guided_json: Annotated[Any, WithJsonSchema(_OBJECT_OR_TEXT)] = None
     guided_regex: _Grammar | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Grammar | None = None
