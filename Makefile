@@ -60,6 +60,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/hashing.py --record-to benchmarks/records/hashing.json
 	$(BIN)/python benchmarks/time_to_healthy.py --record
 	$(BIN)/python benchmarks/soak.py --record
+	$(BIN)/python benchmarks/warmup.py --record
+	$(BIN)/python benchmarks/render.py --record
+	$(BIN)/python benchmarks/structured.py --record
 
 # It takes images, sounds and videos, and answers at random.
 serve: $(READY)
