@@ -15,6 +15,7 @@ from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
 from .check_attention import check_backend
 from .check_bfloat16 import check_decoder, check_embeddings
 from .check_controls import MISTAKES, check_control
+from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import BUDGETS, check_float32
 from .setting import WIDE_FAMILIES
@@ -96,6 +97,12 @@ def _get_sync_checks() -> Iterator[Check]:
         yield Check(
             name=f"syncs/decode/{name}/{_name(dtype)}/{backend}",
             run=partial(check_decode_syncs, name, dtype, backend),
+        )
+    yield Check(name="syncs/structured/llama", run=partial(check_structured_syncs, "llama"))
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Check(
+            name=f"structured/llama/{_name(dtype)}",
+            run=partial(check_structured_answers, "llama", dtype),
         )
     for family in ("llava", "qwen2_5_vl"):
         yield Check(name=f"syncs/encode/{family}", run=partial(check_encoder_syncs, family))
