@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from sensorium.grammar.large_stack import run_on_large_stack
 from sensorium.grammar.matcher import Matcher, Words
 from sensorium.grammar.tokenizer import WORD_BITS, make_tokenizer
 from sensorium.grammar.translation import make_grammar
@@ -55,7 +56,7 @@ class GrammarCompiler:
             if known is not None:
                 self._compiled.move_to_end(params)
                 return _take(known)
-        made = self._compile(params)
+        made = run_on_large_stack(lambda: self._compile(params))
         with self._lock:
             self._compiled[params] = made
             if len(self._compiled) > _MAX_GRAMMARS:
