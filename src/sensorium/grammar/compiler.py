@@ -95,12 +95,14 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> Matcher | str:
         """The matcher, or why there is none."""
         tokenizer = self._tokenizer
+        name = f"structured_outputs.{params.kind}"
         began = time.thread_time()
         try:
             grammar = make_grammar(params)
         except RequestError as error:
             return str(error)
-        name = f"structured_outputs.{params.kind}"
+        except UnicodeEncodeError:
+            return f"{name} holds half a surrogate pair"
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         if matcher.error is not None:
             return f"{name}: {matcher.error}"
