@@ -1,7 +1,8 @@
 """Makes requests of prompts in threads: rendering, loading, perceiving and tokenising block.
 
-Owns the threads. What has media gets others than what has none: a slow host holds up nobody who
-only has text. How many wait is bounded by what the server admits.
+Owns the threads. What has media gets others than what has none, and what has a grammar, or may get
+one, others again: a slow host, or a grammar that takes long to compile, holds up nobody who only
+has text. How many wait is bounded by what the server admits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 
 _NUM_TEXT_THREADS = 4
+_NUM_GRAMMAR_THREADS = 4
 _NUM_MEDIA_THREADS = 32
 _STOPPING = "the server is stopping"
 
@@ -42,6 +44,7 @@ class Preparation:
         self._draw_seed = draw_seed
         self._release = release
         self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
+        self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "prepare-grammar")
         self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
         self._waiting: set[asyncio.Future[None]] = set()  # for a thread's work
 
@@ -76,9 +79,8 @@ class Preparation:
                 prepared = self._renderer.render_completion(prompt, params, **options)
             return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
 
-        threads = self._media_threads if _has_media(prompt) else self._text_threads
         try:
-            future = threads.submit(run)
+            future = self._choose_threads(prompt, params).submit(run)
         except RuntimeError as error:  # the executor's word for being shut down
             raise CapacityError(_STOPPING) from error
         try:
@@ -96,7 +98,15 @@ class Preparation:
             if not waiting.done():
                 waiting.set_exception(CapacityError(_STOPPING))
         self._text_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._media_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _choose_threads(self, prompt: Prompt | Chat, params: SamplingParams) -> ThreadPoolExecutor:
+        if _has_media(prompt):
+            return self._media_threads
+        may_call = isinstance(prompt, Chat) and bool(prompt.options.tools)
+        is_plain = params.structured_outputs is None and not may_call
+        return self._text_threads if is_plain else self._grammar_threads
 
     async def _wait(self, future: Future[Prepared]) -> None:
         """Until it has ended, however. Raises a `CapacityError` when this is closed."""

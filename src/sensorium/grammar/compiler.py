@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from sensorium.grammar.large_stack import run_on_large_stack
 from sensorium.grammar.matcher import Matcher, Words
 from sensorium.grammar.tokenizer import WORD_BITS, make_tokenizer
 from sensorium.grammar.translation import make_grammar
@@ -55,7 +56,7 @@ class GrammarCompiler:
             if known is not None:
                 self._compiled.move_to_end(params)
                 return _take(known)
-        made = self._compile(params)
+        made = run_on_large_stack(lambda: self._compile(params))
         with self._lock:
             self._compiled[params] = made
             if len(self._compiled) > _MAX_GRAMMARS:
@@ -94,12 +95,14 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> Matcher | str:
         """The matcher, or why there is none."""
         tokenizer = self._tokenizer
+        name = f"structured_outputs.{params.kind}"
         began = time.thread_time()
         try:
             grammar = make_grammar(params)
         except RequestError as error:
             return str(error)
-        name = f"structured_outputs.{params.kind}"
+        except UnicodeEncodeError:
+            return f"{name} holds half a surrogate pair"
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         if matcher.error is not None:
             return f"{name}: {matcher.error}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
@@ -103,5 +103,5 @@ def _translate_gbnf(text: str) -> str:
         )
     try:
         return str(gbnf_to_lark(text))
-    except (GbnfToLarkError, ValueError, KeyError, IndexError, RecursionError) as error:
+    except Exception as error:  # it raises just that for a rule that is missing
         raise RequestError(f"structured_outputs.grammar is no GBNF: {error}") from error

@@ -191,6 +191,8 @@ class GrammarMasks:
 
     def _prepare(self, entry: _Entry, output_token_ids: Sequence[int]) -> None:
         params, compiler = entry.request.sampling_params.structured_outputs, self._compiler
+        if self._entries.get(entry.request.request_id) is not entry:
+            return  # it has ended: others wait for this thread
         try:
             if params is not None and compiler is not None:
                 entry.matcher = compiler.compile(params)

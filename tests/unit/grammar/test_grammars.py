@@ -139,6 +139,9 @@ def test_a_token_that_is_not_allowed_is_an_error_that_stays(language: Language) 
         (StructuredOutputsParams(regex=r"[^\s\S]"), "regex", "can't be met"),
         (StructuredOutputsParams(grammar="start: nobody"), "grammar", "unknown name"),
         (StructuredOutputsParams(grammar="root ::= ("), "grammar", "no GBNF"),
+        (StructuredOutputsParams(grammar="root ::= nobody"), "grammar", "no GBNF"),
+        (StructuredOutputsParams(grammar='x ::= "a"'), "grammar", "no GBNF"),
+        (StructuredOutputsParams(regex="\ud800"), "regex", "surrogate"),
         (StructuredOutputsParams(grammar="root ::= " + "(" * 9000), "grammar", "no GBNF"),
         (StructuredOutputsParams(grammar="r ::= " + "a " * 20_000), "grammar", "40006 characters"),
         (StructuredOutputsParams(grammar='start: "a" start'), "grammar", "has no end"),
@@ -220,3 +223,26 @@ def test_reasoning_may_end_with_a_special_token(tiny_model: Callable[[str], str]
     params = make_grammar_after(GRAMMARS["lark"], "<|im_start|>", token_id=tag)
     assert language.follow(params, "hm <|im_start|>\nx1;").is_complete
     assert tag in language.get_allowed(language.compiler.compile(params))
+
+
+LONG_CHAINS = {
+    "references": StructuredOutputsParams(
+        json={
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(7000)}
+            | {"7000": {"enum": [1]}},
+        }
+    ),
+    "rules": StructuredOutputsParams(
+        grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(16000)) + 'r16000: "1"'
+    ),
+    "terminals": StructuredOutputsParams(
+        grammar="start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(16000)) + 'T16000: "1"'
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_CHAINS)
+def test_a_long_chain_of_references_ends_no_process(tiny_model: Any, kind: str) -> None:
+    matcher = Language(tiny_model("llama")).follow(LONG_CHAINS[kind], "1")
+    assert matcher.is_accepting

@@ -44,7 +44,7 @@ class Gemma4Grammar:
         if isinstance(schema.get("$ref"), str):
             return self._add_reference(schema["$ref"], depth)
         if "const" in schema or isinstance(schema.get("enum"), list):
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
             return self._add_choice([self._write(value) for value in values])
         for name in ("anyOf", "oneOf", "allOf"):
             entries = schema.get(name)

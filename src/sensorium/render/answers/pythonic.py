@@ -21,7 +21,7 @@ from sensorium.render.answers.told import Told
 OPEN_LIST = "["
 OPEN_BLOCK = "```tool_code"
 CLOSE_BLOCK = "```"
-_NAME_BEGUN = re.compile(r"\s*[\w.]{0,128}\s*")
+_NAME_BEGUN = re.compile(r"\s{0,64}[\w.]{0,128}\s{0,64}")
 _NAMES = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
 _MAX_CALLS = 64
 

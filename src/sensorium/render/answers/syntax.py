@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import secrets
 import string
 import uuid
@@ -114,7 +115,7 @@ def _write_pythonic(lark: Lark, tools: Tools, is_single: bool) -> str:
     calls = []
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
-        if not all(part.isidentifier() for part in name.split(".")):
+        if not all(map(_is_python_name, name.split("."))):
             raise RequestError(f"tools[{index}].function.name is no name in Python")
         arguments = _write_keywords(lark, tool, index)
         head = lark.write_text(f"{name}(")
@@ -124,13 +125,17 @@ def _write_pythonic(lark: Lark, tools: Tools, is_single: bool) -> str:
     return f'"[" {calls_body} "]"'
 
 
+def _is_python_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
 def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
     parameters = get_parameters(tool)
     shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     required = parameters.get("required") or ()
     entries = []
     for key, schema in (parameters.get("properties") or {}).items():
-        if not key.isidentifier():
+        if not _is_python_name(key):
             path = f"tools[{index}].function.parameters"
             raise RequestError(f"{path} has {key[:100]!r}, which is no name in Python")
         schema = {**schema, **shared} if isinstance(schema, Mapping) else schema

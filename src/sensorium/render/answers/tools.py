@@ -41,7 +41,7 @@ def _check_tool(tool: object, path: str) -> str:
     if not isinstance(function, Mapping):
         raise RequestError(f"{path} must be an object")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.match(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
             f"{path}.name must be 1 to 128 letters, digits, underscores, dots and dashes"
         )

@@ -225,7 +225,19 @@ def test_tools_that_can_not_be_demanded_are_named(tiny_model: Callable[[str], st
     form = make_answer_format(tokenizer, "", tool_call_parser="pythonic")
     for tool, path in (
         (make_tool("my-tool"), r"tools\[0\].function.name "),
+        (make_tool("class"), r"tools\[0\].function.name "),
         (make_tool("f", {"properties": {"a-b": {}}}), r"tools\[0\].function.parameters has 'a-b'"),
+        (make_tool("f", {"properties": {"from": {}}}), r"tools\[0\].function.parameters has 'from"),
     ):
         with pytest.raises(RequestError, match=path):
             form.make_constraint(AnswerContext(tools=(tool,), tool_choice="required"))
+
+
+def test_an_enum_that_is_none_does_not_hide_a_constant(tiny_model: Callable[[str], str]) -> None:
+    form = make_answer_format(
+        make_tokenizer(tiny_model("llama"), ()), "", tool_call_parser="gemma4"
+    )
+    tool = make_tool("f", {"properties": {"a": {"const": 7, "enum": None}}, "required": ["a"]})
+    constraint = form.make_constraint(AnswerContext(tools=(tool,), tool_choice="required"))
+    assert constraint is not None
+    assert '"7"' in str(constraint.grammar)

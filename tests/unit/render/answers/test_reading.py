@@ -290,3 +290,8 @@ def test_a_state_of_another_kind_is_refused() -> None:
             form.resume(context, state)
     with pytest.raises(RequestError, match=r"^state "):
         gemma4.resume(AUTO, {"section": "reasoning"})
+
+
+def test_blanks_before_a_name_are_not_held_for_long() -> None:
+    reader = make_format("pythonic").start(AUTO)
+    assert reader.add("[" + " " * 400).content.startswith("[ ")

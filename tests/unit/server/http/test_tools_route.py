@@ -286,6 +286,7 @@ def test_a_demanded_call_is_constrained_when_the_prompt_is_known(
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [OTHER, {"type": "function", "function": {}}]}, "tools[1].function.name"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "a\n"}}]}, "tools[0].function.name"),
         ({"tools": [{"function": {"name": "x" * 129}}]}, "tools[0].function.name"),
         ({"tools": [OTHER, OTHER]}, "tools[1].function.name"),
         (
