@@ -173,3 +173,23 @@ def test_names_and_places_need_no_decode_at_all(
             assert whole["features"][name] == light["features"][name]
 
     _call(core, test)
+
+
+def test_a_damaged_image_that_nobody_decoded_takes_no_uuid_away(core: LocalCore) -> None:
+    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+        del perception
+        good, damaged = _see(14), _see(14)
+        part, other = good["messages"][0]["content"][1], damaged["messages"][0]["content"][1]
+        pixels = bytearray(make_png(14))
+        start = pixels.index(b"IDAT") + 4
+        pixels[start : start + 16] = bytes(16)
+        other["image_url"] = {"url": f"data:image/png;base64,{as_base64(bytes(pixels))}"}
+        part["uuid"] = other["uuid"] = "mine"
+        for path in ("/tokenize", f"{CHAT}/render"):
+            body = {**damaged, "return_kwargs": False}
+            assert (await client.post(path, json=body)).status_code == 200
+        response = await client.post(CHAT, json={**good, "max_tokens": 1})
+        assert response.status_code == 200, response.text
+        assert (await client.post(CHAT, json=damaged)).status_code == 400
+
+    _call(core, test)

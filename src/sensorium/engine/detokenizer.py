@@ -9,8 +9,9 @@ from typing import Any
 from sensorium.render.answers.vocabulary import Vocabulary
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-# Tokens that may wait for the rest of a character. Bytes that never become one, or characters that
-# are this very one, are given out then: no character has so many tokens.
+# Tokens that may wait for the rest of a character, not counting those that have no text anywhere.
+# Bytes that never become one, or characters that are this very one, are given out then: no
+# character has so many tokens.
 _MAX_WAITING = 32
 NUM_PROMPT_TOKENS = 6
 
@@ -46,11 +47,15 @@ class Detokenizer:
 
     def add(self, token_id: int) -> None:
         self._token_ids.append(token_id)
+        if self._num_waiting >= _MAX_WAITING:
+            self._token_ids[self._read_end :] = self._list_heard(
+                self._read_end, len(self._token_ids)
+            )
         prefix = self._decode(self._prefix_start, self._read_end)
         text = self._decode(self._prefix_start, len(self._token_ids))
         is_whole = not text.endswith(_REPLACEMENT_CHARACTER)
-        is_late = len(self._token_ids) - self._read_end >= _MAX_WAITING
-        if len(text) > len(prefix) and (is_whole or is_late):
+        is_late = self._num_waiting >= _MAX_WAITING
+        if is_late or (is_whole and len(text) > len(prefix)):
             self._take(text, prefix)
 
     def finish(self) -> None:
@@ -75,6 +80,10 @@ class Detokenizer:
         restored._token_ids = list(token_ids)
         restored._read_end = num_read
         return restored
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._token_ids) - self._read_end
 
     def _list_heard(self, start: int, end: int) -> list[int]:
         return [i for i in self._token_ids[start:end] if not self._is_silent(i)]

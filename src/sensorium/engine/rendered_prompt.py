@@ -137,7 +137,7 @@ def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels)
             raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
-            raise RequestError(f"this model takes no {modality}")
+            raise RequestError(f"this model takes no {str(modality)[:50]}")
         columns = [_as_column("mm_hashes", modality, names, None)]
         columns += [
             _as_column(

@@ -125,7 +125,11 @@ def decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")
-    if len(spec.shape) > _MAX_DIMENSIONS or any(size < 0 for size in spec.shape):
+    if len(spec.shape) > _MAX_DIMENSIONS:
+        raise RequestError(
+            f"tensor {spec.name!r} has {len(spec.shape)} dimensions, {_MAX_DIMENSIONS} at most"
+        )
+    if any(size < 0 for size in spec.shape):
         raise RequestError(f"tensor {spec.name!r}: impossible shape {spec.shape}")
     count = prod(spec.shape)
     end = spec.offset + count * dtype.itemsize

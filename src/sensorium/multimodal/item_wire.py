@@ -77,7 +77,7 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 def _decode(name: str, tensor: WireTensor) -> torch.Tensor:
     spec = TensorSpec(name[:200], tensor.dtype[:50], tensor.shape, 0)
     if not all(spec.shape):
-        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape} holds nothing")
+        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape[:9]} holds nothing")
     own = bytearray(tensor.data)  # what it came in may be any size, and is read-only
     decoded = decode_tensor(spec, memoryview(own))
     if decoded.nbytes != len(own):

@@ -317,8 +317,9 @@ class _ItemCall:
         self._waiter = None
 
     def bind(self) -> None:
+        """Not to what nobody has decoded: it may be damaged, and no cache has it."""
         item, uuids = self.item, self._perceiver.uuids
-        if item.uuid is not None and self._bound is not None:
+        if item.uuid is not None and self._bound is not None and not self._is_layout_only:
             salt = self._options.cache_salt
             uuids.bind(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
 

@@ -32,6 +32,10 @@ _PARTS = {
     "audio": ("feature_extractor", "audio_processor"),
 }
 _OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
+# Of a layout's text, so that none is read that no item can have: names of tokens, and what stands
+# between them.
+_MAX_CHARACTERS = 2**12
+_MAX_CHARACTERS_PER_EMBED = 2**8
 
 
 class MultiModalProcessor:
@@ -190,6 +194,11 @@ class MultiModalProcessor:
 
     def check_layout(self, modality: str, layout: ItemLayout) -> None:
         """A `RequestError` for a layout that no item of this model can have."""
+        if len(layout.text) > _MAX_CHARACTERS + _MAX_CHARACTERS_PER_EMBED * layout.num_embeds:
+            raise RequestError(
+                f"the layout of a {modality} has {len(layout.text)} characters of text, which is "
+                f"too much for {layout.num_embeds} embeddings"
+            )
         is_own = layout.token_id in self.get_token_ids(modality)
         num_embeds = tokenize_fragment(self.tokenizer, layout.text).count(layout.token_id)
         if not is_own or not 0 < num_embeds == layout.num_embeds:

@@ -73,6 +73,33 @@ def test_text_in_many_scripts_follows_its_prompt(tokenizer: Any, prompt: str, te
     assert seen[-1] == decode(tokenizer, token_ids)
 
 
+class Counting:
+    """A tokenizer that counts the tokens which it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def decode(self, token_ids: list[int], **options: Any) -> Any:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("silent", [1, 2**31 - 1])
+def test_tokens_without_text_cost_the_same_however_many_they_are(
+    tokenizer: Any, silent: int
+) -> None:
+    """Special ones, and such as no vocabulary has."""
+    counting = Counting(tokenizer)
+    hello, world = (tokenizer(text)["input_ids"] for text in ("a🙂", " b"))
+    token_ids = [*hello[:-1], *[silent] * 1000, hello[-1], *[silent] * 1000, *world]
+    assert feed(Detokenizer(counting), token_ids)[-1] == "a🙂 b"
+    assert counting.num_decoded < 200 * len(token_ids)
+
+
 def test_a_character_comes_out_with_its_last_byte(tokenizer: Any) -> None:
     token_ids = tokenizer("a🙂b")["input_ids"]
     assert len(token_ids) == 6  # the emoji is four tokens of one byte

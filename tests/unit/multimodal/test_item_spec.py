@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,18 @@ def test_no_item_of_the_processor_is_refused(
             item = processor.process_item(modality, media, {})
             assert item.layout is not None
             specs.check(modality, item.kwargs, item.layout.num_embeds)
+            processor.check_layout(modality, item.layout)
+
+
+def test_a_layout_with_more_text_than_any_item_has_is_not_read(
+    make_processor: Callable[[str], MultiModalProcessor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = make_processor("qwen2_vl")
+    layout = processor.make_plain_layout("image", 4)
+    processor.check_layout("image", layout)
+    monkeypatch.delattr(processor, "tokenizer")
+    with pytest.raises(RequestError, match="characters of text"):
+        processor.check_layout("image", replace(layout, text=layout.text + "x" * 10_000))
 
 
 # By family and modality: a tensor, what is done to it, and what is said of it.

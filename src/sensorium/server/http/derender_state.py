@@ -18,7 +18,7 @@ from sensorium.types.errors import RequestError
 
 _VERSION = 1
 _MAX_CHOICES = 128
-_MAX_COUNT = 2**53
+_MAX_COUNT = 2**63 - 1  # as large as any number that is taken from outside
 
 
 class ChoiceState(msgspec.Struct, frozen=True, array_like=True):

@@ -53,15 +53,15 @@ async def answer_tokenize(http_request: Request, context: Context) -> Response:
 async def answer_detokenize(http_request: Request, context: Context) -> Response:
     request = await _receive(http_request, context, DetokenizeRequest)
     tokenizer = context.engine.tokenizer
-    num_tokens = len(tokenizer)
-    for index, token_id in enumerate(request.tokens):
-        if token_id >= num_tokens:
-            raise ApiError(
-                f"tokens[{index}] is {token_id}: the vocabulary has {num_tokens} tokens",
-                param=f"tokens[{index}]",
-            )
 
     def work() -> Response:
+        num_tokens = len(tokenizer)
+        for index, token_id in enumerate(request.tokens):
+            if token_id >= num_tokens:
+                raise ApiError(
+                    f"tokens[{index}] is {token_id}: the vocabulary has {num_tokens} tokens",
+                    param=f"tokens[{index}]",
+                )
         return make_response(DetokenizeResponse(prompt=tokenizer.decode(request.tokens)))
 
     return await run_in_thread(work)
