@@ -210,6 +210,9 @@ def test_answers_of_others_are_derendered(omni_server: ServerProcess) -> None:
     assert answer["usage"]["prompt_tokens"] == 5
     assert answer["usage"]["completion_tokens"] == len(tokens)
     body["chat_request"] = {"stop": ["x"]}
+    whole = _post(omni_server, f"{CHAT}/derender", body)["choices"][0]
+    assert (whole["message"]["content"], whole["stop_reason"]) == ("one two", None)
+    body["chat_request"] = {"stop": ["x"], "stop_token_ids": [tokens[-1]]}
     closed = _post(omni_server, f"{CHAT}/derender", body)["choices"][0]
     text = _post(omni_server, "/detokenize", {"tokens": tokens[:-1]})["prompt"]
     assert (closed["message"]["content"], closed["stop_reason"]) == (text, None)

@@ -56,7 +56,7 @@ _NUM_CASES = {
     },
 }
 _MIN_CASES = 1_000
-_MIN_SERVED_SHARE = 0.2
+_MIN_SERVED_SHARE = 0.1
 _NUM_CLIENTS = 4
 _REQUEST_S = 60.0  # against hangs
 Statuses = Counter[tuple[str, GenerationMode, int]]

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from sensorium.types.errors import RequestError
-from sensorium.types.structured import StructuredOutputsParams
+from sensorium.types.structured import MAX_CHARACTERS, StructuredOutputsParams
 
 # What people and printers write: a blank, or a new line and its indentation. Some models would fill
 # the context with blanks if they might.
@@ -69,12 +69,33 @@ def _get_schema(params: StructuredOutputsParams) -> str:
         if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
             own = {**own, "whitespace_pattern": _WHITESPACE}
         schema = {**schema, "x-guidance": own}
+        _check_patterns(schema)
     elif schema is not False:
         raise RequestError("structured_outputs.json must be an object, or true or false")
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs.json is no JSON schema: {error}") from error
+
+
+def _check_patterns(schema: object) -> None:
+    """Expressions in a schema cost what they cost alone."""
+    waiting, num_characters = [schema], 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            pattern = value.get("pattern")
+            num_characters += len(pattern) if isinstance(pattern, str) else 0
+            patterns = value.get("patternProperties")
+            num_characters += sum(map(len, patterns)) if isinstance(patterns, dict) else 0
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    limit = MAX_CHARACTERS["regex"]
+    if num_characters > limit:
+        raise RequestError(
+            f"structured_outputs.json has patterns of {num_characters} characters, {limit} at most"
+        )
 
 
 def _get_lark(params: StructuredOutputsParams) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from sensorium.types.errors import RequestError
 
-MAX_CHARACTERS = 2**18  # of a schema, an expression, a grammar or all choices
+# Compiling takes time and memory that grow faster than the text, expressions' most of all.
+MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**16, "grammar": 2**17}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,10 @@ class StructuredOutputsParams:
 
 
 def _check_length(name: str, num_characters: int) -> None:
-    if num_characters > MAX_CHARACTERS:
+    limit = MAX_CHARACTERS[name]
+    if num_characters > limit:
         raise RequestError(
-            f"structured_outputs.{name} has {num_characters} characters, {MAX_CHARACTERS} at most"
+            f"structured_outputs.{name} has {num_characters} characters, {limit} at most"
         )
 
 

@@ -234,10 +234,10 @@ LONG_CHAINS = {
         }
     ),
     "rules": StructuredOutputsParams(
-        grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(16000)) + 'r16000: "1"'
+        grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9500)) + 'r9500: "1"'
     ),
     "terminals": StructuredOutputsParams(
-        grammar="start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(16000)) + 'T16000: "1"'
+        grammar="start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(9500)) + 'T9500: "1"'
     ),
 }
 
@@ -246,3 +246,16 @@ LONG_CHAINS = {
 def test_a_long_chain_of_references_ends_no_process(tiny_model: Any, kind: str) -> None:
     matcher = Language(tiny_model("llama")).follow(LONG_CHAINS[kind], "1")
     assert matcher.is_accepting
+
+
+def test_expressions_are_short_wherever_they_stand(language: Language) -> None:
+    long = "a?" * 5000
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex has 10000 characters"):
+        StructuredOutputsParams(regex=long)
+    for schema in (
+        {"type": "string", "pattern": long},
+        {"type": "object", "patternProperties": {long: {"type": "integer"}}},
+        {"anyOf": [{"type": "string", "pattern": "a?" * 2500}] * 2},
+    ):
+        with pytest.raises(RequestError, match=r"patterns of \d+ characters, 8192 at most"):
+            language.compiler.compile(StructuredOutputsParams(json=schema))

@@ -10,7 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from sensorium.engine.text_reader import UNKNOWN, TextReader
-from sensorium.render.answers.interface import AnswerContext, AnswerDelta, AnswerFormat
+from sensorium.render.answers.interface import (
+    AnswerContext,
+    AnswerDelta,
+    AnswerFormat,
+    AnswerReader,
+)
 from sensorium.server.http.chat_answers import read_piece
 from sensorium.server.http.derender_state import ChoiceState
 from sensorium.server.http.errors import ApiError
@@ -21,6 +26,7 @@ from sensorium.server.http.protocol.derender import (
     WireGenerateResponse,
 )
 from sensorium.server.http.protocol.logprobs import ChatLogprobs
+from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
 _Struct = TypeVar("_Struct")
@@ -73,9 +79,7 @@ class ChoiceReader:
             eos_token_ids=reading.eos_token_ids,
         )
         self._answer = (
-            reading.format.start(reading.context)
-            if state is None
-            else reading.format.resume(reading.context, state.answer)
+            reading.format.start(reading.context) if state is None else _resume(reading, state)
         )
         self._offset = 0 if state is None else state.offset
         self._is_first = state is None
@@ -114,6 +118,13 @@ class ChoiceReader:
 
     def save(self) -> ChoiceState:
         return ChoiceState(self._text.save(), self._answer.state, self._offset)
+
+
+def _resume(reading: Reading, state: ChoiceState) -> AnswerReader:
+    try:
+        return reading.format.resume(reading.context, state.answer)
+    except RequestError as error:
+        raise ApiError(f"stream_state: {error}", param="stream_state") from error
 
 
 def _read_logprobs(choice: WireGenerateChoice, path: str) -> ChatLogprobs | None:

@@ -51,7 +51,8 @@ _RESPONSE_FORMAT: JsonObject = {
         _make_format("json_schema", json_schema=_SCHEMA),
     ]
 }
-_Grammar = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+_Regex = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS["regex"])]
+_Grammar = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS["grammar"])]
 _Choices = Annotated[list[_Grammar], Field(min_length=1)]
 # Checked by hand: errors of a union would name its types.
 _OBJECT_OR_TEXT: JsonObject = {
@@ -130,7 +131,7 @@ class GeneratingRequest(WireModel):
     priority: Integer | None = None
     trace: bool | None = None
     guided_json: Annotated[Any, WithJsonSchema(_OBJECT_OR_TEXT)] = None
-    guided_regex: _Grammar | None = None
+    guided_regex: _Regex | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Grammar | None = None
     structured_outputs: Annotated[JsonObject, WithJsonSchema(_STRUCTURED)] | None = None
