@@ -194,6 +194,18 @@ def test_hashes_of_others_stay_apart_from_our_own(
     assert post(omni_server, without_items(body)).status_code == 409  # though the chat has it
 
 
+def test_tensors_that_come_count_whatever_others_have_sent_under_their_hash(
+    omni_server: ServerProcess, client: OpenAI, omni_llm: LLM
+) -> None:
+    question, other = ask(make_image_part(713), "Well?"), ask(make_image_part(714), "Well?")
+    honest, forged = (render(omni_llm, q, rename=lambda _: "taken") for q in (question, other))
+    expected, theirs = chat(client, question).token_ids, chat(client, other).token_ids
+    assert expected != theirs
+    assert generate(omni_server, forged) == theirs
+    assert generate(omni_server, honest) == expected
+    assert generate(omni_server, without_items(honest)) == theirs  # alone, it is the first one's
+
+
 def test_names_are_known_within_their_salt(omni_server: ServerProcess, omni_llm: LLM) -> None:
     body = render(omni_llm, ask(make_image_part(721)), rename=lambda _: "salted")
     assert post(omni_server, {**body, "cache_salt": "alice"}).status_code == 200
@@ -261,18 +273,18 @@ def test_an_encoder_that_refuses_an_item_refuses_it_alone(
 
 
 def test_a_name_that_stood_for_another_item_fails_alone(
-    omni_server: ServerProcess, omni_llm: LLM
+    trusting_server: ServerProcess, omni_llm: LLM
 ) -> None:
     """Its encoder output outlives its tensors."""
     small, large = ask(make_image_part(761), "?"), CONVERSATIONS["video"]
     body = render(omni_llm, small, rename=lambda _: "twice", has_layouts=False)
-    expected = generate(omni_server, body)
-    omni_server.post("/reset_mm_cache").raise_for_status()
+    expected = generate(trusting_server, body)
+    trusting_server.post("/reset_mm_cache").raise_for_status()
     other = render(omni_llm, large, rename=lambda _: "twice", has_layouts=False)
-    response = post(omni_server, other)
+    response = post(trusting_server, other)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "features")
-    omni_server.reset_caches()
-    assert generate(omni_server, body) == expected
+    trusting_server.reset_caches()
+    assert generate(trusting_server, body) == expected
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -10,10 +10,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sensorium.core.admission import check_length
+from sensorium.engine.external_names import rename_items
 from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import ItemReader, RenderedItem, read_items
 from sensorium.grammar.compiler import GrammarCompiler
@@ -212,8 +213,15 @@ class InputProcessor:
         return token_ids, features, items
 
     def _expand_rendered(self, fields: Mapping[str, Any], perceiver: Perceiver) -> _Expanded:
-        entries = read_items(fields, self._get_reader(fields))
+        entries = read_items(fields, self._reader)
         self._check_counts([entry.feature.modality for entry in entries])
+        if fields.get("is_external") and not self._trust_injected:
+            entries = rename_items(
+                entries,
+                hasher=perceiver.hasher,
+                bindings=perceiver.uuids,
+                cache_salt=fields.get("cache_salt"),
+            )
         items: list[PerceivedItem] = []
         try:
             _take_items(perceiver.cache, entries, items)
@@ -221,13 +229,6 @@ class InputProcessor:
             perceiver.release(items)
             raise
         return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
-
-    def _get_reader(self, fields: Mapping[str, Any]) -> ItemReader:
-        """A hash from elsewhere becomes another name, at every level and for its salt alone."""
-        if not fields.get("is_external") or self._trust_injected:
-            return self._reader
-        hasher, salt = self.perceiver.hasher, fields.get("cache_salt")
-        return replace(self._reader, rename=lambda mm_hash: hasher.name_external(mm_hash, salt))
 
     def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
         own = fields.get("mm_processor_kwargs") or {}

@@ -6,7 +6,7 @@ processor makes, the placeholders against the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -42,13 +42,10 @@ class RenderedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemReader:
-    """What a prompt's items are held against. `rename` makes the name of an item of the hash that
-    came with it.
-    """
+    """What a prompt's items are held against."""
 
     processor: MultiModalProcessor
     specs: ItemSpecs
-    rename: Callable[[str], str] = str
 
     def read_item(
         self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
@@ -66,9 +63,11 @@ class ItemReader:
             self.processor.check_layout(modality, own_layout)
             num_embeds = own_layout.num_embeds
         self.specs.check(modality, kwargs, num_embeds)
-        name = self.rename(_check_hash(mm_hash))
         return ProcessedItem(
-            modality=modality, mm_hash=name, kwargs=dict(kwargs), layout=own_layout
+            modality=modality,
+            mm_hash=_check_hash(mm_hash),
+            kwargs=dict(kwargs),
+            layout=own_layout,
         )
 
     def read_place(
@@ -79,9 +78,7 @@ class ItemReader:
             given_hash = _check_hash(mm_hash)
         with labels.of("mm_placeholders", modality, index):
             position = _as_range(placeholder)
-        feature = MultiModalFeatureSpec(
-            modality=modality, mm_hash=self.rename(given_hash), mm_position=position
-        )
+        feature = MultiModalFeatureSpec(modality=modality, mm_hash=given_hash, mm_position=position)
         label = labels.name("mm_placeholders", modality, index)
         return RenderedItem(label=label, given_hash=given_hash, feature=feature, item=None)
 
