@@ -101,6 +101,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
     assert elapsed_s < 15  # no retries
 
 
+@pytest.mark.slow
 def test_a_long_load_shows_a_bar_on_a_terminal_unless_that_is_not_wanted(
     tiny_model: TinyModel,
 ) -> None:

@@ -93,6 +93,7 @@ def list_open_files(process_id: int) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_no_weights_are_opened_even_where_there_are_some(tiny_model: Callable[[str], str]) -> None:
     """And it ends as it is told to, with nothing left."""
     with serve(tiny_model("qwen2_5_omni"), command="render") as running:

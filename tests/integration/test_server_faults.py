@@ -110,6 +110,7 @@ def test_a_killed_core_fails_its_requests_clearly_and_comes_back(
     assert server.get_metrics()[name] - before[name] == 2
 
 
+@pytest.mark.slow
 def test_without_a_core_requests_are_refused_and_who_still_loads_media_stays(
     fault_server: ServerProcess,
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
     assert set(others) < set(server.find_children("frontend_main")) or not others
 
 
+@pytest.mark.slow
 def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: ServerProcess) -> None:
     server = fault_server
     workers = server.find_children("pool.worker")

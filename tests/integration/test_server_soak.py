@@ -15,6 +15,7 @@ pytestmark = pytest.mark.xdist_group("server-soak")
 _SECONDS = 30.0
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_wrong_under_load(tiny_model: Callable[[str], str]) -> None:
     run = soak(tiny_model("qwen2_5_omni"), seconds=_SECONDS, num_clients=12, seed=1)
     assert list_faults(run) == []

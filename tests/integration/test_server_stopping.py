@@ -154,6 +154,7 @@ def test_who_is_not_done_in_time_is_told_so(
     check_nothing_is_left(pids, folder)
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(start: Start, folder: Path) -> None:
     server = start("--shutdown-timeout", "3600")
     pids = server.get_process_ids()

@@ -98,7 +98,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS, ids=[tools for tools, _ in FORMATS])
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_cuts_change_nothing(tools: str, reasoning: str, data: st.DataObject) -> None:
     text = data.draw(texts(tools))
@@ -118,7 +118,7 @@ def test_cuts_change_nothing(tools: str, reasoning: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("tools", ["hermes", "mistral", "gemma4", "pythonic"])
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(arguments=objects)
 def test_arguments_come_back_as_they_were(tools: str, arguments: dict[str, Any]) -> None:
     if tools == "gemma4" and '<|"|>' in json.dumps(arguments):

@@ -13,7 +13,7 @@ from typing import Any
 from sensorium.types.errors import RequestError
 
 # Compiling takes time and memory that grow faster than the text, expressions' most of all.
-MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**16, "grammar": 2**17}
+MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**18, "grammar": 2**17}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ def test_random_walks_are_calls_that_follow_the_schemas(
     rng = random.Random(f"{name}{is_special}")
     names: set[str] = set()
     num_ended = 0
-    for _ in range(25):
+    for _ in range(12):
         token_ids = walk(tokenizer, constraint.grammar, rng)
         if token_ids is None:
             continue
