@@ -132,7 +132,11 @@ def test_the_input_arrives_whole_as_one_block(servants: ProcessPool, num_bytes: 
     num_theirs = ask(servants, "descriptors")
     assert ask(servants, "checksum", *pieces) == str(crc32(content))
     assert ask(servants, "descriptors") == num_theirs
-    assert count_descriptors() == num_descriptors
+    for _ in range(100):  # a thread of the pool closes them behind the reply
+        if count_descriptors() <= num_descriptors:
+            break
+        time.sleep(0.02)
+    assert count_descriptors() <= num_descriptors
 
 
 def test_many_small_pieces_arrive_in_order(servants: ProcessPool) -> None:

@@ -147,19 +147,22 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
     expected = get_texts(ask_all(server, questions))
     before = server.get_metrics()
     frontends = server.find_children("frontend_main")
-    victim, *others = frontends
-    workers = get_descendants(victim)
     port = urlsplit(server.get_url()).port or 0
 
-    async def lose_frontend() -> tuple[list[Reply], list[bool]]:
+    def find_own(frontend: int, crowd: Crowd) -> list[bool]:
+        return [has_connection(frontend, port, c.local_port or 0) for c in crowd.clients]
+
+    async def lose_frontend() -> tuple[list[Reply], list[bool], int, list[int]]:
         bodies = [{**body, "stream": True} for body in make_load(8, 500)]
         crowd = Crowd(server, bodies)
         await crowd.wait_until_streaming()
-        are_its = [has_connection(victim, port, client.local_port or 0) for client in crowd.clients]
+        victim = max(frontends, key=lambda frontend: sum(find_own(frontend, crowd)))
+        are_its, workers = find_own(victim, crowd), get_descendants(victim)
         kill(victim)
-        return await crowd.finish(), are_its
+        return await crowd.finish(), are_its, victim, workers
 
-    replies, are_its = asyncio.run(lose_frontend())
+    replies, are_its, victim, workers = asyncio.run(lose_frontend())
+    others = [frontend for frontend in frontends if frontend != victim]
     assert any(are_its)
     assert [reply.is_good for reply in replies] == [not is_its for is_its in are_its]
     assert not any(reply.is_whole for reply, is_its in zip(replies, are_its, strict=True) if is_its)
