@@ -288,7 +288,7 @@ def test_processes_that_put_and_read_as_they_like_never_see_wrong_bytes(nursery:
         for seed, child in enumerate(steady):
             child.send("stress", NAMES, seed, 3)
         num_killed = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or num_killed < 6:  # a busy machine starts few
             victim = nursery.start(store.fd)
             victim.send("stress", NAMES, choose.random(), 60)
             time.sleep(choose.uniform(0.0, 0.1))
@@ -296,7 +296,6 @@ def test_processes_that_put_and_read_as_they_like_never_see_wrong_bytes(nursery:
             num_killed += 1
             check_table(store)
         assert all(child.receive() > 10 for child in steady)
-        assert num_killed > 5
         for child in steady:
             child.leave()
         store.sweep()
