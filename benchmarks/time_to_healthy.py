@@ -5,7 +5,7 @@ Each run is fresh processes; both kinds run in turn, after one round that is not
 figures are medians. The server is the installed console script on a tiny model with its defaults.
 `stages`, in seconds after the start: the core and the frontend are started by the parent; then
 each of them has imported and built what it needs. `first image`: the answer to a request that is
-sent as soon as the server is healthy, which waits for the process that perceives pictures.
+sent as soon as the server is healthy.
 
 python benchmarks/time_to_healthy.py [--rounds N] [--record]
 
