@@ -1,0 +1,1 @@
+"""How sensorium-mini is made: data by construction, training, evaluation, packing."""

@@ -1,0 +1,1 @@
+"""What is drawn: shapes, emoji and lines of text, rendered in batches."""

@@ -1,0 +1,1 @@
+"""What is said: words, voices, and the synthesizers that speak."""
