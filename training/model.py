@@ -1,0 +1,267 @@
+"""The forward pass for training: the stock model's arithmetic for batches of one shape.
+
+Parameters have the stock names and shapes, so that a state dict goes either way; a test compares
+the logits of both. The stock code attends to each picture in a Python loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from training.architecture import MERGE
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-6)
+
+
+class Gated(nn.Module):
+    def __init__(self, size: int, inner: int, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [B, T, heads, dim], the others [B or 1, T, 1, dim]."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """All [B, T, heads, dim]; keys and values may have fewer heads."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2).flatten(2)
+
+
+class TextAttention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dim = config.hidden_size // config.num_attention_heads
+        inner = self.dim * config.num_key_value_heads
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = nn.Linear(config.hidden_size, inner)
+        self.v_proj = nn.Linear(config.hidden_size, inner)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, self.dim)
+        q = rotate(self.q_proj(x).view(shape), cos, sin)
+        k = rotate(self.k_proj(x).view(shape), cos, sin)
+        out: Tensor = self.o_proj(attend(q, k, self.v_proj(x).view(shape), causal=True))
+        return out
+
+
+class TextLayer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn = TextAttention(config)
+        self.mlp = Gated(config.hidden_size, config.intermediate_size, bias=False)
+        self.input_layernorm = Norm(config.hidden_size)
+        self.post_attention_layernorm = Norm(config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class TextModel(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rope = config.rope_parameters
+        dim = config.hidden_size // config.num_attention_heads
+        frequencies = rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        axes = [axis for axis, count in enumerate(rope["mrope_section"]) for _ in range(count)]
+        self.register_buffer("axes", torch.tensor(axes), persistent=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TextLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`positions` [3, B, T]: of time, height and width."""
+        angles = positions.permute(1, 2, 0)[..., self.axes].float() * self.frequencies
+        angles = torch.cat((angles, angles), -1)[:, :, None]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class VisionAttention(nn.Module):
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.dim = size // num_heads
+        self.q, self.k, self.v, self.proj = (nn.Linear(size, size) for _ in range(4))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, self.dim)
+        q, k = (rotate(f(x).view(shape), cos, sin) for f in (self.q, self.k))
+        out: Tensor = self.proj(attend(q, k, self.v(x).view(shape), causal=False))
+        return out
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = Norm(config.hidden_size), Norm(config.hidden_size)
+        self.attn = VisionAttention(config.hidden_size, config.num_heads)
+        self.mlp = Gated(config.hidden_size, config.intermediate_size, bias=True)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        kernel = [config.temporal_patch_size, config.patch_size, config.patch_size]
+        self.proj = nn.Conv3d(3, config.hidden_size, kernel, kernel, bias=False)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.proj.weight.flatten(1))
+
+
+class Merger(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size = config.hidden_size * MERGE**2
+        self.ln_q = Norm(config.hidden_size)
+        self.mlp = nn.Sequential(
+            nn.Linear(size, size), nn.GELU(), nn.Linear(size, config.out_hidden_size)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.ln_q(x).unflatten(1, (-1, MERGE**2)).flatten(2))
+        return out
+
+
+class Vision(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        dim = config.hidden_size // config.num_heads // 2
+        frequencies = 1e4 ** -(torch.arange(0, dim, 2).float() / dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.patch_embed = PatchEmbed(config)
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger = Merger(config)
+
+    def forward(self, patches: Tensor, height: int, width: int) -> Tensor:
+        """Pictures of `height` x `width` patches [B, N, 1176] to tokens [B, N / 4, LM]."""
+        rows = torch.arange(height, device=patches.device)[:, None].expand(height, width)
+        columns = torch.arange(width, device=patches.device)[None].expand(height, width)
+        places = torch.stack((rows, columns)).view(2, height // 2, 2, width // 2, 2)
+        places = places.transpose(2, 3).flatten(1).float()
+        angles = (places[..., None] * self.frequencies).permute(1, 0, 2).flatten(1)
+        angles = torch.cat((angles, angles), -1)[None, :, None]
+        x = self.patch_embed(patches)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        out: Tensor = self.merger(x)
+        return out
+
+
+class SoundAttention(nn.Module):
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.dim = size // num_heads
+        self.k_proj = nn.Linear(size, size, bias=False)
+        self.v_proj, self.q_proj, self.out_proj = (nn.Linear(size, size) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, self.dim)
+        q, k, v = (f(x).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
+        out: Tensor = self.out_proj(attend(q, k, v, causal=False))
+        return out
+
+
+class SoundLayer(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size = config.d_model
+        self.self_attn = SoundAttention(size, config.encoder_attention_heads)
+        self.self_attn_layer_norm, self.final_layer_norm = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, config.encoder_ffn_dim)
+        self.fc2 = nn.Linear(config.encoder_ffn_dim, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.self_attn_layer_norm(x))
+        out: Tensor = x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
+        return out
+
+
+class Sound(nn.Module):
+    """Whisper's encoder, then the mean of two neighbours, then our projection."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size = config.d_model
+        steps = torch.arange(size // 2) * (torch.log(torch.tensor(1e4)) / (size // 2 - 1))
+        times = torch.arange(config.max_source_positions)[:, None] * torch.exp(-steps)
+        places = torch.cat((times.sin(), times.cos()), 1)
+        self.register_buffer("places", places, persistent=False)
+        self.conv1 = nn.Conv1d(config.num_mel_bins, size, 3, padding=1)
+        self.conv2 = nn.Conv1d(size, size, 3, stride=2, padding=1)
+        self.audio_bos_eos_token = nn.Embedding(2, config.output_dim)
+        self.layers = nn.ModuleList(SoundLayer(config) for _ in range(config.encoder_layers))
+        self.ln_post = nn.LayerNorm(size)
+        self.proj = nn.Linear(size, config.output_dim)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        """`mel` [B, 80, frames], a multiple of four frames, to tokens [B, frames / 4, LM]."""
+        with torch.no_grad():
+            x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)
+            x = x + self.places[: x.shape[1]].to(x.dtype)
+            for layer in self.layers:
+                x = layer(x)
+            x = self.ln_post(x.unflatten(1, (-1, 2)).mean(2))
+        out: Tensor = self.proj(x)
+        return out
+
+
+class Thinker(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model = nn.Module()
+        self.model.audio_tower = Sound(config.audio_config)
+        self.model.visual = Vision(config.vision_config)
+        self.model.language_model = TextModel(config.text_config)
+
+    def forward(self, tokens: Tensor, positions: Tensor, media: list[tuple[int, Tensor]]) -> Tensor:
+        """Hidden states [B, T, LM]; `media` are token numbers of placeholders and what they become."""
+        text = self.model.language_model
+        x = text.embed_tokens(tokens)
+        for placeholder, features in media:
+            mask = (tokens == placeholder).unsqueeze(-1)
+            x = x.masked_scatter(mask, features.to(x.dtype))
+        out: Tensor = text(x, positions)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.model.language_model.embed_tokens.weight)
