@@ -253,15 +253,18 @@ class Thinker(nn.Module):
         self.model.visual = Vision(config.vision_config)
         self.model.language_model = TextModel(config.text_config)
 
-    def forward(self, tokens: Tensor, positions: Tensor, media: list[tuple[int, Tensor]]) -> Tensor:
-        """Hidden states [B, T, LM]; `media` are token numbers of placeholders and what they become."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, media: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Hidden states [B * T, LM]; `media` are places in the flattened tokens, and what stands
+        there.
+        """
         text = self.model.language_model
-        x = text.embed_tokens(tokens)
-        for placeholder, features in media:
-            mask = (tokens == placeholder).unsqueeze(-1)
-            x = x.masked_scatter(mask, features.to(x.dtype))
-        out: Tensor = text(x, positions)
-        return out
+        x = text.embed_tokens(tokens).flatten(0, 1)
+        for places, features in media:
+            x = x.index_copy(0, places, features.flatten(0, -2).to(x.dtype))
+        out: Tensor = text(x.unflatten(0, tokens.shape), positions)
+        return out.flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.language_model.embed_tokens.weight)

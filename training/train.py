@@ -1,0 +1,237 @@
+"""Trains sensorium-mini for a number of seconds: `python -m training.train build/training OUT`.
+
+A second run with `--init OUT` begins with the first one's weights and a new optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.architecture import make_config
+from training.batches import VIDEO_SCALE, Batch, BatchMaker, Plan, load_steps
+from training.model import Thinker
+from training.optimizer import make_optimizers
+from training.pictures.rendering import (
+    Renderer,
+    augment,
+    normalize_and_patch,
+    normalize_and_patch_video,
+)
+from training.sounds import Features, disturb, tilt
+from training.tasks.mixture import EVALUATION, MIXTURE
+from training.tokenizer import load_tokenizer
+from training.weights import initialize, load_whisper, restore, save_shards
+
+# What an answer of each group counts for in a step.
+WEIGHTS = {"picture": 1.0, "speech": 0.6, "spoken_picture": 0.4, "video": 0.3, "text": 0.2}
+
+
+class Perceiver:
+    """Draws and listens on the device."""
+
+    def __init__(self, folder: Path, device: str, seed: int) -> None:
+        self._device = device
+        self._renderer = Renderer(folder / "pictures.npz", device)
+        self._features = Features(device)
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    @torch.no_grad()
+    def perceive(self, batch: Batch, *, is_clean: bool = False) -> dict[str, Tensor]:
+        """Patches and spectra; disturbed, unless they must be clean."""
+        perceived = {}
+        if "sounds" in batch:
+            waves = batch["sounds"].to(self._device, non_blocking=True).float() / 32768.0
+            waves = waves if is_clean else disturb(waves, self._generator)
+            features = self._features.compute(waves)
+            perceived["sounds"] = features if is_clean else tilt(features, self._generator)
+        if "canvases" in batch:
+            num_frames = batch.get("num_frames", 0)
+            scale = VIDEO_SCALE if num_frames else 1.0
+            pixels = self._renderer.render(batch["canvases"], batch["size"], scale=scale)
+            pixels = pixels if is_clean else augment(pixels, self._generator)
+            pixels = (pixels.clamp(0, 1) * 255).round() / 255
+            if num_frames:
+                videos = pixels.unflatten(0, (-1, num_frames))
+                perceived["videos"] = normalize_and_patch_video(videos)
+            else:
+                perceived["pictures"] = normalize_and_patch(pixels)
+        return perceived
+
+
+def predict(model: Thinker, batch: Batch, perceived: dict[str, Tensor]) -> Tensor:
+    """Logits before each token of an answer."""
+    device = model.model.language_model.embed_tokens.weight.device
+    moved = {
+        name: batch[name].to(device, non_blocking=True)
+        for name in ("tokens", "positions", "answer_at", "picture_at", "video_at", "sound_at")
+    }
+    media = []
+    if "size" in batch:
+        scale = VIDEO_SCALE if "num_frames" in batch else 1.0
+        height, width = (round(side * scale) // 14 for side in batch["size"])
+        if "pictures" in perceived:
+            features = model.model.visual(perceived["pictures"], height, width)
+            media.append((moved["picture_at"], features))
+        else:
+            patches = perceived["videos"]  # [B, steps * N, 1176]: each step is a picture
+            features = model.model.visual(
+                patches.reshape(-1, height * width, patches.shape[-1]), height, width
+            )
+            media.append((moved["video_at"], features))
+    if "sounds" in perceived:
+        media.append((moved["sound_at"], model.model.audio_tower(perceived["sounds"])))
+    hidden = model(moved["tokens"], moved["positions"], media)
+    return model.logits(hidden[moved["answer_at"]]).float()
+
+
+@torch.no_grad()
+def measure(model: Thinker, perceiver: Perceiver, batches: Iterator[Batch]) -> dict[str, float]:
+    """How many answers are right, token for token, per task; greedy decoding gives the same."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for batch in batches:
+        logits = predict(model, batch, perceiver.perceive(batch, is_clean=True))
+        is_right = (logits.argmax(-1).cpu() == batch["labels"]).long()
+        all_right = torch.ones(len(batch["rows"]), dtype=torch.long)
+        all_right.scatter_reduce_(0, batch["turns"], is_right, "amin")
+        for row, answer in zip(batch["rows"].tolist(), all_right.tolist(), strict=True):
+            right[batch["tasks"][row]].append(bool(answer))
+    return {task: sum(answers) / len(answers) for task, answers in sorted(right.items())}
+
+
+def make_test_batches(folder: Path, *, seed: int, count: int, rounds: int) -> list[Batch]:
+    maker = BatchMaker(folder, "test", seed)
+    batches = []
+    for _ in range(rounds):
+        for makers in ([(make, 1.0)] for make in EVALUATION.values()):
+            sample = makers[0][0](maker._random, (224, 224), "test")
+            if sample.video is not None:
+                batches.append(maker.make_videos(makers, count // 4))
+            elif sample.speech is not None and sample.picture is not None:
+                batches.append(maker.make_spoken_pictures(makers, count))
+            elif sample.speech is not None:
+                batches.append(maker.make_speech(makers, count))
+                maker._spoken.clear()
+            elif sample.picture is not None:
+                batches.append(maker.make_pictures(makers, count))
+            else:
+                batches.append(maker.make_texts(makers, count))
+    return batches
+
+
+def schedule(progress: float) -> float:
+    """Up in three hundredths of the time, level, then down to nothing."""
+    return min(1.0, progress / 0.03) * min(1.0, max(0.0, (1 - progress) / 0.6))
+
+
+def train(arguments: argparse.Namespace) -> None:
+    torch.set_float32_matmul_precision("high")
+    device = arguments.device
+    folder, out = arguments.folder, arguments.out
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    model = Thinker(make_config(tokenizer))
+    initialize(model, arguments.seed)
+    load_whisper(model, folder)
+    if arguments.init is not None:
+        restore(model, arguments.init)
+    model.to(device)
+    if arguments.compile:
+        for layer in [*model.model.language_model.layers, *model.model.visual.blocks]:
+            layer.compile(dynamic=True)
+    optimizers = make_optimizers(model, lr=arguments.lr)
+    perceiver = Perceiver(folder, device, arguments.seed)
+    plan = Plan(mixture=dict(MIXTURE), **json.loads(arguments.plan))
+    steps = load_steps(folder, plan, seed=arguments.seed, num_workers=arguments.workers)
+    tests = make_test_batches(folder, seed=7, count=arguments.test_count, rounds=1)
+    loop = _Loop(model, optimizers, perceiver, arguments)
+    loop.run(steps, tests, out)
+
+
+class _Loop:
+    def __init__(
+        self, model: Thinker, optimizers: list[Any], perceiver: Perceiver, arguments: Any
+    ) -> None:
+        self._model, self._optimizers, self._perceiver = model, optimizers, perceiver
+        self._arguments = arguments
+        self._losses: dict[str, Tensor] = {}
+
+    def run(self, steps: Iterator[Any], tests: list[Batch], out: Path) -> None:
+        arguments = self._arguments
+        started = time.monotonic()
+        next_report, next_test = arguments.report_every, arguments.test_every
+        number, waited = 0, 0.0
+        while (elapsed := time.monotonic() - started) < arguments.seconds:
+            asked = time.monotonic()
+            step = next(steps)
+            waited += time.monotonic() - asked
+            self._learn(step, schedule(elapsed / arguments.seconds))
+            number += 1
+            if elapsed >= next_report:
+                self._report(number, elapsed, waited)
+                next_report += arguments.report_every
+            if elapsed >= next_test:
+                self._test(tests, elapsed)
+                save_shards(self._model, out)
+                next_test += arguments.test_every
+        self._report(number, time.monotonic() - started, waited)
+        save_shards(self._model, out)
+        self._test(tests, time.monotonic() - started)
+
+    def _learn(self, step: dict[str, Batch], factor: float) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._arguments.lr * factor
+        for name, batch in step.items():
+            perceived = self._perceiver.perceive(batch)
+            with torch.autocast(self._arguments.device, torch.bfloat16):
+                logits = predict(self._model, batch, perceived)
+            labels = batch["labels"].to(logits.device, non_blocking=True)
+            loss = F.cross_entropy(logits, labels)
+            (loss * WEIGHTS[name]).backward()
+            mean = self._losses.get(name)
+            now = loss.detach()
+            self._losses[name] = now if mean is None else mean.lerp(now, 0.05)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _report(self, number: int, elapsed: float, waited: float) -> None:
+        losses = " ".join(f"{name} {loss.item():.4f}" for name, loss in self._losses.items())
+        print(f"step {number} {elapsed:.0f} s (waited {waited:.0f} s) loss {losses}", flush=True)
+
+    def _test(self, tests: list[Batch], elapsed: float) -> None:
+        with torch.autocast(self._arguments.device, torch.bfloat16):
+            right = measure(self._model, self._perceiver, iter(tests))
+        figures = " ".join(f"{task} {share:.3f}" for task, share in right.items())
+        print(f"test {elapsed:.0f} s {figures}", flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="what training.assets has prepared")
+    parser.add_argument("out", type=Path, help="where the weights go")
+    parser.add_argument("--init", type=Path, help="begin with the weights of this folder")
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--plan", default="{}", help='samples a step: {"picture": 384, ...}')
+    parser.add_argument("--report-every", type=float, default=10.0)
+    parser.add_argument("--test-every", type=float, default=120.0)
+    parser.add_argument("--test-count", type=int, default=512)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    train(parse())
