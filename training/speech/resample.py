@@ -40,7 +40,8 @@ def resample(samples: np.ndarray, source: int, target: int = SAMPLE_RATE) -> np.
     padded = np.zeros(num_blocks * source + 2 * margin, np.float32)
     padded[margin : margin + len(samples)] = samples
     blocks = np.lib.stride_tricks.sliding_window_view(padded, source + 2 * margin)[::source]
-    return np.asarray(blocks @ weights).reshape(-1)[:length]
+    resampled: np.ndarray = (blocks @ weights).reshape(-1)[:length]
+    return resampled
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:

@@ -230,9 +230,9 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "daytime": ("morning", "evening", "night"),
     "rank": words.RANKS,
     "suit": words.SUITS,
-    "novel": tuple(
+    "novel": words.split(
         "ill disposed hearted selfish married amiable made still respectable prudently leisure "
-        "himself consider power dashwood cold young".split()
+        "himself consider power dashwood cold young"
     ),
 }
 

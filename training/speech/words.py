@@ -6,75 +6,78 @@ nothing around it would say which one was meant: `UNCLEAR_ALONE` holds the other
 
 from __future__ import annotations
 
-DIGITS = tuple("zero one two three four five six seven eight nine".split())
-TEENS = tuple(
-    "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-)
-TENS = tuple("twenty thirty forty fifty sixty seventy eighty ninety".split())
-ORDINALS = tuple("first second third fourth fifth sixth seventh eighth ninth tenth".split())
 
-COLOURS = tuple("red orange yellow green blue purple pink brown black white gray".split())
-SHAPES = tuple("circle square triangle star heart diamond cross hexagon ring crescent".split())
-PLURAL_SHAPES = tuple(
-    "circles squares triangles stars hearts diamonds crosses hexagons rings crescents".split()
+def split(line: str) -> tuple[str, ...]:
+    return tuple(line.split())
+
+
+DIGITS = split("zero one two three four five six seven eight nine")
+TEENS = split("ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen")
+TENS = split("twenty thirty forty fifty sixty seventy eighty ninety")
+ORDINALS = split("first second third fourth fifth sixth seventh eighth ninth tenth")
+
+COLOURS = split("red orange yellow green blue purple pink brown black white gray")
+SHAPES = split("circle square triangle star heart diamond cross hexagon ring crescent")
+PLURAL_SHAPES = split(
+    "circles squares triangles stars hearts diamonds crosses hexagons rings crescents"
 )
-SIDES = tuple("top bottom left right center middle corner".split())
+SIDES = split("top bottom left right center middle corner")
 RELATIONS = ("above", "below", "under", "over", "near", "left of", "right of", "next to")
-SIZES = tuple("big small large little".split())
+SIZES = split("big small large little")
 
-RANKS = tuple("ace two three four five six seven eight nine ten jack queen king lady".split())
-SUITS = tuple("clubs diamonds hearts spades".split())
+RANKS = split("ace two three four five six seven eight nine ten jack queen king lady")
+SUITS = split("clubs diamonds hearts spades")
 
-DIRECTIONS = tuple("forward backward left right up down".split())
-DISTANCES = tuple("meter meters step steps feet".split())
-ROOMS = tuple("kitchen bedroom bathroom garden office hall garage".split())
-DEVICES = tuple("light lamp fan heater television radio camera music".split())
-OPENINGS = tuple("door window box book".split())
+DIRECTIONS = split("forward backward left right up down")
+DISTANCES = split("meter meters step steps feet")
+ROOMS = split("kitchen bedroom bathroom garden office hall garage")
+DEVICES = split("light lamp fan heater television radio camera music")
+OPENINGS = split("door window box book")
 
-DAYS = tuple("monday tuesday wednesday thursday friday saturday sunday".split())
-MONTHS = tuple(
-    "january february march april may june july august september october november december".split()
+DAYS = split("monday tuesday wednesday thursday friday saturday sunday")
+MONTHS = split(
+    "january february march april may june july august september october november december"
 )
-ANIMALS = tuple("cat dog bird fish horse cow pig sheep duck rabbit mouse lion tiger bear".split())
-PLURAL_ANIMALS = tuple("cats dogs birds horses cows ducks rabbits".split())
-FOOD = tuple("apple banana bread butter cheese coffee tea milk water rice egg cake soup".split())
-FAMILY = tuple("mother father brother sister baby friend boy girl man woman".split())
-WEATHER = tuple("sunny rainy cloudy windy snowy warm cold hot".split())
-PLACES = tuple("house school park city shop street river mountain beach".split())
-THINGS = tuple("car bus train boat tree flower ball phone table chair cup key hat shoe".split())
-ADJECTIVES = tuple("good bad happy sad new old young fast slow long short nice".split())
-UNITS = tuple("second seconds minute minutes hour hours day days week weeks".split())
+ANIMALS = split("cat dog bird fish horse cow pig sheep duck rabbit mouse lion tiger bear")
+PLURAL_ANIMALS = split("cats dogs birds horses cows ducks rabbits")
+FOOD = split("apple banana bread butter cheese coffee tea milk water rice egg cake soup")
+FAMILY = split("mother father brother sister baby friend boy girl man woman")
+WEATHER = split("sunny rainy cloudy windy snowy warm cold hot")
+PLACES = split("house school park city shop street river mountain beach")
+THINGS = split("car bus train boat tree flower ball phone table chair cup key hat shoe")
+ADJECTIVES = split("good bad happy sad new old young fast slow long short nice")
+UNITS = split("second seconds minute minutes hour hours day days week weeks")
 
-QUESTION_WORDS = tuple(
+QUESTION_WORDS = split(
     "what which where how who when why is are was does do can many color shape number word "
     "letter picture video sound thing things it this that these there the a an of on in at to for "
     "and or not say says read written see hear move moves moving way side count name kind time "
     "more most all any other same different behind between plus minus times divided by equals "
-    "than much".split()
+    "than much"
 )
-COMMAND_WORDS = tuple(
+COMMAND_WORDS = split(
     "turn go stop start wait come back open close play pause set timer alarm off call tell show "
     "give take put make find look listen repeat louder quiet volume please now again around "
     "faster slower next last song hundred degrees percent temperature clock weather today "
-    "tomorrow yesterday tonight morning evening night year".split()
+    "tomorrow yesterday tonight morning evening night year"
 )
-EVERYDAY_WORDS = tuple(
+EVERYDAY_WORDS = split(
     "hello goodbye hi yes no thank thanks you welcome i am me my your we he she they his her our "
     "have has had want need like love eat drink run walk sleep work help know think let with from "
     "here out into after before very too some every home room world people name rain snow sun moon "
-    "sky food hand head eye sorry fine great okay so him".split()
+    "sky food hand head eye sorry fine great okay so him"
 )
 # "Sense and Sensibility", as it is read in Debian's pocketsphinx-testdata.
-NOVEL_WORDS = tuple(
+NOVEL_WORDS = split(
     "and mister john dashwood had then leisure to consider how much there might be prudently in "
     "his power to do for them he was not an ill disposed young man unless rather cold hearted "
     "selfish is married a more amiable woman have been made still respectable than even "
-    "himself".split()
+    "himself"
 )
 
 # They sound like two, four, no, here, red, then, hour, eye, or shrink to almost nothing.
 UNCLEAR_ALONE = frozenset(
-    "to too for know hear read than our i an a the hi or and in of are her his".split()
+    split("to too for know hear read than our i an a the hi or and in of are her his")
 )
 
 GROUPS: tuple[tuple[str, ...], ...] = (
