@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random as randomness
-from math import pi
+from math import hypot, pi
 
 from training.samples import Canvas, Colour, Sprite
 
@@ -41,7 +41,7 @@ JITTER = 0.025
 
 
 def _distance(one: Colour, other: Colour) -> float:
-    return sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
+    return hypot(one[0] - other[0], one[1] - other[1], one[2] - other[2])
 
 
 def _make_backgrounds() -> tuple[Colour, ...]:
@@ -72,6 +72,21 @@ def fitting_backgrounds(colours: frozenset[int]) -> tuple[int, ...]:
     return found
 
 
+def _luminance(colour: Colour) -> float:
+    return 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2]
+
+
+# Of each colour, the backgrounds on which thin letters of it can be read.
+_READABLE = tuple(
+    tuple(
+        number
+        for number, background in enumerate(_BACKGROUNDS)
+        if min(abs(_luminance(background) - _luminance(shade)) for shade in shades) > 0.33
+    )
+    for shades in SHADES
+)
+
+
 def jittered(random: randomness.Random, colour: Colour) -> Colour:
     """A colour that nobody can tell from this one."""
     uniform = random.random
@@ -98,8 +113,23 @@ def make_canvas(
 ) -> Canvas | None:
     """A plain, shaded or two-tone background for things of these colours; None if there is none."""
     numbers = fitting_backgrounds(colours)
-    if not numbers:
-        return None
+    return _make_canvas(random, numbers, size) if numbers else None
+
+
+def make_text_canvas(random: randomness.Random, colour: int, size: tuple[int, int]) -> Canvas:
+    """A background for letters of this colour."""
+    return _make_canvas(random, _READABLE[colour], size)
+
+
+def readable_colour(random: randomness.Random, colour: int) -> Colour:
+    """A colour on which letters of this colour can be read."""
+    numbers = _READABLE[colour]
+    return jittered(random, _BACKGROUNDS[numbers[int(random.random() * len(numbers))]])
+
+
+def _make_canvas(
+    random: randomness.Random, numbers: tuple[int, ...], size: tuple[int, int]
+) -> Canvas:
     chance = random.random()
     if chance < 0.25 and numbers[0] == 0:
         return Canvas(background=(1.0, 1.0, 1.0))

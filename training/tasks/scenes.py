@@ -89,16 +89,14 @@ class Scene:
     width: int
     things: list[Thing] = field(default_factory=list)
 
-    def add(
+    def find_room(
         self,
         random: randomness.Random,
-        pair: Pair,
         cells: tuple[int, ...],
-        *,
-        sizes: tuple[float, float] = (24.0, 90.0),
-        is_inner: bool = True,
-    ) -> bool:
-        """Put a thing into one of these cells where no other is; False if there is no room."""
+        sizes: tuple[float, float],
+        is_inner: bool,
+    ) -> tuple[float, float, float, int] | None:
+        """x, y, size and cell for one thing more in one of these cells; None if there is none."""
         chance = random.random
         low, high = sizes
         margin = 0.16 if is_inner else 0.0
@@ -112,10 +110,23 @@ class Scene:
                 away = hypot(other.x - x, other.y - y) - 3.0
                 limit = min(limit, away / 0.64 - other.size)
             if limit >= low:
-                size = low + (min(high, limit) - low) * chance()
-                self.things.append(Thing(pair[0], pair[1], x, y, size, cell))
-                return True
-        return False
+                return x, y, low + (min(high, limit) - low) * chance(), cell
+        return None
+
+    def add(
+        self,
+        random: randomness.Random,
+        pair: Pair,
+        cells: tuple[int, ...],
+        *,
+        sizes: tuple[float, float] = (24.0, 90.0),
+        is_inner: bool = True,
+    ) -> bool:
+        """Put a thing into one of these cells where no other is; False if there is no room."""
+        room = self.find_room(random, cells, sizes, is_inner)
+        if room is not None:
+            self.things.append(Thing(pair[0], pair[1], *room))
+        return room is not None
 
     def is_well_inside(self, thing: Thing) -> bool:
         """Whether nobody would name another of the nine cells as its place."""

@@ -7,6 +7,7 @@ held out.
 from __future__ import annotations
 
 import random as randomness
+from itertools import pairwise
 
 from training.samples import Split, Turn
 from training.tasks import wordings
@@ -57,7 +58,7 @@ def describe(scene: Scene) -> str | None:
         return sentence(f"{NUMBERS[count]} {COLOURS[first.colour]} {PLURALS[first.shape]}")
     if count > 3:
         return sentence(f"{NUMBERS[count]} things")
-    if any(b.x - a.x < 16 for a, b in zip(things, things[1:], strict=False)):
+    if any(b.x - a.x < 16 for a, b in pairwise(things)):
         return None
     names = [with_article(thing.name) for thing in things]
     if count == 1:
@@ -275,6 +276,8 @@ def ask_absent(random: Random, scene: Scene, _: Split) -> Turn | None:
     """About something that is not there, or that no picture tells."""
     chance = random.random()
     if chance < 0.3:
+        if chance < 0.06:
+            return Turn(wordings.READ.ask(random), "I see no text.")
         return Turn(wordings.UNKNOWABLE.ask(random), "I can't tell.")
     if chance < 0.5:
         colour = int(random.random() * len(COLOURS))

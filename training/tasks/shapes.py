@@ -233,11 +233,10 @@ def make_nothing(random: Random, size: Size, _: Split) -> Sample:
         canvas.sprites.append(Sprite("line", 0, width / 2, height / 2, width, height, 0.0, shade))
     turns = [Turn(wordings.WHAT.ask(random), "I see nothing I know.")]
     shape = SHAPES[int(random.random() * len(SHAPES))]
-    for turn in (
+    more = (
         Turn(wordings.COLOR_OF.ask(random, thing=shape), f"There is no {shape}."),
         Turn(wordings.COUNT.ask(random, things="things"), "Zero."),
         Turn(wordings.EXISTS.ask(random, thing=f"a {shape}"), "No."),
-    ):
-        if random.random() < 0.5:
-            turns.append(turn)
+    )
+    turns += [turn for turn in more if random.random() < 0.5]
     return Sample("nothing", turns, picture=canvas)

@@ -240,3 +240,75 @@ RELATIONS = {
     "above": ("above", "over", "higher than"),
     "below": ("below", "under", "lower than"),
 }
+READ = Phrases(
+    "What does it say?",
+    "Read the text.",
+    "What is written here?",
+    "What does the picture say?",
+    "What text do you see?",
+    "Read this.",
+    "What is the text?",
+    "Which word is this?",
+    "What word do you see?",
+    "Read it to me.",
+    "What does the sign say?",
+    "Read the word.",
+    "Write down the text in the picture.",
+    "Please read this.",
+    "Can you read this?",
+)
+READ_NUMBER = Phrases(
+    "What does it say?",
+    "Read the number.",
+    "Which number is this?",
+    "What number do you see?",
+    "What is the number?",
+    "Read this.",
+    "Read the digits.",
+    "What number is written here?",
+    "What is written here?",
+    "What does the picture say?",
+    "Read the text.",
+    "What number is shown?",
+    "What does the sign say?",
+    "Please read the number.",
+)
+NUM_LETTERS = Phrases(
+    "How many letters does the word have?",
+    "How many letters?",
+    "How many letters are there?",
+    "Count the letters.",
+    "How many letters do you see?",
+    "How long is the word?",
+)
+NUM_DIGITS = Phrases(
+    "How many digits does the number have?",
+    "How many digits?",
+    "How many digits are there?",
+    "Count the digits.",
+    "How many digits do you see?",
+)
+FIRST_LETTER = Phrases(
+    "What is the first letter?",
+    "Which letter comes first?",
+    "Name the first letter.",
+    "What letter does it start with?",
+    "With which letter does the word begin?",
+    "First letter?",
+)
+LAST_LETTER = Phrases(
+    "What is the last letter?",
+    "Which letter comes last?",
+    "Name the last letter.",
+    "What letter does it end with?",
+    "With which letter does the word end?",
+    "Last letter?",
+)
+TEXT_COLOR = Phrases(
+    "What color is the text?",
+    "Which color do the letters have?",
+    "What is the color of the writing?",
+    "In which color is it written?",
+    "What color are the letters?",
+    "What color is the writing?",
+)
