@@ -11,7 +11,7 @@ import string
 from math import radians
 from pathlib import Path
 
-from training.pictures.lines import HELD_OUT_FONT, TRAIN_FONTS, make_line
+from training.pictures.lines import HELD_OUT_FONTS, TRAIN_FONTS, make_line
 from training.samples import Canvas, Sample, Size, Split, Sprite, Turn, is_held_out
 from training.tasks import wordings
 from training.tasks.palette import COLOURS, make_text_canvas, readable_colour, shade_of
@@ -168,8 +168,8 @@ def draw_number(random: Random, size: Size, text: str, font: int | None = None) 
 
 
 def make_words_in_unseen_font(random: Random, size: Size, split: Split) -> Sample:
-    return make_words(random, size, split, font=HELD_OUT_FONT)
+    return make_words(random, size, split, font=random.choice(HELD_OUT_FONTS))
 
 
 def make_digits_in_unseen_font(random: Random, size: Size, split: Split) -> Sample:
-    return make_digits(random, size, split, font=HELD_OUT_FONT)
+    return make_digits(random, size, split, font=random.choice(HELD_OUT_FONTS))

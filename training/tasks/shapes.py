@@ -38,6 +38,7 @@ from training.tasks.shape_questions import (
     ask_shape,
     ask_what,
 )
+from training.tasks.text import ask_fact
 
 Random = randomness.Random
 Ask = Callable[[Random, Scene, Split], Turn | None]
@@ -60,13 +61,13 @@ _WEIGHTS = (1.2, 1.2, 1.0, 1.6, 1.0, 1.4, 2.2, 1.2, 0.6, 0.6, 0.5, 0.9)
 _CUMULATIVE = tuple(float(total) for total in np.cumsum(_WEIGHTS))
 
 
-def _converse(
-    random: Random, task: str, scene: Scene, split: Split, kinds: tuple[Ask, ...], count: int
-) -> Sample | None:
-    """So many turns of these kinds about the scene; None if it allows no question at all."""
+def _ask(
+    random: Random, scene: Scene, split: Split, kinds: tuple[Ask, ...], count: int
+) -> list[Turn]:
+    """So many turns of these kinds about the scene, or fewer."""
     turns: list[Turn] = []
     asked: set[str] = set()
-    for _ in range(4 * count + 6):
+    for _ in range(4 * count + 6 if count else 0):
         if kinds is _KINDS:
             kind = random.choices(_KINDS, cum_weights=_CUMULATIVE)[0]
         else:
@@ -77,6 +78,18 @@ def _converse(
             turns.append(turn)
             if len(turns) == count:
                 break
+    return turns
+
+
+def ask_all_kinds(random: Random, scene: Scene, split: Split, count: int) -> list[Turn]:
+    return _ask(random, scene, split, _KINDS, count)
+
+
+def _converse(
+    random: Random, task: str, scene: Scene, split: Split, kinds: tuple[Ask, ...], count: int
+) -> Sample | None:
+    """A conversation about the scene; None if it allows no question, or no background."""
+    turns = _ask(random, scene, split, kinds, count)
     canvas = scene.draw(random) if turns else None
     return None if canvas is None else Sample(task, turns, picture=canvas)
 
@@ -143,9 +156,10 @@ def make_relation(random: Random, size: Size, split: Split) -> Sample:
 def make_count(random: Random, size: Size, split: Split) -> Sample:
     """How many there are: 0 to 5, in training up to 9."""
     while True:
-        scene, shape, colour, count = _make_countable(random, size, split)
-        if scene is None:
+        made = _make_countable(random, size, split)
+        if made is None:
             continue
+        scene, shape, colour, count = made
         if split == "train":
             sample = _converse(
                 random, "count", scene, split, (ask_count,), _num_turns(random, split)
@@ -163,7 +177,7 @@ def make_count(random: Random, size: Size, split: Split) -> Sample:
         return Sample("count", [Turn(question, sentence(NUMBERS[count]))], picture=canvas)
 
 
-def _make_countable(random: Random, size: Size, split: Split) -> tuple[Scene | None, int, int, int]:
+def _make_countable(random: Random, size: Size, split: Split) -> tuple[Scene, int, int, int] | None:
     """So many things of one kind among others that share neither its shape nor its colour."""
     is_test = split == "test"
     shape, colour = SEEN_PAIRS[int(random.random() * len(SEEN_PAIRS))]
@@ -171,7 +185,7 @@ def _make_countable(random: Random, size: Size, split: Split) -> tuple[Scene | N
     if not is_test and random.random() < 0.15:
         count = 6 + int(random.random() * 4)
     if is_held_out_count(shape, colour, count) != is_test:
-        return None, 0, 0, 0
+        return None
     scene = Scene(*size)
     cells = CELLS_OF["train"]
     sizes = (20.0, 64.0 if count < 6 else 40.0)
@@ -180,14 +194,20 @@ def _make_countable(random: Random, size: Size, split: Split) -> tuple[Scene | N
         if not scene.add(
             random, (shape, colour), cells[shape, colour], sizes=sizes, is_inner=False
         ):
-            return None, 0, 0, 0
+            return None
     for _ in range(others if count < 6 else 0):
         pair = SEEN_PAIRS[int(random.random() * len(SEEN_PAIRS))]
         if pair[0] != shape and pair[1] != colour:
             scene.add(random, pair, cells[pair], sizes=sizes, is_inner=False)
     if not scene.things or (not is_test and _shows_held_out_count(scene)):
-        return None, 0, 0, 0
+        return None
     return scene, shape, colour, count
+
+
+def make_countable(random: Random, size: Size, split: Split) -> Scene | None:
+    """A scene with several things of one kind; None where there was no room."""
+    made = _make_countable(random, size, split)
+    return None if made is None else made[0]
 
 
 def make_yes_no(random: Random, size: Size, split: Split) -> Sample:
@@ -211,6 +231,8 @@ def make_scene(random: Random, size: Size, split: Split) -> Sample:
             continue
         sample = _converse(random, "scene", scene, split, _KINDS, 3 + int(random.random() * 3))
         if sample is not None:
+            if random.random() < 0.04:
+                sample.turns.append(ask_fact(random, split))
             return sample
 
 
