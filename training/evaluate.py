@@ -145,7 +145,7 @@ def _score_task(task: str, asked: list[tuple[dict[str, Any], str]]) -> dict[str,
         "share": round(right / len(asked), 4),
         "interval": [round(low, 4), round(high, 4)],
     }
-    if task.startswith(("transcription", "human")):
+    if task.startswith(("speech", "human")):
         errors = [count_word_errors(answer, case["answer"]) for case, answer in asked]
         num_errors, num_words = (sum(column) for column in zip(*errors, strict=True))
         figures["word_errors"] = round(num_errors / num_words, 4)

@@ -30,8 +30,8 @@ from training.speech.test_voices import Hibari, human_recordings
 from training.tasks.mixture import EVALUATION
 
 PICTURE_SCALE = 1.5  # larger than the model sees it, so that the processor has to resize
-UNSEEN_VOICE = "transcription, unseen voice"
-UNSEEN_VOICE_QUESTION = "spoken question, unseen voice"
+UNSEEN_VOICE = "speech_unseen_voice"
+UNSEEN_VOICE_QUESTION = "spoken_question_unseen_voice"
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Author:
     def write(
         self, task: str, sample: Sample, size: Size, speak: Callable[[str], np.ndarray] | None
     ) -> Case:
-        """The last turn is asked; the first of several would do as well."""
+        """The first turn is asked."""
         self._number += 1
         name = f"{self._number:06d}"
         turn = sample.turns[0]
@@ -140,7 +140,7 @@ def main() -> None:
         for case in author.make_cases(task, make, arguments.count)
     ]
     speak = Hibari(arguments.folder).speak
-    for task, own in (("transcription", UNSEEN_VOICE), ("spoken question", UNSEEN_VOICE_QUESTION)):
+    for task, own in (("speech", UNSEEN_VOICE), ("spoken_question", UNSEEN_VOICE_QUESTION)):
         cases += author.make_cases(own, EVALUATION[task], arguments.count, speak)
     for name, samples, transcript in human_recordings(arguments.folder):
         write_sound(arguments.out / f"{name}.wav", samples)

@@ -20,7 +20,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """[n, rows, columns] to about the nearest orthogonal ones (Newton-Schulz)."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x.transpose(1, 2) if is_tall else x
     x = x / (x.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
     for _ in range(_NUM_ROUNDS):

@@ -10,6 +10,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ class _Loop:
                 group["lr"] = self._arguments.lr * factor
         for name, batch in step.items():
             perceived = self._perceiver.perceive(batch)
-            with torch.autocast(self._arguments.device, torch.bfloat16):
+            with self._autocast():
                 logits = predict(self._model, batch, perceived)
             labels = batch["labels"].to(logits.device, non_blocking=True)
             loss = F.cross_entropy(logits, labels)
@@ -204,12 +205,16 @@ class _Loop:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def _autocast(self) -> Any:
+        is_cuda = self._arguments.device.startswith("cuda")
+        return torch.autocast("cuda", torch.bfloat16) if is_cuda else nullcontext()
+
     def _report(self, number: int, elapsed: float, waited: float) -> None:
         losses = " ".join(f"{name} {loss.item():.4f}" for name, loss in self._losses.items())
         print(f"step {number} {elapsed:.0f} s (waited {waited:.0f} s) loss {losses}", flush=True)
 
     def _test(self, tests: list[Batch], elapsed: float) -> None:
-        with torch.autocast(self._arguments.device, torch.bfloat16):
+        with self._autocast():
             right = measure(self._model, self._perceiver, iter(tests))
         figures = " ".join(f"{task} {share:.3f}" for task, share in right.items())
         print(f"test {elapsed:.0f} s {figures}", flush=True)
