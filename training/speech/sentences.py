@@ -14,7 +14,14 @@ from training.samples import Split, is_held_out
 from training.speech import words
 from training.speech.words import VOCABULARY
 
-__all__ = ["HUMAN_SENTENCES", "VOCABULARY", "is_test_sentence", "make_sentence", "number_in_words"]
+__all__ = [
+    "HUMAN_SENTENCES",
+    "VOCABULARY",
+    "fill",
+    "is_test_sentence",
+    "make_sentence",
+    "number_in_words",
+]
 
 Random = random_module.Random
 
@@ -255,7 +262,8 @@ def is_test_sentence(sentence: str) -> bool:
     return sentence in HUMAN_SENTENCES or is_held_out("speech", sentence)
 
 
-def _fill(pattern: str, random: Random) -> str:
+def fill(pattern: str, random: Random) -> str:
+    """A pattern with a word in each of its slots."""
     return " ".join(
         word if word[0] != "{" else _slot(word[1:-1], random) for word in pattern.split()
     )
@@ -282,12 +290,12 @@ def _cards(random: Random) -> str:
     if kind < 0.1:
         return " ".join(random.choices(words.RANKS, k=2))
     if kind < 0.25:
-        return _fill("{rank} {rank} of {suit}", random)
-    return " ".join(_fill(random.choice(CARD), random) for _ in range(random.randint(1, 3)))
+        return fill("{rank} {rank} of {suit}", random)
+    return " ".join(fill(random.choice(CARD), random) for _ in range(random.randint(1, 3)))
 
 
 def _of(patterns: tuple[str, ...]) -> Callable[[Random], str]:
-    return lambda random: _fill(random.choice(patterns), random)
+    return lambda random: fill(random.choice(patterns), random)
 
 
 KINDS: dict[str, tuple[float, Callable[[Random], str]]] = {

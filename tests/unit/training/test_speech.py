@@ -1,0 +1,127 @@
+"""Sentences stay in the vocabulary and in their split; synthesizers speak where they are laid out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training.samples import Split
+from training.speech import espeak, flite, sentences
+from training.speech.resample import resample
+from training.speech.test_voices import fits_vocabulary, human_recordings
+from training.speech.words import UNCLEAR_ALONE, VOCABULARY
+
+ASSETS = Path(__file__).parents[3] / "build" / "training"
+NUM_SENTENCES = 3000
+
+needs_espeak = pytest.mark.skipif(not (ASSETS / "espeak").exists(), reason="no espeak-ng here")
+needs_flite = pytest.mark.skipif(not (ASSETS / "flite").exists(), reason="no flite here")
+needs_recordings = pytest.mark.skipif(
+    not (ASSETS / "recordings").exists(), reason="no recordings here"
+)
+
+
+def make_sentences(split: Split) -> list[str]:
+    generator = random.Random(0)
+    return [sentences.make_sentence(generator, split) for _ in range(NUM_SENTENCES)]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_sentences_are_one_to_ten_words_of_the_vocabulary(split: Split) -> None:
+    made = make_sentences(split)
+    assert {word for sentence in made for word in sentence.split()} <= set(VOCABULARY)
+    assert {len(sentence.split()) for sentence in made} == set(range(1, 11))
+
+
+def test_training_and_test_share_no_sentence() -> None:
+    training = set(make_sentences("train"))
+    assert not training & set(make_sentences("test"))
+    assert not training & sentences.HUMAN_SENTENCES
+
+
+def test_the_vocabulary_is_closed_and_every_pattern_keeps_to_it() -> None:
+    assert 350 <= len(VOCABULARY) <= 500
+    assert list(VOCABULARY) == sorted(set(VOCABULARY))
+    assert set(VOCABULARY) >= UNCLEAR_ALONE
+    generator = random.Random(0)
+    patterns = (
+        *sentences.PICTURE_QUESTIONS,
+        *sentences.ARITHMETIC,
+        *sentences.COMMANDS,
+        *sentences.EVERYDAY,
+        *sentences.DATES,
+        *sentences.NOVEL,
+    )
+    for pattern in patterns:
+        assert set(sentences.fill(pattern, generator).split()) <= set(VOCABULARY), pattern
+
+
+def test_every_word_is_spoken_in_training() -> None:
+    generator = random.Random(0)
+    spoken: set[str] = set()
+    for _ in range(20000):
+        spoken.update(sentences.make_sentence(generator, "train").split())
+    assert spoken == set(VOCABULARY)
+
+
+def test_numbers_are_words() -> None:
+    assert sentences.number_in_words(7) == "seven"
+    assert sentences.number_in_words(40) == "forty"
+    assert sentences.number_in_words(113) == "one hundred thirteen"
+
+
+@pytest.mark.parametrize("source", [8000, 22050, 24000])
+def test_a_tone_keeps_its_pitch_and_height_at_another_rate(source: int) -> None:
+    tone = 1000 * np.sin(2 * np.pi * 440 * np.arange(source) / source)
+    expected = 1000 * np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    resampled = resample(tone, source)
+    assert len(resampled) == 16000
+    assert np.abs(resampled - expected)[200:-200].max() < 10
+
+
+def test_what_16_khz_cannot_hold_is_taken_away() -> None:
+    tone = 1000 * np.sin(2 * np.pi * 9500 * np.arange(22050) / 22050)
+    assert np.abs(resample(tone, 22050))[200:-200].max() < 20
+
+
+def test_test_voices_are_never_training_voices() -> None:
+    assert len(espeak.TEST_VARIANTS) >= 8
+    assert not set(espeak.TEST_VARIANTS) & set(espeak.VARIANTS)
+    generator = random.Random(0)
+    voices = [espeak.make_voice(generator, "train") for _ in range(500)]
+    assert not {voice.variant for voice in voices} & set(espeak.TEST_VARIANTS)
+
+
+@needs_espeak
+def test_espeak_knows_every_voice() -> None:
+    synthesizer = espeak.Espeak(ASSETS / "espeak")  # an unknown variant would be the plain voice
+    names = {path.name for path in (ASSETS / "espeak").glob("*/espeak-ng-data/voices/!v/*")}
+    assert (set(espeak.VARIANTS) | set(espeak.TEST_VARIANTS)) - {""} <= names
+    for accent in espeak.ACCENTS:
+        audio = synthesizer.speak("turn left", espeak.Voice(accent=accent, variant="f1"))
+        assert audio.dtype == np.int16
+        assert 0.3 < len(audio) / 16000 < 2.0
+        assert np.abs(audio).max() > 1000
+
+
+@needs_flite
+def test_flite_speaks_with_every_voice_and_slower_when_asked() -> None:
+    synthesizer = flite.Flite(ASSETS / "flite")
+    for name in synthesizer.names:
+        audio = synthesizer.speak("turn left", flite.FliteVoice(name=name))
+        slower = synthesizer.speak("turn left", flite.FliteVoice(name=name, stretch=1.5))
+        assert audio.dtype == np.int16
+        assert np.abs(audio).max() > 1000
+        assert len(slower) > 1.2 * len(audio)
+
+
+@needs_recordings
+def test_what_people_say_is_kept_for_the_test_and_fits_the_vocabulary() -> None:
+    recordings = human_recordings(ASSETS / "recordings")
+    assert len(recordings) == 11
+    for _, audio, transcript in recordings:
+        assert audio.dtype == np.int16
+        assert fits_vocabulary(transcript)
+        assert sentences.is_test_sentence(transcript)
