@@ -20,6 +20,7 @@ from training.pictures.lines import (
     TRAIN_FONTS,
     make_line,
 )
+from training.pictures.patches import _as_jpeg
 from training.pictures.rendering import (
     Renderer,
     augment,
@@ -191,6 +192,11 @@ def test_augmented_pictures_are_near_and_repeatable(renderer: Renderer) -> None:
     assert first.max() <= 1
     distances = (first - pictures).abs().mean(dim=(1, 2, 3))
     assert 0.001 < distances.min() < distances.max() < 0.2
+
+
+def test_jpeg_steps_near_zero_change_nothing() -> None:
+    pictures = torch.rand(2, 3, 28, 44)
+    assert torch.allclose(_as_jpeg(pictures, torch.full((2, 1, 1, 1), 1e-5)), pictures, atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [(224, 224), (168, 308), (252, 196)])
