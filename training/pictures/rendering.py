@@ -34,7 +34,7 @@ __all__ = [
 
 _NUM_LEVELS = 4
 _BORDER = 2
-_CANVASES_AT_ONCE = 512  # bounds the memory: about 1 kB for each of their pixels on the way
+_CANVASES_AT_ONCE = 512  # bounds the memory: about 70 bytes for each of their pixels
 
 
 class _Texture:
