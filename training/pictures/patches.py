@@ -6,6 +6,7 @@ The patches are those of Transformers' Qwen2-VL processors for media that need n
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch.nn import functional
@@ -25,8 +26,7 @@ def normalize_and_patch(images: torch.Tensor) -> torch.Tensor:
 def normalize_and_patch_video(frames: torch.Tensor) -> torch.Tensor:
     """[B, T, 3, H, W] from 0 to 1, T even -> [B, patches, 1176], in the order of time first."""
     batch, num_frames, channels, height, width = frames.shape
-    mean = frames.new_tensor(MEAN)[:, None, None]
-    std = frames.new_tensor(STD)[:, None, None]
+    mean, std = _mean_and_std(frames.device, frames.dtype)
     frames = (frames - mean) / std
     merged = MERGE_SIZE * PATCH_SIZE
     patches = frames.reshape(
@@ -44,6 +44,13 @@ def normalize_and_patch_video(frames: torch.Tensor) -> torch.Tensor:
     # batch | time, merged row, merged column, row in it, column in it | channel, frame, y, x
     patches = patches.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
     return patches.flatten(6).flatten(1, 5)
+
+
+@cache
+def _mean_and_std(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sent once: sending waits for what the device has to do."""
+    mean, std = torch.tensor([MEAN, STD], device=device, dtype=dtype)[:, :, None, None]
+    return mean, std
 
 
 def augment(
@@ -70,8 +77,9 @@ def augment(
     tint, shift = uniform(0.95, 1.05, 3), uniform(-0.02, 0.02, 3)
     images = (images - 0.5) * (contrast * tint) + (0.5 + brightness + shift)
     if jpeg_share:
-        coded = _as_jpeg(images, uniform(0.02, 0.10))
-        images = torch.where(uniform(0, 1) < jpeg_share, coded, images)
+        order = torch.randperm(len(images), generator=generator, device=images.device)
+        rows = order[: round(jpeg_share * len(images))]
+        images[rows] = _as_jpeg(images[rows], uniform(0.02, 0.10)[rows])
     noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
     deviation = uniform(-0.03, 0.04).clamp(min=0)
     return images.addcmul(noise, deviation).clamp_(0, 1)
@@ -87,7 +95,9 @@ def _as_jpeg(images: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     blocks = padded.reshape(*images.shape[:2], padded.shape[2] // 8, 8, padded.shape[3] // 8, 8)
     blocks = blocks.transpose(3, 4)
     steps = steps[:, :, :, :, None, None] * (1 + 0.5 * (n[:, None] + n))
-    rounded = (basis @ blocks @ basis.T / steps).round() * steps
-    whole: torch.Tensor = basis.T @ rounded @ basis
+    # Times the basis from the right only, which is one large product; transposed in between.
+    frequencies = (blocks @ basis.T).transpose(4, 5) @ basis.T
+    rounded = (frequencies / steps).round() * steps
+    whole: torch.Tensor = (rounded @ basis).transpose(4, 5) @ basis
     whole = whole.transpose(3, 4).reshape(padded.shape)
     return whole[:, :, :height, :width]

@@ -61,8 +61,8 @@ def _heart() -> list[tuple[float, float]]:
 
 
 def _crescent(x: Field, y: Field) -> np.ndarray:
-    # The full disc is drawn wider than the square, so that what is left of it fills the square.
-    x = 0.8 * x - 0.2
+    # From the disc's left side to the points, where the circles meet at 0.5361, is the square.
+    x = 0.76805 * x - 0.23195
     inside: np.ndarray = (x**2 + y**2 < 1) & ((x - 0.45) ** 2 + y**2 > 0.72)
     return inside
 
