@@ -131,7 +131,7 @@ def _make_canvas(
     random: randomness.Random, numbers: tuple[int, ...], size: tuple[int, int]
 ) -> Canvas:
     chance = random.random()
-    if chance < 0.25 and numbers[0] == 0:
+    if chance < 0.3 and numbers[0] == 0:
         return Canvas(background=(1.0, 1.0, 1.0))
     background = jittered(random, _BACKGROUNDS[numbers[int(random.random() * len(numbers))]])
     if chance < 0.6:

@@ -70,7 +70,7 @@ def ask_what(random: Random, scene: Scene, _: Split) -> Turn | None:
     answer = describe(scene)
     if answer is None:
         return None
-    wording = wordings.WHAT if len(scene.things) == 1 else wordings.LIST
+    wording = wordings.LIST if " and " in answer else wordings.WHAT
     return Turn(wording.ask(random), answer)
 
 

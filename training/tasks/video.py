@@ -33,7 +33,8 @@ DIRECTIONS = {
     "down and to the right": (0.75, 0.75),
 }
 _STRAIGHT = tuple(DIRECTIONS)[:4]
-_ROUND = (0, 8)  # circle and ring look the same when they turn
+# A circle and a ring look the same when they turn; a square becomes a diamond.
+_NOT_TURNED = frozenset(SHAPES.index(name) for name in ("circle", "ring", "square", "diamond"))
 
 DIRECTION = Phrases(
     "Which way does it move?",
@@ -172,7 +173,7 @@ def _draw_motion(random: Random, size: Size, pair: Pair, direction: str) -> list
     way_y = abs(down) * room_y * (way_x / room_x if across and down else 0.5 + 0.5 * chance())
     left = 0.6 * side + (room_x - way_x) * chance()
     top = 0.6 * side + (room_y - way_y) * chance()
-    angle, shade = (chance() - 0.5) * 0.5, shade_of(random, pair[1])
+    angle, shade = (chance() - 0.5) * 0.15, shade_of(random, pair[1])
     for number, canvas in enumerate(frames):
         part = number / (NUM_FRAMES - 1)
         x = left + way_x * (part if across > 0 else 1 - part)
@@ -312,7 +313,7 @@ def _make_growth(random: Random, size: Size, split: Split) -> Sample | None:
 def _make_turning(random: Random, size: Size, split: Split) -> Sample | None:
     shape, colour = choose_pair(random, split)
     frames = _make_frames(random, size, frozenset((colour,)))
-    if frames is None or shape in _ROUND:
+    if frames is None or shape in _NOT_TURNED:
         return None
     turns_it = random.random() < 0.6
     if is_held_out("turning", shape, colour, turns_it) != (split == "test"):
