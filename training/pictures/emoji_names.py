@@ -69,7 +69,7 @@ _LISTS = {
         map=world-map microscope money_bag=money-bag newspaper paint_palette=artist-palette
         paintbrush paperclip pencil phone=telephone pill puzzle_piece=puzzle-piece radio
         ruler=straight-ruler saw=carpentry-saw scale=balance-scale scissors screwdriver scroll
-        shield shopping_cart=shopping-cart spoon stop_sign=stop-sign stopwatch suitcase=luggage
+        shield shopping_cart=shopping-cart spoon stopwatch suitcase=luggage
         syringe teapot teddy_bear=teddy-bear television thermometer toilet toothbrush
         traffic_light=vertical-traffic-light trash_can=wastebasket watch wrench yarn
         """,

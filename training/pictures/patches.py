@@ -86,7 +86,7 @@ def _as_jpeg(images: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     basis[0] /= math.sqrt(2)
     blocks = padded.reshape(*images.shape[:2], padded.shape[2] // 8, 8, padded.shape[3] // 8, 8)
     blocks = blocks.transpose(3, 4)
-    steps = steps[:, :, :, None, None, None] * (1 + 0.5 * (n[:, None] + n))
+    steps = steps[:, :, :, :, None, None] * (1 + 0.5 * (n[:, None] + n))
     rounded = (basis @ blocks @ basis.T / steps).round() * steps
     whole: torch.Tensor = basis.T @ rounded @ basis
     whole = whole.transpose(3, 4).reshape(padded.shape)
