@@ -40,10 +40,11 @@ def resample(samples: np.ndarray, source: int, target: int = SAMPLE_RATE) -> np.
     padded = np.zeros(num_blocks * source + 2 * margin, np.float32)
     padded[margin : margin + len(samples)] = samples
     blocks = np.lib.stride_tricks.sliding_window_view(padded, source + 2 * margin)[::source]
-    resampled: np.ndarray = (blocks @ weights).reshape(-1)[:length]
-    return resampled
+    resampled: np.ndarray = (blocks @ weights).reshape(-1)
+    return resampled[:length]
 
 
 def to_int16(samples: np.ndarray) -> np.ndarray:
     """Samples on the scale of 16-bit integers, clipped."""
-    return np.clip(np.rint(samples), -32768, 32767).astype(np.int16)
+    clipped: np.ndarray = np.clip(np.rint(samples), -32768, 32767)
+    return clipped.astype(np.int16)
