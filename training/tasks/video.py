@@ -135,7 +135,7 @@ def _make_still(random: Random, size: Size, split: Split) -> Sample | None:
     pair = choose_pair(random, split)
     frames = _make_frames(random, size, frozenset((pair[1],)))
     side = 24 + random.random() * 40
-    if frames is None:
+    if frames is None or is_held_out("still", *pair) != (split == "test"):
         return None
     x = side * 0.6 + random.random() * (size[1] - side * 1.2)
     y = side * 0.6 + random.random() * (size[0] - side * 1.2)
