@@ -132,7 +132,7 @@ def _draw(random: Random, scene: Scene) -> Canvas:
 def _add_clutter(random: Random, scene: Scene, canvas: Canvas) -> None:
     """Pale shapes, hardly different from the background, behind everything."""
     red, green, blue = canvas.background
-    step = 0.12 if red + green + blue < 1.5 else -0.12
+    step = 0.06 if red + green + blue < 1.5 else -0.06
     tone = (
         min(1.0, max(0.0, red + step)),
         min(1.0, max(0.0, green + step)),
@@ -150,7 +150,8 @@ def make_emoji(random: Random, size: Size, split: Split) -> Sample:
     scene = Scene(*size)
     is_inner = random.random() < 0.5
     while not scene.things:
-        _add(random, scene, split, (40.0, min(200.0, 0.9 * min(size))), is_inner)
+        least = (40.0, 56.0, 72.0, 100.0)[int(random.random() * 4)]
+        _add(random, scene, split, (least, min(200.0, 0.9 * min(size))), is_inner)
     thing = scene.things[0]
     turns = [Turn(WHAT.ask(random), sentence(PHRASES[thing.shape]))]
     if split == "train":
@@ -211,7 +212,7 @@ def _ask_is_it(random: Random, scene: Scene, _: Split) -> Turn | None:
 def _ask_what(random: Random, scene: Scene, _: Split) -> Turn | None:
     things = sorted(scene.things, key=lambda thing: thing.x)
     if len(things) > 3:
-        return Turn(wordings.LIST.ask(random), sentence(f"{NUMBERS[len(things)]} things"))
+        return Turn(wordings.WHAT.ask(random), sentence(f"{NUMBERS[len(things)]} things"))
     if any(things[n + 1].x - things[n].x < 20 for n in range(len(things) - 1)):
         return None
     phrases = [PHRASES[thing.shape] for thing in things]

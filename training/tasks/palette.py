@@ -26,7 +26,7 @@ SQUARE = 1  # in the atlas of shapes
 SHADES: tuple[tuple[Colour, ...], ...] = (
     ((0.90, 0.10, 0.12), (1.0, 0.0, 0.0), (0.80, 0.08, 0.12), (0.86, 0.18, 0.18)),
     ((0.98, 0.55, 0.06), (1.0, 0.65, 0.0), (1.0, 0.50, 0.0), (0.96, 0.60, 0.16)),
-    ((0.98, 0.88, 0.10), (1.0, 1.0, 0.0), (1.0, 0.85, 0.10), (0.96, 0.92, 0.25)),
+    ((0.98, 0.88, 0.10), (1.0, 1.0, 0.0), (1.0, 0.90, 0.08), (0.96, 0.92, 0.25)),
     ((0.12, 0.62, 0.22), (0.0, 0.50, 0.0), (0.10, 0.85, 0.15), (0.30, 0.70, 0.32)),
     ((0.12, 0.32, 0.88), (0.0, 0.0, 1.0), (0.15, 0.45, 0.90), (0.10, 0.15, 0.70)),
     ((0.50, 0.16, 0.68), (0.50, 0.0, 0.50), (0.58, 0.20, 0.80), (0.42, 0.12, 0.60)),
@@ -131,7 +131,7 @@ def _make_canvas(
     random: randomness.Random, numbers: tuple[int, ...], size: tuple[int, int]
 ) -> Canvas:
     chance = random.random()
-    if chance < 0.25 and numbers[0] == 0:
+    if chance < 0.3 and numbers[0] == 0:
         return Canvas(background=(1.0, 1.0, 1.0))
     background = jittered(random, _BACKGROUNDS[numbers[int(random.random() * len(numbers))]])
     if chance < 0.6:

@@ -21,6 +21,7 @@ SHAPES = (
     "ring",
     "crescent",
 )
+SQUARE, DIAMOND = SHAPES.index("square"), SHAPES.index("diamond")
 PLURALS = tuple("crosses" if shape == "cross" else shape + "s" for shape in SHAPES)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 CELLS = (
@@ -150,10 +151,14 @@ class Scene:
         if canvas is None:
             return None
         for thing in self.things:
-            angle = 0.0 if random.random() < 0.4 else (random.random() - 0.5) * 0.5
+            angle = 0.0 if random.random() < 0.4 else random.random() - 0.5
+            angle *= 0.15 if thing.shape in (SQUARE, DIAMOND) else 0.5  # a turn makes one the other
             shade = shade_of(random, thing.colour)
+            width = size = thing.size
+            if thing.shape == DIAMOND and random.random() < 0.6:
+                width *= 0.65 + 0.2 * random.random()
             canvas.sprites.append(
-                Sprite("shape", thing.shape, thing.x, thing.y, thing.size, thing.size, angle, shade)
+                Sprite("shape", thing.shape, thing.x, thing.y, width, size, angle, shade)
             )
         return canvas
 

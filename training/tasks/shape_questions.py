@@ -70,7 +70,7 @@ def ask_what(random: Random, scene: Scene, _: Split) -> Turn | None:
     answer = describe(scene)
     if answer is None:
         return None
-    wording = wordings.WHAT if len(scene.things) == 1 else wordings.LIST
+    wording = wordings.LIST if " and " in answer else wordings.WHAT
     return Turn(wording.ask(random), answer)
 
 
@@ -152,6 +152,8 @@ def ask_count(random: Random, scene: Scene, split: Split) -> Turn | None:
             shape, colour = SEEN_PAIRS[int(random.random() * len(SEEN_PAIRS))]
         matching, things = scene.with_pair(shape, colour), f"{COLOURS[colour]} {PLURALS[shape]}"
     if split == "train" and breaks_count(matching, shape, colour):
+        return None
+    if len(matching) == 1 and random.random() < 0.6:  # the most frequent answer otherwise
         return None
     return Turn(wordings.COUNT.ask(random, things=things), sentence(NUMBERS[len(matching)]))
 

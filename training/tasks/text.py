@@ -6,7 +6,7 @@ import random as randomness
 from collections.abc import Callable
 
 from training.samples import Sample, Size, Split, Turn, is_held_out
-from training.tasks import video, wordings
+from training.tasks import video_wordings, wordings
 from training.tasks.facts import (
     DAYS,
     FACTS,
@@ -249,7 +249,7 @@ def _ask_missing(random: Random, _: Split) -> Turn:
         return Turn(_HEAR.ask(random), NO_SOUND)
     shape, colour = random.choice(SHAPES), random.choice(COLOURS)
     if chance < 0.4:
-        phrases = random.choice((video.HAPPENS, video.DIRECTION))
+        phrases = random.choice((video_wordings.HAPPENS, video_wordings.DIRECTION))
         question = phrases.ask(random, shape=shape)
         return Turn(question, NO_VIDEO)
     kind = int(random.random() * 7)

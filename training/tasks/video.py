@@ -9,7 +9,6 @@ from math import hypot
 from training.samples import Canvas, Colour, Sample, Size, Split, Sprite, Turn, is_held_out
 from training.tasks import wordings
 from training.tasks.palette import COLOURS, make_canvas, shade_of
-from training.tasks.phrasing import Phrases
 from training.tasks.scenes import (
     NUMBERS,
     SEEN_PAIRS,
@@ -18,6 +17,19 @@ from training.tasks.scenes import (
     choose_pair,
     sentence,
     with_article,
+)
+from training.tasks.video_wordings import (
+    COUNT_END,
+    DIRECTION,
+    FIRST,
+    HAPPENS,
+    IS_MOVING,
+    LAST,
+    MOVES_THERE,
+    NEW_COLOR,
+    OLD_COLOR,
+    SIZE_CHANGE,
+    TURNS,
 )
 
 Random = randomness.Random
@@ -33,103 +45,8 @@ DIRECTIONS = {
     "down and to the right": (0.75, 0.75),
 }
 _STRAIGHT = tuple(DIRECTIONS)[:4]
-_ROUND = (0, 8)  # circle and ring look the same when they turn
-
-DIRECTION = Phrases(
-    "Which way does it move?",
-    "In which direction does it move?",
-    "Where does it go?",
-    "Which direction does the {shape} move in?",
-    "Which way does the {shape} move?",
-    "In which direction is the {shape} moving?",
-    "Where does the {shape} go?",
-    "What is the direction of the motion?",
-    "Where is the {shape} going?",
-    "Which way is it going?",
-    "Direction of the motion?",
-)
-HAPPENS = Phrases(
-    "What happens?",
-    "What happens in the video?",
-    "What do you see in the video?",
-    "Describe the video.",
-    "What is going on here?",
-    "What does the video show?",
-    "Tell me what happens.",
-    "What is happening?",
-)
-IS_MOVING = Phrases(
-    "Does it move?",
-    "Is it moving?",
-    "Does the {shape} move?",
-    "Is the {shape} moving?",
-    "Does anything move?",
-    "Is there any motion?",
-)
-MOVES_THERE = Phrases(
-    "Does it move {direction}?",
-    "Does the {shape} move {direction}?",
-    "Is it moving {direction}?",
-    "Is the {shape} moving {direction}?",
-    "Does it go {direction}?",
-    "Yes or no: does it move {direction}?",
-)
-FIRST = Phrases(
-    "Which thing came first?",
-    "What came first?",
-    "What appears first?",
-    "Which thing do you see first?",
-    "What was shown first?",
-    "What is at the beginning of the video?",
-)
-LAST = Phrases(
-    "Which thing came last?",
-    "What came last?",
-    "What appears last?",
-    "Which thing do you see last?",
-    "What was shown last?",
-    "What is at the end of the video?",
-)
-NEW_COLOR = Phrases(
-    "Which color does it become?",
-    "What color does it turn into?",
-    "What is its color at the end?",
-    "What color is the {shape} at the end?",
-    "Which color does the {shape} change to?",
-    "Into which color does it change?",
-)
-OLD_COLOR = Phrases(
-    "Which color was it first?",
-    "What color was it at the beginning?",
-    "What is its color at the start?",
-    "What color is the {shape} at the start?",
-    "Which color did the {shape} have first?",
-    "What was its first color?",
-)
-SIZE_CHANGE = Phrases(
-    "Does it grow or shrink?",
-    "Does it get bigger or smaller?",
-    "Does the {shape} grow or shrink?",
-    "Does the {shape} get bigger or smaller?",
-    "How does its size change?",
-    "What happens to its size?",
-)
-TURNS = Phrases(
-    "Does it turn?",
-    "Does it rotate?",
-    "Is it turning?",
-    "Does the {shape} rotate?",
-    "Is the {shape} turning?",
-    "Does the {shape} turn?",
-)
-COUNT_END = Phrases(
-    "How many things are there at the end?",
-    "How many things appear?",
-    "How many things do you see at the end?",
-    "Count the things at the end.",
-    "How many things come?",
-    "How many shapes appear in the video?",
-)
+# A circle and a ring look the same when they turn; a square becomes a diamond.
+_NOT_TURNED = frozenset(SHAPES.index(name) for name in ("circle", "ring", "square", "diamond"))
 
 
 def _name(pair: Pair) -> str:
@@ -169,10 +86,12 @@ def _draw_motion(random: Random, size: Size, pair: Pair, direction: str) -> list
     across, down = DIRECTIONS[direction]
     room_x, room_y = width - 1.2 * side, height - 1.2 * side
     way_x = abs(across) * room_x * (0.5 + 0.5 * chance())
-    way_y = abs(down) * room_y * (way_x / room_x if across and down else 0.5 + 0.5 * chance())
+    way_y = abs(down) * room_y * (0.5 + 0.5 * chance())
+    if across and down:
+        way_y = way_x * room_y / room_x
     left = 0.6 * side + (room_x - way_x) * chance()
     top = 0.6 * side + (room_y - way_y) * chance()
-    angle, shade = (chance() - 0.5) * 0.5, shade_of(random, pair[1])
+    angle, shade = (chance() - 0.5) * 0.15, shade_of(random, pair[1])
     for number, canvas in enumerate(frames):
         part = number / (NUM_FRAMES - 1)
         x = left + way_x * (part if across > 0 else 1 - part)
@@ -216,7 +135,7 @@ def _make_still(random: Random, size: Size, split: Split) -> Sample | None:
     pair = choose_pair(random, split)
     frames = _make_frames(random, size, frozenset((pair[1],)))
     side = 24 + random.random() * 40
-    if frames is None:
+    if frames is None or is_held_out("still", *pair) != (split == "test"):
         return None
     x = side * 0.6 + random.random() * (size[1] - side * 1.2)
     y = side * 0.6 + random.random() * (size[0] - side * 1.2)
@@ -312,7 +231,7 @@ def _make_growth(random: Random, size: Size, split: Split) -> Sample | None:
 def _make_turning(random: Random, size: Size, split: Split) -> Sample | None:
     shape, colour = choose_pair(random, split)
     frames = _make_frames(random, size, frozenset((colour,)))
-    if frames is None or shape in _ROUND:
+    if frames is None or shape in _NOT_TURNED:
         return None
     turns_it = random.random() < 0.6
     if is_held_out("turning", shape, colour, turns_it) != (split == "test"):
