@@ -29,7 +29,7 @@ ACCENTS = (
 )
 ACCENT_WEIGHTS = (8, 1, 3, 2, 1, 1, 1, 1)
 
-# Left out: what Whisper tiny.en mistakes half the words of, whispers, robots and monsters.
+# Left out: whispers, monsters, and those of which Whisper tiny.en mistook about half the words.
 VARIANTS = (
     *("", "m1", "m2", "m4", "m7", "m8", "f1", "f3", "f4", "Alex", "Alicia", "Andrea"),
     *("Denis", "Diogo", "Gene2", "Henrique", "Hugo", "Lee", "Marco", "Mario"),
