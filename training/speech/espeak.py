@@ -29,18 +29,19 @@ ACCENTS = (
 )
 ACCENT_WEIGHTS = (8, 1, 3, 2, 1, 1, 1, 1)
 
+# Left out: whispers, monsters, and those of which Whisper tiny.en mistook about half the words.
 VARIANTS = (
-    *("", "m1", "m2", "m4", "m5", "m7", "m8", "f1", "f3", "f4", "Alex", "Alicia", "Andrea"),
-    *("Andy", "Denis", "Diogo", "Gene2", "Henrique", "Hugo", "Jacky", "Lee", "Marco", "Mario"),
+    *("", "m1", "m2", "m4", "m7", "m8", "f1", "f3", "f4", "Alex", "Alicia", "Andrea"),
+    *("Denis", "Diogo", "Gene2", "Henrique", "Hugo", "Lee", "Marco", "Mario"),
     *("Mike", "Reed", "RicishayMax", "RicishayMax3", "Storm", "Tweaky", "UniRobot", "adam"),
-    *("anika", "announcer", "antonio", "aunty", "belinda", "benjamin", "boris", "caleb"),
+    *("anika", "antonio", "aunty", "belinda", "benjamin", "boris", "caleb"),
     *("david", "ed", "edward2", "grandma", "grandpa", "gustave", "ian", "iven2", "iven3", "john"),
     *("kaukovalta", "klatt", "klatt2", "klatt4", "marcelo", "max", "mike2", "norbert"),
-    *("pablo", "paul", "pedro", "quincy", "rob", "robert", "robosoft", "robosoft3", "robosoft4"),
-    *("robosoft5", "robosoft7", "sandro", "steph2", "steph3", "travis", "victor", "zac"),
+    *("pablo", "paul", "pedro", "quincy", "rob", "robert"),
+    *("sandro", "steph2", "steph3", "travis", "victor", "zac"),
 )
 TEST_VARIANTS = (  # never heard in training
-    *("m3", "m6", "Michael", "Gene", "edward", "miguel", "iven", "michel"),
+    *("m3", "Nguyen", "Michael", "Gene", "edward", "miguel", "iven", "michel"),
     *("f2", "f5", "Annie", "linda", "shelby", "steph"),
 )
 
@@ -68,7 +69,7 @@ def make_voice(random: random_module.Random, split: Split) -> Voice:
     return Voice(
         accent=random.choices(ACCENTS, ACCENT_WEIGHTS)[0],
         variant=random.choice(variants),
-        rate=int(random.triangular(110, 230, 160)),
+        rate=int(random.triangular(110, 215, 155)),
         pitch=random.randint(20, 80),
         pitch_range=random.randint(20, 90),
         volume=random.randint(40, 110),

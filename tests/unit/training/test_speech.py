@@ -1,4 +1,4 @@
-"""Sentences stay in the vocabulary and in their split; synthesizers speak where they are laid out."""
+"""Sentences keep to the vocabulary and to their split; synthesizers speak where they lie."""
 
 from __future__ import annotations
 
