@@ -177,7 +177,7 @@ def test_counts_are_those_of_the_canvas(maker: mixture.Maker, split: Split) -> N
             pairs = {thing.pair for thing in found}
             if len(pairs) == 1 and (split == "train" or maker is shapes.make_count):
                 assert is_held_out_count(*pairs.pop(), len(found)) == (split == "test")
-    assert checked > 100
+    assert checked > 50  # fewer count questions among all kinds
 
 
 @pytest.mark.parametrize("split", SPLITS)
