@@ -4,13 +4,12 @@ import { EXAMPLES, drawExample, drawMedia, forget, makePart, readMedia, record }
 import { drawTrace, make } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
-const KEY = "sensorium-key";
 let model; // what the server calls it
 let messages = []; // what was said, with all media
 let shown = []; // media of the conversation
 let attached = []; // media of the next question
 let running; // the AbortController of the answer that comes
-let stopRecording; // while it records
+let recording; // while it records: the promise of what ends it
 
 const makeError = ({ message, param }, status) => Object.assign(new Error(message), { param, status });
 
@@ -180,17 +179,19 @@ function startOver() {
 }
 
 async function toggleRecording() {
-  const stop = stopRecording;
-  stopRecording = undefined;
+  const before = recording;
+  const now = before ? undefined : record();
+  recording = now;
   notify("");
   try {
-    if (stop) await attach([await stop()]);
-    else stopRecording = await record();
+    if (before) await attach([await (await before)()]);
+    else await now;
   } catch (error) {
+    if (recording === now) recording = undefined;
     notify(error.message);
   }
-  $("record").ariaPressed = String(Boolean(stopRecording));
-  $("record").textContent = stopRecording ? "Stop recording" : "Record";
+  $("record").ariaPressed = String(Boolean(recording));
+  $("record").textContent = recording ? "Stop recording" : "Record";
 }
 
 function fitQuestion() {
@@ -228,7 +229,7 @@ on($("stop"), "click", () => running?.abort());
 on($("new"), "click", startOver);
 on($("record"), "click", toggleRecording);
 on($("key"), "change", () => {
-  sessionStorage.setItem(KEY, $("key").value.trim());
+  sessionStorage.sensoriumKey = $("key").value.trim();
   findModel();
 });
 on(window, "keydown", (event) => event.key === "Escape" && running?.abort());
@@ -243,5 +244,5 @@ on(window, "drop", (event) => {
   $("drop").hidden = true;
   attach([...event.dataTransfer.files]);
 });
-$("key").value = sessionStorage.getItem(KEY) ?? "";
+$("key").value = sessionStorage.sensoriumKey ?? "";
 findModel();
