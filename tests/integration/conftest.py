@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +17,9 @@ from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
 from tests.integration.serving import ServerProcess, serve
 from tests.parity.driver import make_llm
+
+if TYPE_CHECKING:
+    from tests.integration.browsing import Browser
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +102,26 @@ def shared_server(
     with serve(tiny_model("qwen2_5_omni"), *flags) as server:
         server.note_first_metrics()
         yield server
+
+
+@pytest.fixture(scope="session")
+def _session_browser() -> Iterator[Browser]:
+    pytest.importorskip("selenium")
+    from tests.integration.browsing import Browser, find_browser
+
+    programs = find_browser()
+    if programs is None:
+        pytest.skip("no chromium and chromedriver on this machine")
+    browser = Browser(*programs)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(_session_browser: Browser) -> Iterator[Browser]:
+    """A real one. It may not ask any host but the server, nor complain of anything."""
+    yield _session_browser
+    _session_browser.assert_clean()
 
 
 @pytest.fixture(scope="session")

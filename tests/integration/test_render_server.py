@@ -64,6 +64,8 @@ def test_every_frontend_has_warmed_up_and_counts_none_of_it(server: ServerProces
 def test_what_generates_is_refused(server: ServerProcess) -> None:
     response = server.post("/v1/chat/completions", CHAT)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "render_only")
+    page = server.get("/")
+    assert (page.status_code, page.json()["error"]["code"]) == (404, "render_only")
 
 
 def test_caches_can_be_reset(server: ServerProcess) -> None:

@@ -6,14 +6,18 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from openai import AuthenticationError, RateLimitError
 
+from sensorium.server.http.welcome import WELCOME_PATHS
 from tests.integration.conversing import MODEL, ask, chat, make_video_part
 from tests.integration.serving import ServerProcess, serve, wait_until
+
+if TYPE_CHECKING:
+    from tests.integration.browsing import Browser
 
 pytestmark = pytest.mark.xdist_group("server")
 KEYS = ("first-key", "second-key")
@@ -70,7 +74,7 @@ def get_load(server: ServerProcess) -> int:
 
 
 def test_key_is_needed_for_all_but_health(server: ServerProcess) -> None:
-    for path in ("/health", "/ping", "/version"):
+    for path in ("/health", "/ping", "/version", *WELCOME_PATHS):
         assert server.get(path).status_code == 200
     for path in ("/v1/models", "/metrics", "/load", "/nowhere"):
         refused = server.get(path)
@@ -88,6 +92,24 @@ def test_key_is_needed_for_all_but_health(server: ServerProcess) -> None:
             )
             assert answer.model == "another-name"
     assert server.get("/metrics", headers=KEY).status_code == 200
+
+
+def test_the_welcome_page_asks_for_the_key(server: ServerProcess, browser: Browser) -> None:
+    browser.open(server)
+    browser.allow_status(401)
+    browser.wait_for("#key-row")
+    assert browser.find("#notice").text == "This server needs an API key."
+    browser.ask("Hello")
+    assert browser.get_texts(".failure") == ["This server needs an API key."]
+    browser.find("#key").send_keys("wrong\n")  # and the question, which came back, is sent
+    browser.wait_for_answer(2)
+    assert browser.get_texts(".failure")[1] == "This is not the server's API key."
+    browser.find("#key").clear()
+    browser.find("#key").send_keys(f"{KEYS[1]}\n")
+    browser.wait_for_answer(3)
+    assert len(browser.get_texts(".failure")) == 2
+    assert browser.get_texts(".trace")
+    assert (browser.find("#model").text, browser.find("#notice").text) == (MODEL, "")
 
 
 def test_pages_of_an_allowed_origin_may_ask(server: ServerProcess) -> None:

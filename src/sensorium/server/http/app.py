@@ -39,6 +39,7 @@ from sensorium.server.http.render_routes import make_render_router
 from sensorium.server.http.request_ids import HEADER, RequestIds
 from sensorium.server.http.response_times import ResponseTimes
 from sensorium.server.http.text_routes import make_models_router, make_text_router
+from sensorium.server.http.welcome import make_welcome_router
 from sensorium.server.metrics.frontend import FrontendMetrics
 
 
@@ -80,6 +81,7 @@ def make_app(
     else:
         app.include_router(make_text_router(context, failures))
         app.include_router(make_generate_router(context, failures))
+        app.include_router(make_welcome_router())
     app.include_router(make_render_router(context, failures))
     app.include_router(make_models_router(context))
     app.include_router(make_health_router(context))

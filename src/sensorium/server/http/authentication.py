@@ -9,8 +9,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sensorium.server.http.errors import ApiError
+from sensorium.server.http.welcome import WELCOME_PATHS
 
-_OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+_OPEN_PATHS = WELCOME_PATHS | {"/health", "/ping", "/version"}
 METRICS_PATH = "/metrics"
 
 

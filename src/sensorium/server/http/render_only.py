@@ -26,4 +26,5 @@ def make_refusing_router() -> APIRouter:
 
     for path in GENERATING_PATHS:
         router.add_api_route(path, refuse, methods=["POST"], include_in_schema=False)
+    router.add_api_route("/", refuse, methods=["GET", "HEAD"], include_in_schema=False)
     return router

@@ -1,0 +1,248 @@
+// The page at `/`: a conversation with the model, over the same routes as everybody's.
+
+import { EXAMPLES, drawExample, drawMedia, forget, makePart, readMedia, record } from "./media.js";
+import { drawTrace, make } from "./trace.js";
+
+const $ = (id) => document.getElementById(id);
+let model; // what the server calls it
+let messages = []; // what was said, with all media
+let shown = []; // media of the conversation
+let attached = []; // media of the next question
+let running; // the AbortController of the answer that comes
+let recording; // while it records: the promise of what ends it
+
+const makeError = ({ message, param }, status) => Object.assign(new Error(message), { param, status });
+
+async function call(path, options = {}) {
+  const key = $("key").value.trim();
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const response = await fetch(path, { ...options, headers }).catch(() => {
+    throw new Error("The server does not answer. Is it still running?");
+  });
+  if (response.ok) return response;
+  const answer = await response.json().catch(() => ({}));
+  throw makeError(answer.error ?? { message: `The server answered ${response.status}.` }, response.status);
+}
+
+async function* stream(body, signal) {
+  const response = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { done, value } = await reader.read().catch(() => ({ done: true }));
+    if (done) throw new Error("The connection was lost.");
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const text = event.replace(/^data: /, "");
+      if (text === "[DONE]") return;
+      const chunk = JSON.parse(text);
+      if (chunk.error) throw makeError(chunk.error);
+      yield chunk;
+    }
+  }
+}
+
+async function findModel() {
+  try {
+    const { data } = await (await call("v1/models")).json();
+    model = data[0].id;
+    $("model").textContent = model;
+    notify("");
+  } catch (error) {
+    notify(explain(error, []));
+  }
+}
+
+function notify(words) {
+  $("notice").textContent = words;
+  $("notice").hidden = !words;
+}
+
+/** What went wrong, in words; `media`: of the question, whose names say more than their places. */
+function explain(error, media) {
+  if (error.status === 401) {
+    $("key-row").hidden = false;
+    $("key").focus();
+    return $("key").value ? "This is not the server's API key." : "This server needs an API key.";
+  }
+  const [, message, part] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(error.param ?? "") ?? [];
+  const item = Number(message) === messages.length ? media[part] : undefined;
+  return item ? error.message.replace(/^\w+ \d+: /, `${item.name}: `) : error.message;
+}
+
+async function attach(files) {
+  for (const file of files) {
+    try {
+      attached.push(await readMedia(file));
+      notify("");
+    } catch (error) {
+      notify(error.message);
+    }
+  }
+  drawAttached();
+}
+
+function drawAttached() {
+  const items = attached.map((item) => {
+    const remove = Object.assign(make("button", "remove", "×"), { type: "button", ariaLabel: `Remove ${item.name}` });
+    remove.onclick = () => {
+      attached = attached.filter((other) => other !== item);
+      forget([item]);
+      drawAttached();
+      $("question").focus();
+    };
+    return make("li", item.kind, drawMedia(item), remove);
+  });
+  $("media").replaceChildren(...items);
+}
+
+function drawTurn(question, media) {
+  const asked = make("div", "asked", ...media.map(drawMedia), ...(question ? [make("p", "", question)] : []));
+  const thought = make("p", "thought");
+  const answer = Object.assign(make("p", "answer"), { ariaLive: "polite", ariaBusy: "true" });
+  const turn = make("li", "turn", asked, thought, answer);
+  document.querySelectorAll(".trace details").forEach((details) => (details.open = false));
+  $("intro").hidden = true;
+  $("turns").append(turn);
+  return { turn, answer, thought };
+}
+
+const isAtEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 120;
+const goToEnd = () => scrollTo({ top: document.documentElement.scrollHeight });
+
+function setRunning(controller) {
+  running = controller;
+  $("stop").hidden = !running;
+  $("send").hidden = Boolean(running);
+  $("new").disabled = !$("turns").children.length;
+}
+
+async function ask(question, media) {
+  const controller = new AbortController();
+  const { turn, answer, thought } = drawTurn(question, media);
+  const content = [...media.map(makePart), ...(question ? [{ type: "text", text: question }] : [])];
+  const asked = { role: "user", content };
+  setRunning(controller);
+  goToEnd();
+  let failure;
+  try {
+    const body = { model, messages: [...messages, asked], max_tokens: $("max-tokens").valueAsNumber || 256 };
+    for await (const chunk of stream({ ...body, stream: true, trace: true }, controller.signal)) {
+      const wasAtEnd = isAtEnd();
+      const delta = chunk.choices[0]?.delta ?? {};
+      thought.append(delta.reasoning_content ?? "");
+      answer.append(delta.content ?? "");
+      if (chunk.sensorium_trace) turn.append(drawTrace(chunk.sensorium_trace));
+      if (wasAtEnd) goToEnd();
+    }
+  } catch (error) {
+    failure = controller.signal.aborted ? "Stopped." : explain(error, media);
+  }
+  if (running !== controller) return; // a new conversation has begun
+  setRunning(undefined);
+  answer.ariaBusy = "false";
+  if (failure) turn.append(Object.assign(make("p", "failure", failure), { role: "alert" }));
+  const text = answer.textContent;
+  if (text || !failure) {
+    messages.push(asked, { role: "assistant", content: text });
+    shown.push(...media);
+  } else { // it was not said: back to where it can be mended
+    attached = [...media, ...attached];
+    $("question").value ||= question;
+    drawAttached();
+  }
+  fitQuestion();
+  if (failure) goToEnd();
+}
+
+async function send() {
+  const question = $("question").value.trim();
+  if (running || (!question && !attached.length)) return;
+  const media = attached;
+  attached = [];
+  $("question").value = "";
+  notify("");
+  drawAttached();
+  fitQuestion();
+  await ask(question, media);
+}
+
+function startOver() {
+  running?.abort();
+  forget(shown);
+  [messages, shown] = [[], []];
+  $("turns").replaceChildren();
+  $("intro").hidden = false;
+  setRunning(undefined);
+  notify("");
+  $("question").focus();
+}
+
+async function toggleRecording() {
+  const before = recording;
+  const now = before ? undefined : record();
+  recording = now;
+  notify("");
+  try {
+    if (before) await attach([await (await before)()]);
+    else await now;
+  } catch (error) {
+    if (recording === now) recording = undefined;
+    notify(error.message);
+  }
+  $("record").ariaPressed = String(Boolean(recording));
+  $("record").textContent = recording ? "Stop recording" : "Record";
+}
+
+function fitQuestion() {
+  $("question").style.height = "auto";
+  $("question").style.height = `${$("question").scrollHeight}px`;
+}
+
+for (const example of EXAMPLES) {
+  const canvas = Object.assign(drawExample(example), { ariaHidden: "true" });
+  const button = Object.assign(make("button", "", canvas, example.question), { type: "button" });
+  button.onclick = () => canvas.toBlob(async (blob) => {
+    await attach([new File([blob], example.name, { type: "image/png" })]);
+    $("question").value = example.question;
+    await send();
+  });
+  $("examples").append(make("li", "", button));
+}
+
+const on = (target, type, act) => target.addEventListener(type, act);
+on($("composer"), "submit", (event) => {
+  event.preventDefault();
+  send();
+});
+on($("question"), "keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("composer").requestSubmit();
+});
+on($("question"), "input", fitQuestion);
+on($("files"), "change", async () => {
+  await attach([...$("files").files]);
+  $("files").value = "";
+});
+on($("stop"), "click", () => running?.abort());
+on($("new"), "click", startOver);
+on($("record"), "click", toggleRecording);
+on($("key"), "change", () => {
+  sessionStorage.sensoriumKey = $("key").value.trim();
+  findModel();
+});
+on(window, "keydown", (event) => event.key === "Escape" && running?.abort());
+on(window, "paste", (event) => attach([...event.clipboardData.files]));
+on(window, "dragover", (event) => {
+  event.preventDefault();
+  $("drop").hidden = !event.dataTransfer.types.includes("Files");
+});
+on(window, "dragleave", (event) => event.relatedTarget || ($("drop").hidden = true));
+on(window, "drop", (event) => {
+  event.preventDefault();
+  $("drop").hidden = true;
+  attach([...event.dataTransfer.files]);
+});
+$("key").value = sessionStorage.sensoriumKey ?? "";
+findModel();

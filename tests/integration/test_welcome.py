@@ -1,0 +1,201 @@
+"""The page at `/`: its files over HTTP, and what a person does with it in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+import wave
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from sensorium.server.http.welcome import WELCOME_PATHS
+from tests.integration.conversing import MODEL, Message, Part, ask, make_mp4, make_png, make_wav
+from tests.integration.serving import ServerProcess, wait_until
+
+if TYPE_CHECKING:
+    from tests.integration.browsing import Browser
+
+pytestmark = pytest.mark.xdist_group("server")
+SEED = 900  # of media that no other test has sent to this server
+SPARED = ["✓ not decoded again", "✓ not sent again", "✓ in the prefix cache"]
+NOT_SPARED = ["decoded, processed", "sent to the model", "encoded"]
+# What the page sends to the route for chat, kept where the test can read it.
+KEEP_REQUESTS = """
+    window.sent = [];
+    const send = window.fetch;
+    window.fetch = (path, options) => (window.sent.push(options.body), send(path, options));
+"""
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def ask_directly(server: ServerProcess, messages: list[Message], max_tokens: int) -> str:
+    body = {"messages": messages, "max_tokens": max_tokens}
+    answer: Any = server.post("/v1/chat/completions", body).json()
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def make_part(kind: str, content_type: str, content: bytes) -> Part:
+    url = f"data:{content_type};base64,{base64.b64encode(content).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+@pytest.mark.parametrize("path", sorted(WELCOME_PATHS))
+def test_files_come_with_rules_and_only_when_they_changed(
+    omni_server: ServerProcess, path: str
+) -> None:
+    page = omni_server.get(path)
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "http" not in policy
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-cache"
+    head = httpx.head(omni_server.get_url(path))
+    assert (head.status_code, head.content) == (200, b"")
+    for name in ("etag", "content-length", "content-type", "content-security-policy"):
+        assert head.headers[name] == page.headers[name]
+    known = {"If-None-Match": f'"another", W/{page.headers["etag"]}'}
+    same = omni_server.get(path, headers=known)
+    assert (same.status_code, same.content) == (304, b"")
+    assert same.headers["etag"] == page.headers["etag"]
+    assert omni_server.get(path, headers={"If-None-Match": '"old"'}).content == page.content
+
+
+def test_files_are_small_and_name_no_other_host(omni_server: ServerProcess) -> None:
+    texts = [omni_server.get(path).text for path in WELCOME_PATHS]
+    assert sum(len(text.splitlines()) for text in texts) < 600
+    addresses = [word for text in texts for word in re.findall(r"https?://[^\"'\s]*", text)]
+    assert addresses == ["http://www.w3.org/2000/svg"]  # a name, which nobody asks
+
+
+def test_a_dropped_picture_is_perceived_once(
+    omni_server: ServerProcess, browser: Browser, tmp_path: Path
+) -> None:
+    picture = make_png(SEED, height=140, width=140)
+    browser.open(omni_server)
+    assert browser.find("#model").text == MODEL
+    browser.drop(write(tmp_path / "noise.png", picture))
+    first = browser.ask("What is this?")
+    messages = ask(make_part("image", "image/png", picture), "What is this?")
+    assert first == ask_directly(omni_server, messages, 6)
+    assert browser.get_texts(".chip") == NOT_SPARED
+    assert "0 of" in browser.find(".trace p").text
+
+    second = browser.ask("And now?")  # the conversation goes on, with the picture in it
+    messages += [{"role": "assistant", "content": first}, *ask("And now?")]
+    assert second == ask_directly(omni_server, messages, 6)
+    assert browser.get_texts(".chip") == NOT_SPARED + SPARED
+    assert "the first time" in browser.find_all(".trace p")[1].text
+    bars = browser.run(
+        "return [...document.querySelectorAll('.turn:last-child .bars')].map("
+        "(cell) => [...cell.children].map((bar) => bar.style.width))"
+    )
+    assert all(len(pair) == 2 for pair in bars)
+    assert "100%" in [width for pair in bars for width in pair]
+
+    browser.click("#new")
+    assert browser.find("#intro").is_displayed()
+    browser.choose(tmp_path / "noise.png")
+    assert browser.ask("What is this?") == first
+    assert browser.get_texts(".chip") == SPARED
+
+
+def test_an_example_is_asked_about_with_one_click(
+    omni_server: ServerProcess, browser: Browser
+) -> None:
+    browser.open(omni_server)
+    assert len(browser.find_all("#examples button")) == 4
+    browser.click("#examples li:nth-child(3) button")
+    browser.wait_for_answer(1)
+    assert browser.get_texts(".asked p") == ["What does it say?"]
+    assert browser.get_texts(".trace .items b") == ["Picture"]
+    assert browser.get_answer()
+
+
+def test_sounds_and_videos_are_heard_and_seen(
+    omni_server: ServerProcess, browser: Browser, tmp_path: Path
+) -> None:
+    sound, video = make_wav(SEED), make_mp4(SEED)
+    browser.open(omni_server)
+    browser.choose(write(tmp_path / "melody.wav", sound))
+    browser.drop(write(tmp_path / "clip.mp4", video))
+    parts = [make_part("audio", "audio/wav", sound), make_part("video", "video/mp4", video)]
+    assert browser.ask("What is it?") == ask_directly(omni_server, ask(*parts, "What is it?"), 6)
+    assert browser.get_texts(".trace .items b") == ["Sound", "Video"]
+
+
+def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) -> None:
+    browser.open(omni_server)
+    browser.run(KEEP_REQUESTS)
+    browser.click("#record")
+    wait_until(lambda: browser.find("#record").text == "Stop recording", "it records")
+    time.sleep(1.0)
+    browser.click("#record")
+    browser.wait_for_attached(1)
+    browser.ask("")  # what was said is the question
+    assert browser.get_texts(".trace .items b") == ["Sound"]
+    url = browser.run("return JSON.parse(sent[0]).messages[0].content[0].audio_url.url")
+    with wave.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as sound:
+        form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
+        samples = memoryview(sound.readframes(sound.getnframes())).cast("h")
+    assert form == (16000, 1, 2)
+    assert 8000 < len(samples) < 160000
+    assert max(samples) > 1000  # the beep
+
+
+def test_what_is_no_media_is_told_in_words(
+    omni_server: ServerProcess, browser: Browser, tmp_path: Path
+) -> None:
+    browser.open(omni_server)
+    browser.find("#files").send_keys(str(write(tmp_path / "letter.txt", b"Dear")))
+    browser.wait_for("#notice")
+    assert browser.find("#notice").text == "letter.txt is no picture, video or sound."
+    browser.choose(write(tmp_path / "broken.png", b"no picture"))
+    browser.allow_status(400)
+    browser.ask("What is this?")
+    (words,) = browser.get_texts(".failure")
+    assert words.startswith("broken.png: this is not an image of a supported format")
+    # The question is back: without the file, it can be asked.
+    browser.click("#media .remove")
+    assert browser.ask("")
+    assert browser.get_texts(".asked p") == ["What is this?"] * 2
+
+
+def test_an_answer_streams_and_can_be_stopped(omni_server: ServerProcess, browser: Browser) -> None:
+    browser.open(omni_server, max_tokens=1500)
+    browser.find("#question").send_keys("Count.\n")
+    wait_until(lambda: len(browser.get_answer()) > 5, "the answer comes")
+    assert browser.find(".answer").get_attribute("aria-busy") == "true"
+    browser.click("#stop")
+    browser.wait_for_answer(1)
+    assert browser.get_texts(".failure") == ["Stopped."]
+    wait_until(lambda: omni_server.get("/load").json() == {"server_load": 0}, "the server rests")
+    stopped = browser.get_answer()
+    browser.set_max_tokens(6)
+    messages = [*ask("Count."), {"role": "assistant", "content": stopped}, *ask("Go on.")]
+    assert browser.ask("Go on.") == ask_directly(omni_server, messages, 6)
+
+
+def test_keys_do_what_is_written_under_the_question(
+    omni_server: ServerProcess, browser: Browser
+) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(omni_server, max_tokens=1500)
+    question = browser.find("#question")
+    question.send_keys("Count", Keys.SHIFT, Keys.ENTER, Keys.NULL, "on.", Keys.ENTER)
+    wait_until(lambda: bool(browser.find_all(".answer")), "it is sent")
+    assert browser.get_texts(".asked p") == ["Count\non."]
+    wait_until(lambda: bool(browser.get_answer()), "the answer comes")
+    question.send_keys(Keys.ESCAPE)
+    browser.wait_for_answer(1)
+    assert browser.get_texts(".failure") == ["Stopped."]
