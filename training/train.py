@@ -153,6 +153,7 @@ def train(arguments: argparse.Namespace) -> None:
     plan = Plan(mixture=dict(MIXTURE), **json.loads(arguments.plan))
     steps = load_steps(folder, plan, seed=arguments.seed, num_workers=arguments.workers)
     tests = make_test_batches(folder, seed=7, count=arguments.test_count, rounds=1)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     loop = _Loop(model, optimizers, perceiver, arguments)
     loop.run(steps, tests, out)
 
@@ -174,6 +175,8 @@ class _Loop:
             asked = time.monotonic()
             step = next(steps)
             waited += time.monotonic() - asked
+            if number == 0:
+                print(f"the first step waited {waited:.1f} s", flush=True)
             self._learn(step, schedule(elapsed / arguments.seconds))
             number += 1
             if elapsed >= next_report:

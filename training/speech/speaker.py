@@ -12,7 +12,7 @@ from training.samples import Split
 from training.speech.espeak import Espeak, make_voice
 from training.speech.flite import Flite, make_flite_voice
 
-FLITE_SHARE = 0.3  # recordings of people, but only five
+FLITE_SHARE = 0.25  # recordings of people, but only five
 
 
 def _find_flite(folder: Path) -> Flite | None:
