@@ -44,13 +44,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """All [B, T, heads, dim]; keys and values may have fewer heads."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        is_causal=causal,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    if q.shape[2] != k.shape[2]:
+        times = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     return out.transpose(1, 2).flatten(2)
 
 

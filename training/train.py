@@ -194,16 +194,16 @@ class _Loop:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._arguments.lr * factor
-        for name, batch in step.items():
-            perceived = self._perceiver.perceive(batch)
-            with self._autocast():
-                logits = predict(self._model, batch, perceived)
-            labels = batch["labels"].to(logits.device, non_blocking=True)
-            loss = F.cross_entropy(logits, labels)
-            (loss * WEIGHTS[name]).backward()
-            mean = self._losses.get(name)
-            now = loss.detach()
-            self._losses[name] = now if mean is None else mean.lerp(now, 0.05)
+        total: Any = 0.0
+        with self._autocast():  # one for all, so that weights are converted once
+            for name, batch in step.items():
+                logits = predict(self._model, batch, self._perceiver.perceive(batch))
+                labels = batch["labels"].to(logits.device, non_blocking=True)
+                loss = F.cross_entropy(logits, labels)
+                total = total + loss * WEIGHTS[name]
+                now, mean = loss.detach(), self._losses.get(name)
+                self._losses[name] = now if mean is None else mean.lerp(now, 0.05)
+        total.backward()
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
