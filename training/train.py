@@ -96,11 +96,15 @@ def predict(model: Thinker, batch: Batch, perceived: dict[str, Tensor]) -> Tenso
 
 
 @torch.no_grad()
-def measure(model: Thinker, perceiver: Perceiver, batches: Iterator[Batch]) -> dict[str, float]:
+def measure(
+    model: Thinker, perceiver: Perceiver, batches: list[Batch], autocast: Any
+) -> dict[str, float]:
     """How many answers are right, token for token, per task; greedy decoding gives the same."""
     right: dict[str, list[bool]] = defaultdict(list)
     for batch in batches:
-        logits = predict(model, batch, perceiver.perceive(batch, is_clean=True))
+        perceived = perceiver.perceive(batch, is_clean=True)
+        with autocast():
+            logits = predict(model, batch, perceived)
         is_right = (logits.argmax(-1).cpu() == batch["labels"]).long()
         all_right = torch.ones(len(batch["rows"]), dtype=torch.long)
         all_right.scatter_reduce_(0, batch["turns"], is_right, "amin")
@@ -195,9 +199,10 @@ class _Loop:
             for group in optimizer.param_groups:
                 group["lr"] = self._arguments.lr * factor
         total: Any = 0.0
+        perceived = {name: self._perceiver.perceive(batch) for name, batch in step.items()}
         with self._autocast():  # one for all, so that weights are converted once
             for name, batch in step.items():
-                logits = predict(self._model, batch, self._perceiver.perceive(batch))
+                logits = predict(self._model, batch, perceived[name])
                 labels = batch["labels"].to(logits.device, non_blocking=True)
                 loss = F.cross_entropy(logits, labels)
                 total = total + loss * WEIGHTS[name]
@@ -217,8 +222,7 @@ class _Loop:
         print(f"step {number} {elapsed:.0f} s (waited {waited:.0f} s) loss {losses}", flush=True)
 
     def _test(self, tests: list[Batch], elapsed: float) -> None:
-        with self._autocast():
-            right = measure(self._model, self._perceiver, iter(tests))
+        right = measure(self._model, self._perceiver, tests, self._autocast)
         figures = " ".join(f"{task} {share:.3f}" for task, share in right.items())
         print(f"test {elapsed:.0f} s {figures}", flush=True)
 
