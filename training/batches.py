@@ -48,17 +48,21 @@ MAX_SOUND_SAMPLES = 10 * 16_000
 class Plan:
     """Samples of each group in a step."""
 
-    picture: int = 384
-    speech: int = 96
-    spoken_picture: int = 48
-    video: int = 16
+    picture: int = 480
     text: int = 96
+    speech: int = 128
+    spoken_picture: int = 64
+    video: int = 64  # in every fourth step only
     fresh_speech: int = 40  # the others were spoken before, in other noise
     mixture: dict[str, list[tuple[Maker, float]]] = field(default_factory=lambda: dict(MIXTURE))
 
 
+GROUPS = ("picture", "text", "speech", "spoken_picture", "video")
+STEPS_PER_VIDEO = 4
+
+
 class BatchMaker:
-    """Makes batches of one group each; the same seed makes the same ones."""
+    """Makes batches; the same seed makes the same ones."""
 
     def __init__(self, folder: Path, split: Split, seed: int) -> None:
         self._writer = Writer(folder / "tokenizer")
@@ -67,11 +71,54 @@ class BatchMaker:
         self._random = Random(seed)
         self._spoken: list[tuple[Sample, np.ndarray]] = []
 
+    def make_step(self, plan: Plan, *, with_videos: bool) -> dict[str, Batch]:
+        """What is seen or read, what is heard, and at times videos: each goes through the model
+        at once. All pictures of a step have one size.
+        """
+        grid = self._choose(PICTURE_GRIDS)
+        mixture = plan.mixture
+        step = {
+            "seen": self._make_seen(mixture, plan, grid),
+            "heard": self._make_heard(mixture, plan, grid),
+        }
+        if with_videos:
+            step["video"] = self.make_videos(mixture["video"], plan.video)
+        return step
+
+    def _make_seen(self, mixture: Any, plan: Plan, grid: tuple[int, int]) -> Batch:
+        size = (grid[0] * UNIT, grid[1] * UNIT)
+        pictures = self._draw(mixture["picture"], plan.picture, size)
+        texts = self._draw(mixture["text"], plan.text, (0, 0))
+        layouts = [Layout(picture=(1, *grid))] * len(pictures) + [Layout()] * len(texts)
+        batch = self._write(pictures + texts, layouts)
+        groups = ["picture"] * len(pictures) + ["text"] * len(texts)
+        batch["groups"] = _number_groups(batch, groups)
+        batch["canvases"] = pack_canvases([_picture(sample) for sample in pictures])
+        batch["size"] = size
+        return batch
+
+    def _make_heard(self, mixture: Any, plan: Plan, grid: tuple[int, int]) -> Batch:
+        size = (grid[0] * UNIT, grid[1] * UNIT)
+        spoken = self._choose_spoken(mixture["speech"], plan.speech, plan.fresh_speech)
+        asked = self._draw(mixture["spoken_picture"], plan.spoken_picture, size)
+        waves = [wave for _, wave in spoken] + [self._say(sample) for sample in asked]
+        sounds = self._place(waves)
+        num_sounds = sounds.shape[1] // SAMPLES_PER_TOKEN
+        layouts = [Layout(num_sounds=num_sounds)] * len(spoken)
+        layouts += [Layout(picture=(1, *grid), num_sounds=num_sounds)] * len(asked)
+        batch = self._write([sample for sample, _ in spoken] + asked, layouts)
+        groups = ["speech"] * len(spoken) + ["spoken_picture"] * len(asked)
+        batch["groups"] = _number_groups(batch, groups)
+        batch["sounds"] = torch.from_numpy(sounds)
+        batch["canvases"] = pack_canvases([_picture(sample) for sample in asked])
+        batch["size"] = size
+        return batch
+
     def make_pictures(self, makers: list[tuple[Maker, float]], count: int) -> Batch:
         rows, columns = self._choose(PICTURE_GRIDS)
         size = (rows * UNIT, columns * UNIT)
         samples = self._draw(makers, count, size)
-        batch = self._write(samples, Layout(picture=(1, rows, columns)))
+        batch = self._write(samples, [Layout(picture=(1, rows, columns))] * count)
         batch["canvases"] = pack_canvases([_picture(sample) for sample in samples])
         batch["size"] = size
         return batch
@@ -82,29 +129,19 @@ class BatchMaker:
         samples = self._draw(makers, count, size)
         frames = [sample.video or [] for sample in samples]
         steps = len(frames[0]) // 2
-        batch = self._write(samples, Layout(video=(steps, rows, columns)))
+        batch = self._write(samples, [Layout(video=(steps, rows, columns))] * count)
         batch["canvases"] = pack_canvases([canvas for video in frames for canvas in video])
         batch["size"] = size
         batch["num_frames"] = len(frames[0])
+        batch["groups"] = _number_groups(batch, ["video"] * count)
         return batch
 
     def make_texts(self, makers: list[tuple[Maker, float]], count: int) -> Batch:
-        return self._write(self._draw(makers, count, (0, 0)), Layout())
+        return self._write(self._draw(makers, count, (0, 0)), [Layout()] * count)
 
-    def make_speech(
-        self, makers: list[tuple[Maker, float]], count: int, num_fresh: int | None = None
-    ) -> Batch:
-        """Sounds of about one length, some of which were used before."""
-        for sample in self._draw(makers, count if num_fresh is None else num_fresh, (0, 0)):
-            self._spoken.append((sample, self._say(sample)))
-        while len(self._spoken) < count:
-            (sample,) = self._draw(makers, 1, (0, 0))
-            self._spoken.append((sample, self._say(sample)))
-        self._spoken = self._spoken[-max(count, 1024) :]
-        by_length = sorted(self._spoken, key=lambda spoken: len(spoken[1]))
-        start = self._random.randint(0, len(by_length) - count)
-        chosen = by_length[start : start + count]
-        return self._write_sounds([sample for sample, _ in chosen], [wave for _, wave in chosen])
+    def make_speech(self, makers: list[tuple[Maker, float]], count: int) -> Batch:
+        spoken = self._choose_spoken(makers, count, count)
+        return self._write_sounds([sample for sample, _ in spoken], [wave for _, wave in spoken])
 
     def make_spoken_pictures(self, makers: list[tuple[Maker, float]], count: int) -> Batch:
         rows, columns = self._choose(PICTURE_GRIDS)
@@ -114,6 +151,18 @@ class BatchMaker:
         batch["canvases"] = pack_canvases([_picture(sample) for sample in samples])
         batch["size"] = size
         return batch
+
+    def _choose_spoken(
+        self, makers: list[tuple[Maker, float]], count: int, num_fresh: int
+    ) -> list[tuple[Sample, np.ndarray]]:
+        """Sounds of about one length, some of which were used before."""
+        num_fresh = max(num_fresh, count - len(self._spoken))
+        for sample in self._draw(makers, num_fresh, (0, 0)):
+            self._spoken.append((sample, self._say(sample)))
+        self._spoken = self._spoken[-max(count, 1024) :]
+        by_length = sorted(self._spoken, key=lambda spoken: len(spoken[1]))
+        start = self._random.randint(0, len(by_length) - count)
+        return by_length[start : start + count]
 
     def _say(self, sample: Sample) -> np.ndarray:
         return self._speaker.speak(sample.speech or "", self._random, self._split)
@@ -133,6 +182,13 @@ class BatchMaker:
         waves: list[np.ndarray],
         picture: tuple[int, int, int] | None = None,
     ) -> Batch:
+        sounds = self._place(waves)
+        layout = Layout(picture=picture, num_sounds=sounds.shape[1] // SAMPLES_PER_TOKEN)
+        batch = self._write(samples, [layout] * len(samples))
+        batch["sounds"] = torch.from_numpy(sounds)
+        return batch
+
+    def _place(self, waves: list[np.ndarray]) -> np.ndarray:
         """Each sound begins somewhere within the length that all have."""
         waves = [wave[:MAX_SOUND_SAMPLES] for wave in waves]
         room = self._random.randint(1_000, 12_000)
@@ -141,16 +197,23 @@ class BatchMaker:
         for row, wave in enumerate(waves):
             start = self._random.randint(0, min(sounds.shape[1] - len(wave), 16_000))
             sounds[row, start : start + len(wave)] = wave
-        batch = self._write(samples, Layout(picture=picture, num_sounds=num_tokens))
-        batch["sounds"] = torch.from_numpy(sounds)
-        return batch
+        return sounds
 
-    def _write(self, samples: list[Sample], layout: Layout) -> Batch:
-        encoded = [self._writer.write(sample, layout, self._random) for sample in samples]
+    def _write(self, samples: list[Sample], layouts: list[Layout]) -> Batch:
+        encoded = [
+            self._writer.write(sample, layout, self._random)
+            for sample, layout in zip(samples, layouts, strict=True)
+        ]
         arrays = pad(encoded, self._writer)
         batch: Batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch["tasks"] = [sample.task for sample in samples]
         return batch
+
+
+def _number_groups(batch: Batch, groups: list[str]) -> torch.Tensor:
+    """The group of each token of an answer."""
+    numbers = torch.tensor([GROUPS.index(group) for group in groups])
+    return numbers[batch["rows"]][batch["turns"]]
 
 
 def _picture(sample: Sample) -> Any:
@@ -167,17 +230,10 @@ class Steps(IterableDataset[dict[str, Batch]]):
         worker = get_worker_info()
         number = 0 if worker is None else worker.id
         maker = BatchMaker(self._folder, "train", self._seed * 1000 + number)
-        plan, mixture = self._plan, self._plan.mixture
+        count = number
         while True:
-            yield {
-                "picture": maker.make_pictures(mixture["picture"], plan.picture),
-                "speech": maker.make_speech(mixture["speech"], plan.speech, plan.fresh_speech),
-                "spoken_picture": maker.make_spoken_pictures(
-                    mixture["spoken_picture"], plan.spoken_picture
-                ),
-                "video": maker.make_videos(mixture["video"], plan.video),
-                "text": maker.make_texts(mixture["text"], plan.text),
-            }
+            yield maker.make_step(self._plan, with_videos=count % STEPS_PER_VIDEO == 0)
+            count += 1
 
 
 def load_steps(folder: Path, plan: Plan, *, seed: int, num_workers: int) -> Iterator[Any]:

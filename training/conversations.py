@@ -13,6 +13,7 @@ from training.samples import Sample
 from training.tokenizer import FastEncoder
 
 IGNORED = -100
+MAX_TURNS_TOKENS = 190  # no turn begins after so many: the longest of a batch costs all
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are sensorium-mini.",
@@ -62,6 +63,8 @@ class Writer:
             system = f"<|im_start|>system\n{random.choice(SYSTEM_PROMPTS)}<|im_end|>\n"
             pieces.add(self._encoder.encode(system))
         for number, turn in enumerate(sample.turns):
+            if number and len(pieces) > MAX_TURNS_TOKENS - 25 and layout.video is None:
+                break
             pieces.add(self._line if number else [], self._user)
             question = self._encoder.encode(turn.question)
             is_first = bool(turn.question) and random.random() < 0.2
@@ -93,6 +96,9 @@ class _Pieces:
         self._tokens: list[int] = []
         self._is_answer: list[bool] = []
         self._segments: list[int | Grid] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
 
     def add(self, *pieces: list[int]) -> None:
         for piece in pieces:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.architecture import make_config
-from training.batches import VIDEO_SCALE, Batch, BatchMaker, Plan, load_steps
+from training.architecture import PATCH, make_config
+from training.batches import GROUPS, VIDEO_SCALE, Batch, BatchMaker, Plan, load_steps
 from training.model import Thinker
 from training.optimizer import make_optimizers
 from training.pictures.rendering import (
@@ -34,7 +34,7 @@ from training.tokenizer import load_tokenizer
 from training.weights import initialize, load_whisper, restore, save_shards
 
 # What an answer of each group counts for in a step.
-WEIGHTS = {"picture": 1.0, "speech": 0.6, "spoken_picture": 0.4, "video": 0.3, "text": 0.2}
+WEIGHTS = {"picture": 1.0, "text": 0.2, "speech": 0.6, "spoken_picture": 0.4, "video": 0.8}
 
 
 class Perceiver:
@@ -69,26 +69,35 @@ class Perceiver:
         return perceived
 
 
-def predict(model: Thinker, batch: Batch, perceived: dict[str, Tensor]) -> Tensor:
+def see(model: Thinker, batches: list[Batch], perceived: list[dict[str, Tensor]]) -> list[Any]:
+    """Features of each batch's pictures or videos; pictures of all batches go through at once."""
+    features: list[Any] = [None] * len(batches)
+    together = [number for number, media in enumerate(perceived) if "pictures" in media]
+    if together:
+        size = batches[together[0]]["size"]
+        patches = [perceived[number]["pictures"] for number in together]
+        seen = model.model.visual(torch.cat(patches), size[0] // PATCH, size[1] // PATCH)
+        parts = seen.split([len(part) for part in patches])
+        for number, part in zip(together, parts, strict=True):
+            features[number] = part
+    for number, media in enumerate(perceived):
+        if "videos" in media:
+            sides = batches[number]["size"]
+            height, width = (round(side * VIDEO_SCALE) // PATCH for side in sides)
+            patches = media["videos"]  # [B, steps * N, 1176]: each step is a picture
+            steps = patches.reshape(-1, height * width, patches.shape[-1])
+            features[number] = model.model.visual(steps, height, width)
+    return features
+
+
+def predict(model: Thinker, batch: Batch, perceived: dict[str, Tensor], seen: Any) -> Tensor:
     """Logits before each token of an answer."""
     device = model.model.language_model.embed_tokens.weight.device
-    moved = {
-        name: batch[name].to(device, non_blocking=True)
-        for name in ("tokens", "positions", "answer_at", "picture_at", "video_at", "sound_at")
-    }
+    names = ("tokens", "positions", "answer_at", "picture_at", "video_at", "sound_at")
+    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
     media = []
-    if "size" in batch:
-        scale = VIDEO_SCALE if "num_frames" in batch else 1.0
-        height, width = (round(side * scale) // 14 for side in batch["size"])
-        if "pictures" in perceived:
-            features = model.model.visual(perceived["pictures"], height, width)
-            media.append((moved["picture_at"], features))
-        else:
-            patches = perceived["videos"]  # [B, steps * N, 1176]: each step is a picture
-            features = model.model.visual(
-                patches.reshape(-1, height * width, patches.shape[-1]), height, width
-            )
-            media.append((moved["video_at"], features))
+    if seen is not None:
+        media.append((moved["video_at" if "videos" in perceived else "picture_at"], seen))
     if "sounds" in perceived:
         media.append((moved["sound_at"], model.model.audio_tower(perceived["sounds"])))
     hidden = model(moved["tokens"], moved["positions"], media)
@@ -104,7 +113,8 @@ def measure(
     for batch in batches:
         perceived = perceiver.perceive(batch, is_clean=True)
         with autocast():
-            logits = predict(model, batch, perceived)
+            (seen,) = see(model, [batch], [perceived])
+            logits = predict(model, batch, perceived, seen)
         is_right = (logits.argmax(-1).cpu() == batch["labels"]).long()
         all_right = torch.ones(len(batch["rows"]), dtype=torch.long)
         all_right.scatter_reduce_(0, batch["turns"], is_right, "amin")
@@ -168,7 +178,11 @@ class _Loop:
     ) -> None:
         self._model, self._optimizers, self._perceiver = model, optimizers, perceiver
         self._arguments = arguments
-        self._losses: dict[str, Tensor] = {}
+        weights = [WEIGHTS[group] for group in GROUPS]
+        self._weights = torch.tensor(weights, device=arguments.device)
+        self._number, self._phase, self._phase_started = 0, "", 0.0
+        self._phases: dict[str, float] = defaultdict(float)
+        self._means = torch.full_like(self._weights, 8.0)
 
     def run(self, steps: Iterator[Any], tests: list[Batch], out: Path) -> None:
         arguments = self._arguments
@@ -181,8 +195,12 @@ class _Loop:
             waited += time.monotonic() - asked
             if number == 0:
                 print(f"the first step waited {waited:.1f} s", flush=True)
+            self._number = number
             self._learn(step, schedule(elapsed / arguments.seconds))
             number += 1
+            if number == 32:
+                phases = " ".join(f"{n} {s / 12 * 1e3:.0f}" for n, s in self._phases.items())
+                print(f"milliseconds a step: {phases}", flush=True)
             if elapsed >= next_report:
                 self._report(number, elapsed, waited)
                 next_report += arguments.report_every
@@ -198,27 +216,54 @@ class _Loop:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._arguments.lr * factor
+        batches = list(step.values())
+        self._mark("perceive")
+        perceived = [self._perceiver.perceive(batch) for batch in batches]
         total: Any = 0.0
-        perceived = {name: self._perceiver.perceive(batch) for name, batch in step.items()}
+        self._mark("forward")
         with self._autocast():  # one for all, so that weights are converted once
-            for name, batch in step.items():
-                logits = predict(self._model, batch, perceived[name])
-                labels = batch["labels"].to(logits.device, non_blocking=True)
-                loss = F.cross_entropy(logits, labels)
-                total = total + loss * WEIGHTS[name]
-                now, mean = loss.detach(), self._losses.get(name)
-                self._losses[name] = now if mean is None else mean.lerp(now, 0.05)
+            seen = see(self._model, batches, perceived)
+            for batch, media, features in zip(batches, perceived, seen, strict=True):
+                logits = predict(self._model, batch, media, features)
+                total = total + self._weigh(logits, batch)
+        self._mark("backward")
         total.backward()
+        self._mark("optimize")
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self._mark("wait")
+
+    def _mark(self, phase: str) -> None:
+        """How long each phase takes, in a few early steps, which wait for the device."""
+        if not 20 <= self._number < 32:
+            return
+        if self._arguments.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        if self._phase:
+            self._phases[self._phase] += now - self._phase_started
+        self._phase, self._phase_started = phase, now
+
+    def _weigh(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The mean of each group's answers, by the group's weight."""
+        labels = batch["labels"].to(logits.device, non_blocking=True)
+        groups = batch["groups"].to(logits.device, non_blocking=True)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        zeros = losses.new_zeros(len(GROUPS))
+        counts = zeros.index_add(0, groups, torch.ones_like(losses))
+        means = zeros.index_add(0, groups, losses) / counts.clamp(min=1)
+        now = torch.where(counts > 0, means.detach(), self._means)
+        self._means = self._means.lerp(now, 0.05)
+        return (means * self._weights).sum()
 
     def _autocast(self) -> Any:
         is_cuda = self._arguments.device.startswith("cuda")
         return torch.autocast("cuda", torch.bfloat16) if is_cuda else nullcontext()
 
     def _report(self, number: int, elapsed: float, waited: float) -> None:
-        losses = " ".join(f"{name} {loss.item():.4f}" for name, loss in self._losses.items())
+        means = zip(GROUPS, self._means.tolist(), strict=True)
+        losses = " ".join(f"{group} {mean:.4f}" for group, mean in means)
         print(f"step {number} {elapsed:.0f} s (waited {waited:.0f} s) loss {losses}", flush=True)
 
     def _test(self, tests: list[Batch], elapsed: float) -> None:

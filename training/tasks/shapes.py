@@ -89,7 +89,7 @@ def _converse(
     random: Random, task: str, scene: Scene, split: Split, kinds: tuple[Ask, ...], count: int
 ) -> Sample | None:
     """A conversation about the scene; None if it allows no question, or no background."""
-    turns = _ask(random, scene, split, kinds, count)
+    turns = _ask(random, scene, split, kinds, count) if scene.things else []
     canvas = scene.draw(random) if turns else None
     return None if canvas is None else Sample(task, turns, picture=canvas)
 
