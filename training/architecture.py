@@ -15,6 +15,11 @@ MAX_PICTURE_TOKENS = 64
 NUM_FRAMES = 8
 FRAMES_PER_SECOND = 2.0
 POSITIONS_PER_SECOND = 25
+# Time, height and width take turns, frequency by frequency. Stock checkpoints give each a third of
+# the spectrum in one piece; the last one, width, then turns so slowly that a small model can't see
+# in which column a token stands.
+ROPE_SECTIONS = [1] * 32
+ROPE_THETA = 1e3
 
 SPECIAL_NAMES = {
     "image_token": "<|IMAGE|>",
@@ -74,8 +79,8 @@ def make_config(tokenizer: Any) -> Any:
             "max_position_embeddings": 8192,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [8, 12, 12],
+                "rope_theta": ROPE_THETA,
+                "mrope_section": ROPE_SECTIONS,
             },
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.eos_token_id,

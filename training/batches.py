@@ -73,19 +73,23 @@ class BatchMaker:
 
     def make_step(self, plan: Plan, *, with_videos: bool) -> dict[str, Batch]:
         """What is seen or read, what is heard, and at times videos: each goes through the model
-        at once. All pictures of a step have one size.
+        at once. All pictures of a step have one size, and stand in the first batch.
         """
         grid = self._choose(PICTURE_GRIDS)
         mixture = plan.mixture
-        step = {
-            "seen": self._make_seen(mixture, plan, grid),
-            "heard": self._make_heard(mixture, plan, grid),
-        }
+        seen, pictures = self._make_seen(mixture, plan, grid)
+        heard, others = self._make_heard(mixture, plan, grid)
+        seen["canvases"] = pack_canvases([_picture(sample) for sample in pictures + others])
+        seen["size"] = (grid[0] * UNIT, grid[1] * UNIT)
+        seen["num_pictures"], heard["num_pictures"] = len(pictures), len(others)
+        step = {"seen": seen, "heard": heard}
         if with_videos:
             step["video"] = self.make_videos(mixture["video"], plan.video)
         return step
 
-    def _make_seen(self, mixture: Any, plan: Plan, grid: tuple[int, int]) -> Batch:
+    def _make_seen(
+        self, mixture: Any, plan: Plan, grid: tuple[int, int]
+    ) -> tuple[Batch, list[Sample]]:
         size = (grid[0] * UNIT, grid[1] * UNIT)
         pictures = self._draw(mixture["picture"], plan.picture, size)
         texts = self._draw(mixture["text"], plan.text, (0, 0))
@@ -93,11 +97,11 @@ class BatchMaker:
         batch = self._write(pictures + texts, layouts)
         groups = ["picture"] * len(pictures) + ["text"] * len(texts)
         batch["groups"] = _number_groups(batch, groups)
-        batch["canvases"] = pack_canvases([_picture(sample) for sample in pictures])
-        batch["size"] = size
-        return batch
+        return batch, pictures
 
-    def _make_heard(self, mixture: Any, plan: Plan, grid: tuple[int, int]) -> Batch:
+    def _make_heard(
+        self, mixture: Any, plan: Plan, grid: tuple[int, int]
+    ) -> tuple[Batch, list[Sample]]:
         size = (grid[0] * UNIT, grid[1] * UNIT)
         spoken = self._choose_spoken(mixture["speech"], plan.speech, plan.fresh_speech)
         asked = self._draw(mixture["spoken_picture"], plan.spoken_picture, size)
@@ -110,9 +114,7 @@ class BatchMaker:
         groups = ["speech"] * len(spoken) + ["spoken_picture"] * len(asked)
         batch["groups"] = _number_groups(batch, groups)
         batch["sounds"] = torch.from_numpy(sounds)
-        batch["canvases"] = pack_canvases([_picture(sample) for sample in asked])
-        batch["size"] = size
-        return batch
+        return batch, asked
 
     def make_pictures(self, makers: list[tuple[Maker, float]], count: int) -> Batch:
         rows, columns = self._choose(PICTURE_GRIDS)

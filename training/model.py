@@ -6,11 +6,13 @@ the logits of both. The stock code attends to each picture in a Python loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from training.architecture import MERGE
 
@@ -21,7 +23,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-6)
+        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
 
 
 class Gated(nn.Module):
@@ -30,10 +32,6 @@ class Gated(nn.Module):
         self.gate_proj = nn.Linear(size, inner, bias=bias)
         self.up_proj = nn.Linear(size, inner, bias=bias)
         self.down_proj = nn.Linear(inner, size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,6 +50,62 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
+def run_block(
+    x: Tensor, cos: Tensor, sin: Tensor, dim: int, causal: bool, *weights: Tensor | None
+) -> Tensor:
+    """One layer of text or vision; a function of tensors, so that it is compiled once for all."""
+    norm, q_w, q_b, k_w, k_b, v_w, v_b, o_w, o_b, *rest = weights
+    other_norm, gate_w, gate_b, up_w, up_b, down_w, down_b = rest
+    size = (x.shape[-1],)
+    shape = (*x.shape[:2], -1, dim)
+    normed = F.rms_norm(x, size, norm, 1e-6)
+    q = rotate(F.linear(normed, q_w, q_b).view(shape), cos, sin)
+    k = rotate(F.linear(normed, k_w, k_b).view(shape), cos, sin)
+    v = F.linear(normed, v_w, v_b).view(shape)
+    x = x + F.linear(attend(q, k, v, causal=causal), o_w, o_b)
+    normed = F.rms_norm(x, size, other_norm, 1e-6)
+    inner = F.silu(F.linear(normed, gate_w, gate_b)) * F.linear(normed, up_w, up_b)
+    return x + F.linear(inner, down_w, down_b)
+
+
+class Blocks:
+    """How blocks are run: as they are, or compiled, once for all batch sizes and lengths."""
+
+    run: Callable[..., Tensor] = staticmethod(run_block)
+
+    @classmethod
+    def compile(cls) -> None:
+        compiled = torch.compile(run_block)
+
+        def run(x: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> Tensor:
+            for tensor in (x, cos, sin):
+                for axis in (0, 1):
+                    if tensor.shape[axis] > 1:
+                        torch._dynamo.maybe_mark_dynamic(tensor, axis)
+            out: Tensor = compiled(x, cos, sin, *others)
+            return out
+
+        cls.run = staticmethod(run)
+
+    @classmethod
+    @contextmanager
+    def as_they_are(cls) -> Iterator[None]:
+        """Without gradients other code would have to be compiled."""
+        run, cls.run = cls.run, staticmethod(run_block)
+        try:
+            yield
+        finally:
+            cls.run = staticmethod(run)
+
+
+def _weights_of(*layers: nn.Linear | Gated) -> Iterator[Tensor | None]:
+    for layer in layers:
+        if isinstance(layer, Gated):
+            yield from _weights_of(layer.gate_proj, layer.up_proj, layer.down_proj)
+        else:
+            yield from (layer.weight, layer.bias)
+
+
 class TextAttention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -61,13 +115,6 @@ class TextAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, inner)
         self.v_proj = nn.Linear(config.hidden_size, inner)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape = (*x.shape[:2], -1, self.dim)
-        q = rotate(self.q_proj(x).view(shape), cos, sin)
-        k = rotate(self.k_proj(x).view(shape), cos, sin)
-        out: Tensor = self.o_proj(attend(q, k, self.v_proj(x).view(shape), causal=True))
-        return out
 
 
 class TextLayer(nn.Module):
@@ -79,9 +126,18 @@ class TextLayer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        attention = self.self_attn
+        return Blocks.run(
+            x,
+            cos,
+            sin,
+            attention.dim,
+            True,
+            self.input_layernorm.weight,
+            *_weights_of(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            self.post_attention_layernorm.weight,
+            *_weights_of(self.mlp),
+        )
 
 
 class TextModel(nn.Module):
@@ -91,7 +147,8 @@ class TextModel(nn.Module):
         dim = config.hidden_size // config.num_attention_heads
         frequencies = rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        axes = [axis for axis, count in enumerate(rope["mrope_section"]) for _ in range(count)]
+        sections = enumerate(rope["mrope_section"])
+        axes = [place % 3 for place, count in sections for _ in range(count)]
         self.register_buffer("axes", torch.tensor(axes), persistent=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TextLayer(config) for _ in range(config.num_hidden_layers))
@@ -114,12 +171,6 @@ class VisionAttention(nn.Module):
         self.dim = size // num_heads
         self.q, self.k, self.v, self.proj = (nn.Linear(size, size) for _ in range(4))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape = (*x.shape[:2], -1, self.dim)
-        q, k = (rotate(f(x).view(shape), cos, sin) for f in (self.q, self.k))
-        out: Tensor = self.proj(attend(q, k, self.v(x).view(shape), causal=False))
-        return out
-
 
 class VisionBlock(nn.Module):
     def __init__(self, config: Any) -> None:
@@ -129,9 +180,18 @@ class VisionBlock(nn.Module):
         self.mlp = Gated(config.hidden_size, config.intermediate_size, bias=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        attention = self.attn
+        return Blocks.run(
+            x,
+            cos,
+            sin,
+            attention.dim,
+            False,
+            self.norm1.weight,
+            *_weights_of(attention.q, attention.k, attention.v, attention.proj),
+            self.norm2.weight,
+            *_weights_of(self.mlp),
+        )
 
 
 class PatchEmbed(nn.Module):

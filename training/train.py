@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from training.architecture import PATCH, make_config
 from training.batches import GROUPS, VIDEO_SCALE, Batch, BatchMaker, Plan, load_steps
-from training.model import Thinker
+from training.model import Blocks, Thinker
 from training.optimizer import make_optimizers
 from training.pictures.rendering import (
     Renderer,
@@ -69,28 +69,23 @@ class Perceiver:
         return perceived
 
 
-def see(model: Thinker, batches: list[Batch], perceived: list[dict[str, Tensor]]) -> list[Any]:
-    """Features of each batch's pictures or videos; pictures of all batches go through at once."""
-    features: list[Any] = [None] * len(batches)
-    together = [number for number, media in enumerate(perceived) if "pictures" in media]
-    if together:
-        size = batches[together[0]]["size"]
-        patches = [perceived[number]["pictures"] for number in together]
-        seen = model.model.visual(torch.cat(patches), size[0] // PATCH, size[1] // PATCH)
-        parts = seen.split([len(part) for part in patches])
-        for number, part in zip(together, parts, strict=True):
-            features[number] = part
-    for number, media in enumerate(perceived):
-        if "videos" in media:
-            sides = batches[number]["size"]
-            height, width = (round(side * VIDEO_SCALE) // PATCH for side in sides)
-            patches = media["videos"]  # [B, steps * N, 1176]: each step is a picture
-            steps = patches.reshape(-1, height * width, patches.shape[-1])
-            features[number] = model.model.visual(steps, height, width)
+def see(model: Thinker, batch: Batch, perceived: dict[str, Tensor]) -> Tensor | None:
+    """Features [n, tokens, LM] of a batch's pictures, or of the steps of its videos."""
+    features: Tensor | None = None
+    if "pictures" in perceived:
+        height, width = (side // PATCH for side in batch["size"])
+        features = model.model.visual(perceived["pictures"], height, width)
+    if "videos" in perceived:
+        height, width = (round(side * VIDEO_SCALE) // PATCH for side in batch["size"])
+        patches = perceived["videos"]  # [B, steps * N, 1176]
+        steps = patches.reshape(-1, height * width, patches.shape[-1])
+        features = model.model.visual(steps, height, width)
     return features
 
 
-def predict(model: Thinker, batch: Batch, perceived: dict[str, Tensor], seen: Any) -> Tensor:
+def predict(
+    model: Thinker, batch: Batch, perceived: dict[str, Tensor], seen: Tensor | None
+) -> Tensor:
     """Logits before each token of an answer."""
     device = model.model.language_model.embed_tokens.weight.device
     names = ("tokens", "positions", "answer_at", "picture_at", "video_at", "sound_at")
@@ -113,8 +108,7 @@ def measure(
     for batch in batches:
         perceived = perceiver.perceive(batch, is_clean=True)
         with autocast():
-            (seen,) = see(model, [batch], [perceived])
-            logits = predict(model, batch, perceived, seen)
+            logits = predict(model, batch, perceived, see(model, batch, perceived))
         is_right = (logits.argmax(-1).cpu() == batch["labels"]).long()
         all_right = torch.ones(len(batch["rows"]), dtype=torch.long)
         all_right.scatter_reduce_(0, batch["turns"], is_right, "amin")
@@ -160,8 +154,7 @@ def train(arguments: argparse.Namespace) -> None:
         restore(model, arguments.init)
     model.to(device)
     if arguments.compile:
-        for layer in [*model.model.language_model.layers, *model.model.visual.blocks]:
-            layer.compile(dynamic=True)
+        Blocks.compile()
     optimizers = make_optimizers(model, lr=arguments.lr)
     perceiver = Perceiver(folder, device, arguments.seed)
     plan = Plan(mixture=dict(MIXTURE), **json.loads(arguments.plan))
@@ -222,7 +215,10 @@ class _Loop:
         total: Any = 0.0
         self._mark("forward")
         with self._autocast():  # one for all, so that weights are converted once
-            seen = see(self._model, batches, perceived)
+            seen = [see(self._model, *each) for each in zip(batches, perceived, strict=True)]
+            if seen[0] is not None:  # the first batch has the second one's pictures as well
+                counts = [batch["num_pictures"] for batch in batches[:2]]
+                seen[:2] = seen[0].split(counts)
             for batch, media, features in zip(batches, perceived, seen, strict=True):
                 logits = predict(self._model, batch, media, features)
                 total = total + self._weigh(logits, batch)
@@ -267,7 +263,8 @@ class _Loop:
         print(f"step {number} {elapsed:.0f} s (waited {waited:.0f} s) loss {losses}", flush=True)
 
     def _test(self, tests: list[Batch], elapsed: float) -> None:
-        right = measure(self._model, self._perceiver, tests, self._autocast)
+        with Blocks.as_they_are():
+            right = measure(self._model, self._perceiver, tests, self._autocast)
         figures = " ".join(f"{task} {share:.3f}" for task, share in right.items())
         print(f"test {elapsed:.0f} s {figures}", flush=True)
 
