@@ -1,7 +1,7 @@
 """A server of the demo's own, `sensorium serve` in another process, and its client.
 
-The server ends with the process that started it, however that ends: its standard input is a pipe whose
-other end only that process holds.
+The server ends with the process that started it, however that ends: its standard input is a pipe
+whose other end only that process holds.
 """
 
 from __future__ import annotations
