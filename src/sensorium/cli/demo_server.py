@@ -26,7 +26,11 @@ from sensorium.embedded.samples import SampleMedia
 from sensorium.types.errors import SensoriumError
 
 _PROGRAM = "from sensorium.cli.demo_server import serve_while_wanted; serve_while_wanted()"
-_FLAGS = ("--port", "0", "--no-access-log", "--log-level", "warning", "--shutdown-timeout", "1")
+_FLAGS = (
+    *("--port", "0", "--no-access-log", "--log-level", "warning", "--shutdown-timeout", "1"),
+    # A handful of requests, one at a time: processes that only start would take their cores.
+    *("--mm-processor-pool-size", "0"),
+)
 _READY = re.compile(r"Sensorium is ready: (http://\S+)")
 _START_S = 300.0
 _STOP_S = 15.0

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PACKED_MODEL = Path(__file__).parent / EMBEDDED_MODEL
 CACHE_VARIABLE = "SENSORIUM_CACHE_DIR"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_HINT = f"{CACHE_VARIABLE} names another folder"
+_HINT = f"set {CACHE_VARIABLE} to use another folder"
 
 
 def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
@@ -45,7 +45,7 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
             raise ModelError(_describe_no_room(cache)) from error
         other = _get_private_folder()
         logger.warning(
-            "%s can't be used (%s): the model is kept in %s. %s",
+            "%s can't be used (%s): the model is kept in %s; %s",
             *(cache, error.strerror or error, other, _HINT),
         )
     try:
