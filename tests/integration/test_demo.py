@@ -35,7 +35,7 @@ def test_other_questions_about_the_same_media_are_answered_from_caches(
     omni_server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     omni_server.reset_caches()
-    with DemoClient(omni_server.get_url()) as client:
+    with DemoClient(omni_server.get_url(), max_tokens=4) as client:
         client.connect()
         show_samples(Screen(), client)
     check(capsys.readouterr().out)

@@ -107,7 +107,8 @@ class DemoServer:
 class DemoClient:
     """Asks a server; a context, too."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, max_tokens: int = 32) -> None:
+        self._max_tokens = max_tokens
         self._client = httpx.Client(base_url=url, timeout=_ANSWER_S, trust_env=False)
 
     def connect(self) -> None:
@@ -124,7 +125,7 @@ class DemoClient:
             content.append({"type": "text", "text": question})
         body = {
             "messages": [{"role": "user", "content": content}],
-            "max_tokens": 32,
+            "max_tokens": self._max_tokens,
             "temperature": 0,
             "stream": True,
             "trace": True,
