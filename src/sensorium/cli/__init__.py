@@ -11,7 +11,8 @@ import os
 import sys
 
 import sensorium
-from sensorium.cli import chat, generate, models, render, serve
+from sensorium.cli import chat, demo, generate, models, render, serve
+from sensorium.cli.words import take_late_words
 from sensorium.types.errors import SensoriumError
 
 
@@ -35,8 +36,7 @@ def main() -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = _make_parser()
     arguments, rest = parser.parse_known_args()
-    if arguments.run is chat.run:
-        chat.take_late_text(arguments, rest)
+    take_late_words(arguments, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return arguments
@@ -48,6 +48,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (serve, render, chat, generate, models):
+    for command in (serve, render, chat, generate, models, demo):
         command.add_command(commands)
     return parser

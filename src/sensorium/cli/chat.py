@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.flags import (
     MEDIA_FLAGS,
+    MODEL_HELP,
     add_loading_flags,
     add_media_flags,
     add_sampling_flags,
@@ -20,6 +21,7 @@ from sensorium.cli.flags import (
     read_media,
 )
 from sensorium.cli.media_flags import add_media_options
+from sensorium.cli.words import add_words, split_question
 from sensorium.types.errors import CapacityError, RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.sampling import SamplingParams
@@ -36,6 +38,8 @@ _EXAMPLES = """examples:
   sensorium chat MODEL "What is said here?" --audio speech.wav -v
   sensorium chat MODEL --image cat.png < question.txt
   sensorium chat MODEL                      (on a terminal: a conversation)
+  sensorium chat                            (with sensorium-mini)
+  sensorium chat "What is this?" --image cat.png
 """
 _TRANSFERS = {
     "tensors": "sent to the engine",
@@ -53,8 +57,12 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    chat.add_argument("model", help="a directory or a hub id")
-    chat.add_argument("text", nargs="?", help="the question (default: stdin, or a conversation)")
+    add_words(
+        chat,
+        "QUESTION",
+        f"{MODEL_HELP}, and the question (default: stdin, or a conversation). A single word with "
+        "spaces is a question",
+    )
     add_media_flags(chat, "that goes with the (first) question")
     chat.add_argument("--system", metavar="TEXT", help="a system message in front")
     chat.add_argument(
@@ -72,18 +80,13 @@ def add_command(commands: Any) -> None:
     chat.set_defaults(run=run)
 
 
-def take_late_text(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """The question may come behind flags, where argparse no longer expects it (before 3.12)."""
-    if arguments.text is None and rest and not rest[0].startswith("-"):
-        arguments.text = rest.pop(0)
-
-
 def run(arguments: argparse.Namespace) -> None:
+    arguments.model, text, too_much = split_question(arguments.words)
+    if too_much:
+        arguments.refuse(f"unrecognized arguments: {' '.join(too_much)}")
     params = make_sampling_params(arguments)
     parts = [_make_part(m, source) for m in MEDIA_FLAGS for source in getattr(arguments, m)]
-    is_conversation = arguments.text is None and sys.stdin.isatty()
-    text = arguments.text
-    if text is None and not is_conversation:
+    if text is None and not sys.stdin.isatty():
         try:
             text = sys.stdin.read().strip()
         except UnicodeDecodeError as error:
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
                 is_verbose=arguments.verbose,
             )
 
-        if is_conversation:
+        if text is None:
             _converse(answer, arguments.system, parts)
         else:
             answer([*_make_system(arguments.system), _make_question(parts, text)])

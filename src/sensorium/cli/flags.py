@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.media_flags import make_llm_media
 from sensorium.cli.parsing import at_least
+from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
 
 MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # in their order
+MODEL_HELP = f"a directory or a hub id (default: {EMBEDDED_MODEL}, which comes with the package)"
 _URL_SCHEMES = ("http:", "https:", "data:", "file:")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sensorium.cli.flags import (
     MEDIA_FLAGS,
+    MODEL_HELP,
     add_loading_flags,
     add_media_flags,
     add_sampling_flags,
@@ -15,6 +16,7 @@ from sensorium.cli.flags import (
     read_media,
 )
 from sensorium.cli.media_flags import add_media_options
+from sensorium.cli.words import add_words, split_prompts
 from sensorium.types.errors import RequestError
 from sensorium.types.prompts import TextPrompt
 
@@ -26,9 +28,11 @@ def add_command(commands: Any) -> None:
         description="Generate from one or more prompts, batched, and print the answers. "
         "Prompts are taken as they are: no chat template is applied (`sensorium chat` does).",
     )
-    generate.add_argument("model", help="a directory or a hub id")
-    generate.add_argument(
-        "prompt", nargs="+", help="text, with the model's marker for each media item"
+    add_words(
+        generate,
+        "PROMPT",
+        f"{MODEL_HELP}, and prompts: text, with the model's marker for each media item. A single "
+        "word is a prompt",
     )
     add_media_flags(generate, "for the prompt's markers, in order (one prompt only)")
     generate.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
@@ -39,17 +43,18 @@ def add_command(commands: Any) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    arguments.model, texts = split_prompts(arguments.words)
+    if not texts:
+        arguments.refuse("there is no prompt")
     params = make_sampling_params(arguments, n=arguments.n)
     given = [modality for modality in MEDIA_FLAGS if getattr(arguments, modality)]
-    if given and len(arguments.prompt) > 1:
+    if given and len(texts) > 1:
         raise RequestError(f"--{given[0]} goes with one prompt only")
     media = {
         modality: [read_media(source) for source in getattr(arguments, modality)]
         for modality in given
     }
-    prompts: list[TextPrompt] = [
-        {"prompt": text, "multi_modal_data": media} for text in arguments.prompt
-    ]
+    prompts: list[TextPrompt] = [{"prompt": text, "multi_modal_data": media} for text in texts]
     with load_llm(arguments) as llm:
         for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
             for completion in output.outputs:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from sensorium.embedded import EMBEDDED_MODEL
+
+_DEFAULT = (
+    f"Commands that are told no model use {EMBEDDED_MODEL}, which comes with the package: "
+    f"`sensorium models {EMBEDDED_MODEL}`."
+)
+
 
 def add_command(commands: Any) -> None:
     models = commands.add_parser(
@@ -13,7 +20,7 @@ def add_command(commands: Any) -> None:
         description="List the families that are known, with what they take and their limits. "
         "With a model: what it takes and needs, or why it can't be run; its weights are not read.",
     )
-    models.add_argument("model", nargs="?", help="a directory or a hub id")
+    models.add_argument("model", nargs="?", help=f"a directory, a hub id or {EMBEDDED_MODEL}")
     models.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
     models.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
@@ -26,7 +33,7 @@ def _show_models(arguments: argparse.Namespace) -> None:
     from sensorium.models.checkpoint import blame_checkpoint
 
     if arguments.model is None:
-        print(format_table(get_rows(), HEADER), OTHERS, sep="\n\n")
+        print(format_table(get_rows(), HEADER), OTHERS, _DEFAULT, sep="\n\n")
         return
     with blame_checkpoint(arguments.model):
         text = describe_model(

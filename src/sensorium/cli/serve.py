@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sensorium.cli.engine_flags import add_engine_flags, make_engine_kwargs
-from sensorium.cli.flags import add_loading_flags, make_loading_kwargs
+from sensorium.cli.flags import MODEL_HELP, add_loading_flags, make_loading_kwargs
 from sensorium.cli.media_flags import add_media_options, make_media_kwargs
 from sensorium.cli.server_flags import add_server_flags, make_server_kwargs
+from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import ModelError
@@ -21,11 +22,11 @@ _MAX_SHM_MEMBERS = 256  # processes that may share the memory of a cache
 _DESCRIPTION = """Serve a model over HTTP, by OpenAI's API. One process computes, others serve;
 what dies is started again. SIGTERM lets requests in flight end, a second one does not."""
 _EXAMPLES = """examples:
+  sensorium serve                           (sensorium-mini, which comes with the package)
   sensorium serve MODEL
   sensorium serve MODEL --port 8080 --api-key SECRET --max-model-len 8192
   sensorium serve MODEL --api-server-count 4 --limit-mm-per-prompt image=4,video=1
 """
-_NO_MODEL = "name a model: a directory or a hub id (in a checkout, `make serve` makes a tiny one)"
 
 
 def add_command(commands: Any) -> None:
@@ -76,17 +77,17 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", nargs="?", metavar="MODEL", help="a directory or a hub id")
+    command.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, by name")
 
 
 def get_model(arguments: argparse.Namespace) -> str:
-    model: str | None = arguments.model or arguments.named_model
-    if model is None:
-        arguments.refuse(_NO_MODEL)
+    if "" in (arguments.model, arguments.named_model):
+        arguments.refuse("the name of the model is empty")
+    model: str = arguments.model or arguments.named_model or EMBEDDED_MODEL
     if arguments.named_model not in (None, model):
         arguments.refuse(f"two models are named: {model} and {arguments.named_model}")
-    return str(model)
+    return model
 
 
 def _choose_cache(arguments: argparse.Namespace) -> None:

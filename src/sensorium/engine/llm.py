@@ -13,6 +13,7 @@ from typing import Any, Self, Unpack
 import torch
 from tqdm import tqdm
 
+from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.builder import Engine, Source, build_engine
 from sensorium.engine.chat import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.config import EngineOptions
@@ -37,8 +38,8 @@ from sensorium.types.sampling import SamplingParams
 class LLM:
     """A model that is ready to generate. Not thread-safe.
 
-    `model` is a directory or a hub id. What is not given is chosen to fit the model and the
-    machine:
+    `model` is a directory or a hub id; without one, or as "sensorium-mini", it is the model that
+    comes with the package. What is not given is chosen to fit the model and the machine:
 
     - `max_model_len`: the context, from the model's config, cut to what the KV cache holds;
     - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens a step at most (32 and 2048 on a
@@ -77,7 +78,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] = EMBEDDED_MODEL,
         *,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,

@@ -1,4 +1,5 @@
-"""Where a checkpoint lies: a directory, or a snapshot in the hub's own cache.
+"""Where a checkpoint lies: a directory, a snapshot in the hub's own cache, or, of the embedded
+model, where that was expanded.
 
 Whatever is loaded of a model is loaded from one directory, hence from one revision. A hub id is
 looked up once; its weights are fetched last, by the names that the snapshot itself gives. What the
@@ -26,6 +27,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
+from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.cache import find_embedded_model
 from sensorium.types.errors import ModelError, SensoriumError
 
 BAR_DELAY_S = 1.0
@@ -54,10 +57,12 @@ def find_checkpoint(
 ) -> Path:
     """The directory with all but the weights of a model; code only if it may run."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    is_embedded = model == EMBEDDED_MODEL
+    if is_embedded or path.is_dir():
         if revision is not None:
-            raise ModelError(f"revision={revision!r} goes with a hub id: {model!r} is a directory")
-        return path
+            kind = "the embedded model" if is_embedded else "a directory"
+            raise ModelError(f"revision={revision!r} goes with a hub id: {model!r} is {kind}")
+        return find_embedded_model() if is_embedded else path
     # A hub id is "name" or "owner/name".
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no directory {model!r}")

@@ -60,7 +60,7 @@ def test_several_frontends_need_no_shared_memory(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "name a model"),
+        ([""], "the name of the model is empty"),
         (["m", "--model", "n"], "two models are named: m and n"),
         (["m", "--dtype", "float32"], "unrecognized arguments: --dtype"),
         (["m", "--kv-cache-memory-bytes", "1G"], "unrecognized arguments: --kv-cache"),

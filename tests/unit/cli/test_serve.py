@@ -27,6 +27,15 @@ def test_without_flags_the_server_is_for_this_machine(monkeypatch: pytest.Monkey
     make_media_options(options)
 
 
+@pytest.mark.parametrize("words", [[], ["sensorium-mini"], ["--model", "sensorium-mini"]])
+def test_the_default_is_the_embedded_model_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    options = parse(monkeypatch, *words)
+    assert (options.model, options.model_names) == ("sensorium-mini", ("sensorium-mini",))
+    assert options.loading["model"] == "sensorium-mini"
+
+
 def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     options = parse(
         monkeypatch,
@@ -99,7 +108,7 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "name a model"),
+        ([""], "the name of the model is empty"),
         (["m", "--model", "n"], "two models are named: m and n"),
         (["m", "--port", "70000"], "from 0 to 65535, not 70000"),
         (["m", "--port", "x"], "'x' is not an integer"),

@@ -1,0 +1,99 @@
+"""`sensorium demo`: samples are asked about twice, and the second time comes from caches."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from sensorium.cli.flags import MODEL_HELP
+from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.samples import DEMO_SAMPLES, DemoSample
+
+if TYPE_CHECKING:
+    from sensorium.cli.demo_screen import Screen
+    from sensorium.cli.demo_server import Answer, DemoClient
+
+_DESCRIPTION = """Start a server on this machine, ask it about the pictures, sounds and the video
+that come with the package, and then ask other questions about the same media: what was perceived
+once is not perceived again. Times are those of a client, from a question to the end of its answer.
+Ends the server, too."""
+_EPILOG = "On a terminal with colors and at least 68 columns, media is drawn. Ctrl-C ends it."
+_STAGES = {"decode": "decoded", "process": "processed"}
+
+
+def add_command(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="show what a model sees and hears, and what its caches save",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    demo.add_argument("model", nargs="?", metavar="MODEL", default=EMBEDDED_MODEL, help=MODEL_HELP)
+    demo.add_argument("--no-color", action="store_true", help="plain text; no media is drawn")
+    demo.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from sensorium.cli.demo_screen import Screen
+    from sensorium.cli.demo_server import DemoClient, DemoServer
+
+    screen = Screen(has_color=not arguments.no_color)
+    screen.say(f"Starting a server with {arguments.model} ...")
+    start = time.perf_counter()
+    with DemoServer(arguments.model) as server:
+        url = server.wait_until_ready()
+        screen.say(f"{url} is ready after {time.perf_counter() - start:.1f} s.")
+        with DemoClient(url) as client:
+            client.connect()
+            show_samples(screen, client)
+
+
+def show_samples(screen: Screen, client: DemoClient) -> None:
+    first = _ask_all(screen, client, 0, "First: nothing of this was seen or heard before.")
+    again = _ask_all(screen, client, 1, "Again: the same media, other questions.")
+    screen.say()
+    titles = [sample.title for sample in DEMO_SAMPLES]
+    screen.show_times(list(zip(titles, first, again, strict=True)))
+
+
+def _ask_all(screen: Screen, client: DemoClient, number: int, heading: str) -> list[Answer]:
+    screen.say()
+    screen.say(heading, "bold")
+    return [_ask(screen, client, sample, number) for sample in DEMO_SAMPLES]
+
+
+def _ask(screen: Screen, client: DemoClient, sample: DemoSample, number: int) -> Answer:
+    screen.say()
+    screen.say(f"{sample.title} ({', '.join(sample.files)})", "cyan")
+    if number == 0:
+        for item in sample.media:
+            screen.show_media(item)
+    screen.say(f"> {sample.questions[number] or '(what is said)'}", "green")
+    answer = client.ask(sample.media, sample.questions[number], on_text=screen.write)
+    screen.say()
+    screen.say(f"  {answer.seconds:.3f} s: {describe_trace(answer.trace)}", "dim")
+    return answer
+
+
+def describe_trace(trace: dict[str, Any]) -> str:
+    """What was done for the media of a request, and what caches had."""
+    parts = [f"{item['modality']} {_describe_item(item)}" for item in trace["items"]]
+    if "encode" in trace["ms"]:
+        parts.append(f"encoding took {trace['ms']['encode']:.0f} ms")
+    num_tokens, num_cached = trace["num_prompt_tokens"], trace["num_cached_tokens"]
+    parts.append(f"{num_cached} of {num_tokens} prompt tokens from the prefix cache")
+    return "; ".join(parts)
+
+
+def _describe_item(item: dict[str, Any]) -> str:
+    words = {"hit": "embeddings from the encoder cache", "miss": "encoded"}
+    encoder = words.get(item["encoder"], "no encoding needed")
+    if item["processor"] == "hit":
+        return f"from the processor cache, {encoder}"
+    times = [
+        f"{word} in {item['ms'][stage]:.0f} ms"
+        for stage, word in _STAGES.items()
+        if stage in item["ms"]
+    ]
+    return ", ".join([*times, encoder])

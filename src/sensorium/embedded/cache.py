@@ -1,0 +1,122 @@
+"""Where the embedded model lies once it is expanded: a folder of the user's cache.
+
+Invariants:
+  1. A folder that is returned was compared with the manifest, byte for byte.
+  2. A folder appears under its name when it is complete; who makes one holds the lock.
+  3. A folder that is whole is never touched again: others may be reading it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.expansion import Manifest, expand, is_whole, read_manifest
+from sensorium.types.errors import ModelError
+
+logger = logging.getLogger(__name__)
+PACKED_MODEL = Path(__file__).parent / EMBEDDED_MODEL
+CACHE_VARIABLE = "SENSORIUM_CACHE_DIR"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_HINT = f"set {CACHE_VARIABLE} to use another folder"
+
+
+def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
+    """The folder of the embedded model as a stock checkpoint, which is made if it isn't there.
+
+    Where the user's cache can't be written to, it is made in a temporary folder that belongs to
+    this user alone. A `ModelError` where that can't be done either, or where there is no room.
+    """
+    manifest = read_manifest(packed)
+    cache = _get_cache_folder()
+    try:
+        return _find_below(cache, packed, manifest)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ModelError(_describe_no_room(cache)) from error
+        other = _get_private_folder()
+        logger.warning(
+            "%s can't be used (%s): the model is kept in %s; %s",
+            *(cache, error.strerror or error, other, _HINT),
+        )
+    try:
+        return _find_below(other, packed, manifest)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ModelError(_describe_no_room(other)) from error
+        raise ModelError(
+            f"{EMBEDDED_MODEL} can't be written to {other}: {error}; {_HINT}"
+        ) from error
+
+
+def _get_cache_folder() -> Path:
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(shared):  # others count as not set, says its specification
+        return Path(shared) / "sensorium"
+    return Path(os.path.expanduser("~")).absolute() / ".cache" / "sensorium"
+
+
+def _get_private_folder() -> Path:
+    """Its name can be foreseen, so that processes share it; hence it is checked whose it is."""
+    folder = Path(tempfile.gettempdir()) / f"sensorium-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ModelError(f"{folder} can't be made: {error.strerror}; {_HINT}") from error
+    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    if not is_private or found.st_uid != os.getuid():
+        raise ModelError(f"{folder} is open to others: it is not used; {_HINT}")
+    return folder
+
+
+def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
+    target = cache / f"{EMBEDDED_MODEL}-{manifest.digest[:16]}"
+    if is_whole(target, manifest.expanded):
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / f".{target.name}.lock"):
+        if not is_whole(target, manifest.expanded):  # nobody was faster
+            _make(target, packed, manifest)
+    return target
+
+
+def _make(target: Path, packed: Path, manifest: Manifest) -> None:
+    """Whatever is there was left by a process that was killed, or is damaged."""
+    part = target.with_name(f".{target.name}.part")
+    for leftover in (part, target):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)
+    part.mkdir()
+    try:
+        expand(packed, part, manifest)
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time; a process that ends in any way lets go."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _describe_no_room(cache: Path) -> str:
+    return f"there is no room for {EMBEDDED_MODEL} in {cache}: it needs about 100 MB; {_HINT}"

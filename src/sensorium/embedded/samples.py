@@ -1,0 +1,75 @@
+"""Small pictures, sounds and a video that come with the package, and what to ask about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MEDIA_FOLDER = Path(__file__).parent / "media"
+_MEDIA_TYPES = {
+    ".png": ("image", "image/png"),
+    ".flac": ("audio", "audio/flac"),
+    ".mp4": ("video", "video/mp4"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMedia:
+    """`modality`: image, audio or video."""
+
+    path: Path
+
+    @property
+    def modality(self) -> str:
+        return _MEDIA_TYPES[self.path.suffix][0]
+
+    @property
+    def media_type(self) -> str:
+        return _MEDIA_TYPES[self.path.suffix][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSample:
+    """Media that is asked about twice. An empty question: what is said in a sound is the one."""
+
+    title: str
+    files: tuple[str, ...]
+    questions: tuple[str, str]
+
+    @property
+    def media(self) -> tuple[SampleMedia, ...]:
+        return tuple(SampleMedia(path=MEDIA_FOLDER / name) for name in self.files)
+
+
+DEMO_SAMPLES = (
+    DemoSample(
+        title="a picture",
+        files=("shapes.png",),
+        questions=("What color is the circle?", "What shape is blue?"),
+    ),
+    DemoSample(
+        title="things to count",
+        files=("count.png",),
+        questions=("How many triangles are there?", "What color is the star?"),
+    ),
+    DemoSample(
+        title="a picture of text",
+        files=("digits.png",),
+        questions=("What does it say?", "Read the number."),
+    ),
+    DemoSample(
+        title="a spoken sentence",
+        files=("speech.flac",),
+        questions=("What was said?", "Write down what you hear."),
+    ),
+    DemoSample(
+        title="a spoken question about the first picture",
+        files=("shapes.png", "question.flac"),
+        questions=("", "What was said?"),
+    ),
+    DemoSample(
+        title="a video",
+        files=("moving.mp4",),
+        questions=("Which way does it move?", "What color is it?"),
+    ),
+)

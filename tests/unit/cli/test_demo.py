@@ -1,0 +1,121 @@
+"""What the demo shows, without a server."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sensorium.cli import demo_screen
+from sensorium.cli.demo import describe_trace
+from sensorium.cli.demo_screen import Screen, make_printable
+from sensorium.cli.demo_server import DemoClient, DemoFailedError, DemoServer
+from sensorium.embedded.samples import DEMO_SAMPLES, MEDIA_FOLDER
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_samples_are_there_and_small() -> None:
+    names = {name for sample in DEMO_SAMPLES for name in sample.files}
+    assert {path.name for path in MEDIA_FOLDER.iterdir()} == names
+    assert sum(path.stat().st_size for path in MEDIA_FOLDER.iterdir()) < 300_000
+    modalities = {item.modality for sample in DEMO_SAMPLES for item in sample.media}
+    assert modalities == {"image", "audio", "video"}
+
+
+def make_screen(monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[Screen, io.StringIO]:
+    file = io.StringIO()
+    screen = Screen()
+    options = {"force_terminal": True, "color_system": "truecolor", "width": 80, **options}
+    console = Console(file=file, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(screen, "_console", console)
+    return screen, file
+
+
+def test_media_is_drawn_in_its_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, file = make_screen(monkeypatch)
+    for sample in DEMO_SAMPLES:
+        for item in sample.media:
+            screen.show_media(item)
+    drawn = file.getvalue()
+    assert "38;2;230;26;31;48;2;230;26;31m▀" in drawn  # inside the red circle
+    assert "█" in drawn  # the loudest moment of a sound
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"force_terminal": False}, {"no_color": True}, {"width": 60}, {"color_system": None}],
+)
+def test_nothing_is_drawn_where_it_could_not_be_seen(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    screen, file = make_screen(monkeypatch, **options)
+    screen.show_media(DEMO_SAMPLES[0].media[0])
+    assert file.getvalue() == ""
+
+
+def test_pieces_of_an_answer_stay_in_their_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del monkeypatch
+    screen = Screen()
+    for piece in ("A ", "[red]", " circle", "."):
+        screen.write(piece)
+    assert capsys.readouterr().out == "A [red] circle."
+
+
+def test_nothing_that_a_model_says_moves_the_cursor() -> None:
+    assert make_printable("a\x1b[2Jb\rc\nd é") == "a�[2Jb�c\nd é"
+
+
+def test_the_trace_is_told_in_words() -> None:
+    item = {"modality": "image", "processor": "miss", "encoder": "miss", "ms": {"decode": 2.4}}
+    trace = {"items": [item], "ms": {"encode": 30.2}, "num_prompt_tokens": 80}
+    assert describe_trace({**trace, "num_cached_tokens": 0}) == (
+        "image decoded in 2 ms, encoded; encoding took 30 ms; "
+        "0 of 80 prompt tokens from the prefix cache"
+    )
+    hit = {"modality": "image", "processor": "hit", "encoder": "skipped", "ms": {}}
+    assert describe_trace({**trace, "items": [hit], "ms": {}, "num_cached_tokens": 72}) == (
+        "image from the processor cache, no encoding needed; "
+        "72 of 80 prompt tokens from the prefix cache"
+    )
+
+
+def test_the_server_ends_with_who_started_it() -> None:
+    program = (
+        "import signal, sensorium.cli; sensorium.cli.main = signal.pause\n"
+        "from sensorium.cli.demo_server import serve_while_wanted; serve_while_wanted()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == -signal.SIGTERM
+
+
+def test_a_server_that_can_not_start_is_told_in_its_words() -> None:
+    with (
+        DemoServer("") as server,
+        pytest.raises(DemoFailedError, match="the name of the model is empty"),
+    ):
+        server.wait_until_ready()
+
+
+def test_a_server_that_does_not_answer_is_told() -> None:
+    with DemoClient("http://127.0.0.1:9") as client, pytest.raises(DemoFailedError) as caught:
+        client.ask((), "hello", on_text=print)
+    assert str(caught.value).startswith("the server does not answer: ")
+
+
+def test_a_pipe_that_breaks_ends_the_demo_like_other_commands() -> None:
+    with pytest.raises(BrokenPipeError):
+        demo_screen._Console().on_broken_pipe()

@@ -1,0 +1,102 @@
+"""A model may be left out: which words are it, and which are for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sensorium import cli
+from sensorium.cli.words import split_prompts, split_question
+
+MINI = "sensorium-mini"
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "question"),
+    [
+        ([], MINI, None),
+        (["What is this?"], MINI, "What is this?"),
+        (["owner/name"], "owner/name", None),
+        ([MINI], MINI, None),
+        (["/a path/with spaces"], "/a path/with spaces", None),
+        (["owner/name", "What is this?"], "owner/name", "What is this?"),
+        (["What is this?", "really"], "What is this?", "really"),
+    ],
+)
+def test_one_word_is_a_question_if_it_can_be_no_model(
+    words: list[str], model: str, question: str | None
+) -> None:
+    assert split_question(words) == (model, question, [])
+
+
+def test_a_directory_is_a_model_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert split_question(["my model"]) == ("my model", None, [])
+    assert split_prompts(["my model"]) == ("my model", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "prompts"),
+    [
+        ([], MINI, []),
+        ([MINI], MINI, []),
+        (["hello"], MINI, ["hello"]),
+        (["owner/name", "a", "b"], "owner/name", ["a", "b"]),
+    ],
+)
+def test_one_word_is_a_prompt(words: list[str], model: str, prompts: list[str]) -> None:
+    assert split_prompts(words) == (model, prompts)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["owner/name", "What?", "--top-k=3"],
+        ["owner/name", "--top-k=3", "What?"],
+        ["--top-k=3", "owner/name", "What?"],
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_words_may_stand_on_both_sides_of_flags(
+    monkeypatch: pytest.MonkeyPatch, command: str, order: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", command, *order])
+    assert cli._parse_arguments().words == ["owner/name", "What?"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["chat", "m", "what?", "else"], "unrecognized arguments: else"),
+        (["chat", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["models", "m", "n"], "unrecognized arguments: n"),
+        (["generate"], "there is no prompt"),
+    ],
+)
+def test_words_that_mean_nothing_are_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "render", "chat", "generate", "demo", "models"])
+def test_help_names_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert MINI in capsys.readouterr().out
