@@ -75,7 +75,7 @@ def test_answers_alone_are_those_of_transformers(
 def test_answers_in_company_and_in_chunks_are_the_same(
     smollm2_llm: LLM, expected: list[tuple[int, ...]]
 ) -> None:
-    smollm2_llm.core.reset_prefix_cache()
+    smollm2_llm.core.scheduler.kv_cache.clear_cache()
     trace = Trace(smollm2_llm)
     outputs = smollm2_llm.chat(CONVERSATIONS, GREEDY, use_tqdm=False)
     assert get_token_ids(outputs) == expected
