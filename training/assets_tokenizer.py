@@ -1,4 +1,7 @@
-"""Trains the tokenizer on what will be said: `python -m training.assets_tokenizer build/training`."""
+"""Trains the tokenizer on what will be said.
+
+`python -m training.assets_tokenizer build/training`
+"""
 
 from __future__ import annotations
 

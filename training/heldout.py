@@ -139,7 +139,7 @@ def main() -> None:
         for task, make in EVALUATION.items()
         for case in author.make_cases(task, make, arguments.count)
     ]
-    speak = Hibari(arguments.folder).speak
+    speak = Hibari().speak
     for task, own in (("speech", UNSEEN_VOICE), ("spoken_question", UNSEEN_VOICE_QUESTION)):
         cases += author.make_cases(own, EVALUATION[task], arguments.count, speak)
     for name, samples, transcript in human_recordings(arguments.folder):

@@ -50,10 +50,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def run_block(
-    x: Tensor, cos: Tensor, sin: Tensor, dim: int, causal: bool, *weights: Tensor | None
-) -> Tensor:
-    """One layer of text or vision; a function of tensors, so that it is compiled once for all."""
+def run_block(x: Tensor, cos: Tensor, sin: Tensor, dim: int, causal: bool, *weights: Any) -> Tensor:
+    """One layer of text or vision; a function of tensors, so that it is compiled once for all.
+
+    The weights are matrices and vectors; a vector that the layer lacks is None.
+    """
     norm, q_w, q_b, k_w, k_b, v_w, v_b, o_w, o_b, *rest = weights
     other_norm, gate_w, gate_b, up_w, up_b, down_w, down_b = rest
     size = (x.shape[-1],)
@@ -141,6 +142,9 @@ class TextLayer(nn.Module):
 
 
 class TextModel(nn.Module):
+    frequencies: Tensor
+    axes: Tensor
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         rope = config.rope_parameters
@@ -197,7 +201,7 @@ class VisionBlock(nn.Module):
 class PatchEmbed(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        kernel = [config.temporal_patch_size, config.patch_size, config.patch_size]
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
         self.proj = nn.Conv3d(3, config.hidden_size, kernel, kernel, bias=False)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -214,11 +218,13 @@ class Merger(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.ln_q(x).unflatten(1, (-1, MERGE**2)).flatten(2))
+        out: Tensor = self.mlp(self.ln_q(x).view(len(x), x.shape[1] // MERGE**2, -1))
         return out
 
 
 class Vision(nn.Module):
+    frequencies: Tensor
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         dim = config.hidden_size // config.num_heads // 2
@@ -276,6 +282,8 @@ class SoundLayer(nn.Module):
 class Sound(nn.Module):
     """Whisper's encoder, then the mean of two neighbours, then our projection."""
 
+    places: Tensor
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         size = config.d_model
@@ -297,19 +305,23 @@ class Sound(nn.Module):
             x = x + self.places[: x.shape[1]].to(x.dtype)
             for layer in self.layers:
                 x = layer(x)
-            x = self.ln_post(x.unflatten(1, (-1, 2)).mean(2))
+            x = self.ln_post(x.view(len(x), -1, 2, x.shape[2]).mean(2))
         out: Tensor = self.proj(x)
         return out
+
+
+class Parts(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.audio_tower = Sound(config.audio_config)
+        self.visual = Vision(config.vision_config)
+        self.language_model = TextModel(config.text_config)
 
 
 class Thinker(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.config = config
-        self.model = nn.Module()
-        self.model.audio_tower = Sound(config.audio_config)
-        self.model.visual = Vision(config.vision_config)
-        self.model.language_model = TextModel(config.text_config)
+        self.model = Parts(config)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, media: list[tuple[Tensor, Tensor]]
@@ -321,7 +333,7 @@ class Thinker(nn.Module):
         x = text.embed_tokens(tokens).flatten(0, 1)
         for places, features in media:
             x = x.index_copy(0, places, features.flatten(0, -2).to(x.dtype))
-        out: Tensor = text(x.unflatten(0, tokens.shape), positions)
+        out: Tensor = text(x.view(*tokens.shape, -1), positions)
         return out.flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

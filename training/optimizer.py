@@ -44,23 +44,24 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(parameters), defaults)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                gradients = [parameter.grad for parameter in parameters]
+                gradients = [p.grad for p in parameters if p.grad is not None]
                 moments = [self._moment(parameter) for parameter in parameters]
                 torch._foreach_lerp_(moments, gradients, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(gradients, moments, group["momentum"])
-                steps = orthogonalize(torch.stack(ahead)).to(parameters[0].dtype)
-                size = group["lr"] * 0.2 * max(shape) ** 0.5
+                steps = orthogonalize(torch.stack(ahead).flatten(2)).to(parameters[0].dtype)
+                size = group["lr"] * 0.2 * max(steps.shape[1:]) ** 0.5
+                steps = steps.reshape(-1, *shape)
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, list(steps.unbind()), alpha=-size)
 
-    def _moment(self, parameter: nn.Parameter) -> Tensor:
+    def _moment(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["moment"] = torch.zeros_like(parameter)
@@ -69,11 +70,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module, *, lr: float) -> list[torch.optim.Optimizer]:
-    inner, others = [], []
+    inner: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_inner = parameter.ndim == 2 and "embed" not in name and "audio_tower" not in name
+        is_inner = parameter.ndim >= 2 and "embed_tokens" not in name
         (inner if is_inner else others).append(parameter)
     adam = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     return [Muon(inner, lr=lr), adam]

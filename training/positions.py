@@ -1,4 +1,4 @@
-"""Where each token of a conversation stands in time, height and width, as the stock model counts."""
+"""Where each token stands in time, height and width, as the stock model counts."""
 
 from __future__ import annotations
 

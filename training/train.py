@@ -62,7 +62,7 @@ class Perceiver:
             pixels = pixels if is_clean else augment(pixels, self._generator)
             pixels = (pixels.clamp(0, 1) * 255).round() / 255
             if num_frames:
-                videos = pixels.unflatten(0, (-1, num_frames))
+                videos = pixels.view(-1, num_frames, *pixels.shape[1:])
                 perceived["videos"] = normalize_and_patch_video(videos)
             else:
                 perceived["pictures"] = normalize_and_patch(pixels)
@@ -218,7 +218,7 @@ class _Loop:
             seen = [see(self._model, *each) for each in zip(batches, perceived, strict=True)]
             if seen[0] is not None:  # the first batch has the second one's pictures as well
                 counts = [batch["num_pictures"] for batch in batches[:2]]
-                seen[:2] = seen[0].split(counts)
+                seen[:2] = torch.split(seen[0], counts)
             for batch, media, features in zip(batches, perceived, seen, strict=True):
                 logits = predict(self._model, batch, media, features)
                 total = total + self._weigh(logits, batch)

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from training.model import Thinker
+
 MAX_SHARD_BYTES = 15 * 2**20
 WHISPER = "whisper_encoder.safetensors"
 
@@ -29,16 +31,16 @@ def initialize(model: nn.Module, seed: int) -> None:
             parameter.normal_(0.0, 1 / math.sqrt(parameter[0].numel()))
 
 
-def load_whisper(model: nn.Module, folder: Path) -> None:
+def load_whisper(model: Thinker, folder: Path) -> None:
     """The tower is frozen, but for the projection behind it."""
-    tower = model.model.audio_tower  # type: ignore[union-attr]
+    tower = model.model.audio_tower
     state = load_file(folder / WHISPER)
     state = {name.removeprefix("audio_tower."): tensor.float() for name, tensor in state.items()}
-    missing, unexpected = tower.load_state_dict(state, strict=False)  # type: ignore[operator]
+    missing, unexpected = tower.load_state_dict(state, strict=False)
     expected = {"proj.weight", "proj.bias", "audio_bos_eos_token.weight"}
     if unexpected or set(missing) != expected:
         raise ValueError(f"{WHISPER}: missing {missing}, unexpected {unexpected}")
-    for name, parameter in tower.named_parameters():  # type: ignore[operator]
+    for name, parameter in tower.named_parameters():
         parameter.requires_grad = name.startswith("proj.")
 
 
