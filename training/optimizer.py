@@ -26,7 +26,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     for _ in range(_NUM_ROUNDS):
         square = x @ x.transpose(1, 2)
         x = a * x + (b * square + c * square @ square) @ x
-    return x.transpose(1, 2) if is_tall else x
+    done: Tensor = x.transpose(1, 2) if is_tall else x
+    return done
 
 
 class Muon(torch.optim.Optimizer):

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from training import pack as packing
-from training.pack import make_shards, pack, quantize_rows
 
 from sensorium.embedded.cache import find_embedded_model
 from sensorium.embedded.expansion import read_manifest
+from training import pack as packing
+from training.pack import make_shards, pack, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
 from training.pictures.emoji_names import EMOJI_GROUPS, EMOJI_ICONS, EMOJI_NAMES
 from training.pictures.lines import (
     CELL_ORIGIN,
@@ -30,8 +32,6 @@ from training.pictures.rendering import (
 )
 from training.pictures.shapes import SHAPE_NAMES, draw_shapes
 from training.samples import Canvas, Sprite
-
-import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
 
 RED, BLUE = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
 SQUARE, CIRCLE = SHAPE_NAMES.index("square"), SHAPE_NAMES.index("circle")

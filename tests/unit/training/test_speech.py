@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from training.samples import Split
 from training.speech import espeak, flite, sentences
 from training.speech.resample import resample

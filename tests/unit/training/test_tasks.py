@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from training.pictures.emoji_names import EMOJI_NAMES
 from training.samples import Canvas, Sample, Split, Sprite, is_held_out
 from training.speech.sentences import VOCABULARY, is_test_sentence
