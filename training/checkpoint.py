@@ -25,7 +25,7 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.folder / "tokenizer")
     config = make_config(tokenizer)
     model = Thinker(config)
-    initialize(model, 0)
+    initialize(model, 0, 0)
     load_whisper(model, arguments.folder)
     restore(model, arguments.trained)
     save_stock(arguments.out, make_stock(model, config), tokenizer)

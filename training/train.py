@@ -148,7 +148,7 @@ def train(arguments: argparse.Namespace) -> None:
     folder, out = arguments.folder, arguments.out
     tokenizer = load_tokenizer(folder / "tokenizer")
     model = Thinker(make_config(tokenizer))
-    initialize(model, arguments.seed)
+    initialize(model, arguments.seed, tokenizer.convert_tokens_to_ids("<|vision_bos|>"))
     load_whisper(model, folder)
     if arguments.init is not None:
         restore(model, arguments.init)

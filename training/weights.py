@@ -14,11 +14,20 @@ from training.model import Thinker
 
 MAX_SHARD_BYTES = 15 * 2**20
 WHISPER = "whisper_encoder.safetensors"
+NEIGHBOUR_STRENGTH = 2.5
+MARK_STRENGTH = 3.3
+MAX_MARK_DISTANCE = 9.0
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
-    """What adds to the residual stream begins at zero."""
+def initialize(model: Thinker, seed: int, mark: int) -> None:
+    """What adds to the residual stream begins at zero; where tokens look begins with a plan.
+
+    A random vision tower takes long to find out that neighbours belong together: its heads begin
+    with looking at neighbours. And its positions are only relative, so that it can't tell where a
+    thing stands: heads in the first layers of the language model begin with looking at the mark
+    before a picture, each from other rows or columns.
+    """
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -29,6 +38,51 @@ def initialize(model: nn.Module, seed: int) -> None:
             parameter.zero_()
         elif parameter.ndim > 1:
             parameter.normal_(0.0, 1 / math.sqrt(parameter[0].numel()))
+    _look_at_mark(model.model.language_model, mark)
+    visual: Any = model.model.visual
+    for number, block in enumerate(visual.blocks):
+        _look_at_neighbours(block.attn, visual.frequencies, distance=1 + number // 2)
+
+
+def _look_at_mark(text: Any, mark: int) -> None:
+    """Each head sees the mark from places around one row or column, and little from others."""
+    heads = [
+        (layer.self_attn, head)
+        for layer in text.layers[:2]
+        for head in range(layer.self_attn.q_proj.out_features // layer.self_attn.dim)
+    ]
+    embedding = text.embed_tokens.weight[mark]
+    direction = embedding / embedding.square().mean().sqrt() / len(embedding)
+    half = len(text.frequencies)
+    is_sharp = text.frequencies > 0.05
+    for attention in {id(each): each for each, _ in heads}.values():
+        keys = attention.k_proj.weight.view(-1, 2, half, len(embedding))
+        keys[:, 0] += MARK_STRENGTH * direction
+        attention.q_proj.weight *= 0.3  # what stands at the place matters less
+    for number, (attention, head) in enumerate(heads):
+        axis = 1 + number % 2  # rows and columns take turns
+        distance = 1 + MAX_MARK_DISTANCE * (number // 2) / (len(heads) // 2 - 1)
+        chosen = is_sharp & (text.axes == axis)
+        angles = -text.frequencies * distance
+        bias = attention.q_proj.bias.view(-1, 2, half)[head]
+        bias[0] = MARK_STRENGTH * angles.cos() * chosen
+        bias[1] = MARK_STRENGTH * angles.sin() * chosen
+
+
+def _look_at_neighbours(attention: Any, frequencies: Tensor, *, distance: int) -> None:
+    """The score of a place is highest at the neighbour above, below, left or right.
+
+    Half of a head turns with the row, half with the column; a pair of numbers at the angle
+    `frequency * offset` meets one at the angle zero where the offset is made up for.
+    """
+    offsets = ((-distance, 0), (distance, 0), (0, -distance), (0, distance))
+    queries, keys = attention.q.bias.view(-1, 2, attention.dim // 2), attention.k.bias
+    keys.view(-1, 2, attention.dim // 2)[:, 0] = NEIGHBOUR_STRENGTH
+    for head in range(len(queries)):
+        rows, columns = offsets[head % len(offsets)]
+        angles = torch.cat((frequencies * rows, frequencies * columns))
+        queries[head, 0] = NEIGHBOUR_STRENGTH * angles.cos()
+        queries[head, 1] = NEIGHBOUR_STRENGTH * angles.sin()
 
 
 def load_whisper(model: Thinker, folder: Path) -> None:

@@ -49,7 +49,7 @@ def models(tokenizer: Any) -> tuple[Thinker, Any]:
     audio.d_model, audio.encoder_layers, audio.encoder_ffn_dim = 32, 1, 64
     audio.encoder_attention_heads, audio.output_dim = 2, 64
     model = Thinker(config)
-    initialize(model, 0)
+    initialize(model, 0, 0)
     with torch.no_grad():  # not zero, as at the beginning
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
