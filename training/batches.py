@@ -234,8 +234,17 @@ class Steps(IterableDataset[dict[str, Batch]]):
         maker = BatchMaker(self._folder, "train", self._seed * 1000 + number)
         count = number
         while True:
-            yield maker.make_step(self._plan, with_videos=count % STEPS_PER_VIDEO == 0)
+            step = maker.make_step(self._plan, with_videos=count % STEPS_PER_VIDEO == 0)
+            yield {name: _as_arrays(batch) for name, batch in step.items()}
             count += 1
+
+
+def _as_arrays(batch: Batch) -> Batch:
+    """All but the sounds, which are large, go through a pipe instead of shared memory."""
+    return {
+        name: value.numpy() if torch.is_tensor(value) and name != "sounds" else value
+        for name, value in batch.items()
+    }
 
 
 def load_steps(folder: Path, plan: Plan, *, seed: int, num_workers: int) -> Iterator[Any]:

@@ -9,15 +9,16 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from training.ahead import Ahead
 from training.architecture import PATCH, make_config
 from training.batches import GROUPS, VIDEO_SCALE, Batch, BatchMaker, Plan, load_steps
 from training.model import Blocks, Thinker
@@ -67,6 +68,12 @@ class Perceiver:
             else:
                 perceived["pictures"] = normalize_and_patch(pixels)
         return perceived
+
+    def draw_sheet(self, batch: Batch, path: Path) -> None:
+        """A few pictures of a batch side by side, to be looked at."""
+        pixels = self._renderer.render(batch["canvases"], batch["size"])[:8]
+        row = torch.cat(list(pixels), 2).permute(1, 2, 0)
+        Image.fromarray((row * 255).byte().cpu().numpy()).save(path)
 
 
 def see(model: Thinker, batch: Batch, perceived: dict[str, Tensor]) -> Tensor | None:
@@ -160,9 +167,11 @@ def train(arguments: argparse.Namespace) -> None:
     plan = Plan(mixture=dict(MIXTURE), **json.loads(arguments.plan))
     steps = load_steps(folder, plan, seed=arguments.seed, num_workers=arguments.workers)
     tests = make_test_batches(folder, seed=7, count=arguments.test_count, rounds=1)
+    out.mkdir(parents=True, exist_ok=True)
+    perceiver.draw_sheet(tests[0], out / "pictures.png")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
     loop = _Loop(model, optimizers, perceiver, arguments)
-    loop.run(steps, tests, out)
+    loop.run(Ahead(steps, perceiver.perceive, device), tests, out)
 
 
 class _Loop:
@@ -177,19 +186,19 @@ class _Loop:
         self._phases: dict[str, float] = defaultdict(float)
         self._means = torch.full_like(self._weights, 8.0)
 
-    def run(self, steps: Iterator[Any], tests: list[Batch], out: Path) -> None:
+    def run(self, steps: Ahead, tests: list[Batch], out: Path) -> None:
         arguments = self._arguments
         started = time.monotonic()
         next_report, next_test = arguments.report_every, arguments.test_every
         number, waited = 0, 0.0
         while (elapsed := time.monotonic() - started) < arguments.seconds:
             asked = time.monotonic()
-            step = next(steps)
+            batches, perceived = next(steps)
             waited += time.monotonic() - asked
             if number == 0:
                 print(f"the first step waited {waited:.1f} s", flush=True)
             self._number = number
-            self._learn(step, schedule(elapsed / arguments.seconds))
+            self._learn(batches, perceived, schedule(elapsed / arguments.seconds))
             number += 1
             if number == 32:
                 phases = " ".join(f"{n} {s / 12 * 1e3:.0f}" for n, s in self._phases.items())
@@ -205,13 +214,12 @@ class _Loop:
         save_shards(self._model, out)
         self._test(tests, time.monotonic() - started)
 
-    def _learn(self, step: dict[str, Batch], factor: float) -> None:
+    def _learn(
+        self, batches: list[Batch], perceived: list[dict[str, Tensor]], factor: float
+    ) -> None:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._arguments.lr * factor
-        batches = list(step.values())
-        self._mark("perceive")
-        perceived = [self._perceiver.perceive(batch) for batch in batches]
         total: Any = 0.0
         self._mark("forward")
         with self._autocast():  # one for all, so that weights are converted once

@@ -1,0 +1,64 @@
+"""Steps made ready ahead of their use, by a thread: while the device goes backward through one
+step, the next one's pictures are drawn and its sounds heard, on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+
+from training.batches import Batch
+
+Ready = tuple[list[Batch], list[dict[str, torch.Tensor]]]
+Perceive = Callable[[Batch], dict[str, torch.Tensor]]
+
+
+class Ahead:
+    """Iterates over batches and what is perceived of them; an error of the thread is raised."""
+
+    def __init__(self, steps: Iterator[Any], perceive: Perceive, device: str) -> None:
+        self._steps, self._perceive = steps, perceive
+        self._is_cuda = device.startswith("cuda")
+        self._ready: Queue[tuple[Ready, Any] | BaseException] = Queue(maxsize=2)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            stream: Any = torch.cuda.Stream() if self._is_cuda else None  # type: ignore[no-untyped-call]
+            for step in self._steps:
+                batches = [_as_tensors(batch) for batch in step.values()]
+                with torch.cuda.stream(stream):  # nothing without a stream
+                    perceived = [self._perceive(batch) for batch in batches]
+                event = stream.record_event() if stream is not None else None
+                self._ready.put(((batches, perceived), event))
+        except BaseException as error:
+            self._ready.put(error)
+
+    def __next__(self) -> Ready:
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        ready, event = found
+        if event is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(event)
+            for perceived in ready[1]:
+                for tensor in perceived.values():
+                    tensor.record_stream(current)
+        return ready
+
+    def __iter__(self) -> Iterator[Ready]:
+        return self
+
+
+def _as_tensors(batch: Batch) -> Batch:
+    """Small arrays travel as such between processes: a shared tensor costs a file each."""
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in batch.items()
+    }
