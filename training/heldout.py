@@ -142,7 +142,7 @@ def main() -> None:
     speak = Hibari().speak
     for task, own in (("speech", UNSEEN_VOICE), ("spoken_question", UNSEEN_VOICE_QUESTION)):
         cases += author.make_cases(own, EVALUATION[task], arguments.count, speak)
-    for name, samples, transcript in human_recordings(arguments.folder):
+    for name, samples, transcript in human_recordings(arguments.folder / "recordings"):
         write_sound(arguments.out / f"{name}.wav", samples)
         question = "Write down what you hear."
         cases.append(Case(f"human: {name}", question, transcript, sound=f"{name}.wav"))
