@@ -38,7 +38,11 @@ def initialize(model: Thinker, seed: int, mark: int) -> None:
             parameter.zero_()
         elif parameter.ndim > 1:
             parameter.normal_(0.0, 1 / math.sqrt(parameter[0].numel()))
-    _look_at_mark(model.model.language_model, mark)
+    text: Any = model.model.language_model
+    for layer in text.layers:  # some distances rather than others
+        layer.self_attn.q_proj.bias.normal_(0.0, 0.7)
+        layer.self_attn.k_proj.bias.normal_(0.0, 0.7)
+    _look_at_mark(text, mark)
     visual: Any = model.model.visual
     for number, block in enumerate(visual.blocks):
         _look_at_neighbours(block.attn, visual.frequencies, distance=1 + number // 2)
@@ -65,8 +69,8 @@ def _look_at_mark(text: Any, mark: int) -> None:
         chosen = is_sharp & (text.axes == axis)
         angles = -text.frequencies * distance
         bias = attention.q_proj.bias.view(-1, 2, half)[head]
-        bias[0] = MARK_STRENGTH * angles.cos() * chosen
-        bias[1] = MARK_STRENGTH * angles.sin() * chosen
+        bias[0] += MARK_STRENGTH * angles.cos() * chosen
+        bias[1] += MARK_STRENGTH * angles.sin() * chosen
 
 
 def _look_at_neighbours(attention: Any, frequencies: Tensor, *, distance: int) -> None:
