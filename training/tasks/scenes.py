@@ -6,21 +6,11 @@ import random as randomness
 from dataclasses import dataclass, field
 from math import hypot
 
+from training.pictures.shapes import SHAPE_NAMES
 from training.samples import Canvas, Size, Split, Sprite, is_held_out
 from training.tasks.palette import COLOURS, make_canvas, shade_of
 
-SHAPES = (
-    "circle",
-    "square",
-    "triangle",
-    "star",
-    "heart",
-    "diamond",
-    "cross",
-    "hexagon",
-    "ring",
-    "crescent",
-)
+SHAPES = SHAPE_NAMES
 SQUARE, DIAMOND = SHAPES.index("square"), SHAPES.index("diamond")
 PLURALS = tuple("crosses" if shape == "cross" else shape + "s" for shape in SHAPES)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
