@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from training.card import BEGIN, END, make_tables, replace_figures
+from training.evaluate import load_cases, score
+from training.scoring import count_word_errors, interval, is_right
+
+
+def test_case_counts_only_where_a_text_is_read() -> None:
+    assert is_right("A red circle.", "a red circle")
+    assert not is_right("A red circle", "A red square")
+    assert is_right("HALT", "HALT", is_text=True)
+    assert not is_right("halt", "HALT", is_text=True)
+
+
+@pytest.mark.parametrize(
+    ("heard", "errors"),
+    [
+        ("go forward ten meters", 0),
+        ("Go forward ten meters.", 0),
+        ("go forward meters", 1),
+        ("go forward ten ten meters", 1),
+        ("no forward two meters", 2),
+        ("", 4),
+    ],
+)
+def test_word_errors(heard: str, errors: int) -> None:
+    assert count_word_errors(heard, "go forward ten meters") == (errors, 4)
+
+
+def test_intervals_of_wilson() -> None:
+    # Published examples: 0 of 10 and 81 of 263.
+    assert interval(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-3)
+    assert interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-3)
+    assert interval(0, 0) == (0.0, 1.0)
+
+
+CASES = [
+    {"task": "count", "answer": "Two."},
+    {"task": "count", "answer": "Three."},
+    {"task": "speech", "answer": "go left"},
+    {"task": "human: card one", "answer": "ace of hearts"},
+]
+
+
+def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_path: Path) -> None:
+    first = {"scores": score(CASES, ["two", "four", "go left", "ace of arts"])}
+    other = {"scores": score(CASES[:2], ["Two", "Three"])}
+    tables = make_tables({"alone": first, "warm": other})
+    assert "| count, 0 to 5 | 90 / 96 % | 2 | 50.0% [9.4%, 90.5%] | 100.0% (2) |" in tables
+    assert "| speech, words wrong | 10 / 6 % | 1 | 0.0% [0.0%, 65.8%] |  |" in tables
+    assert "| card one | ace of hearts | ace of arts |" in tables
+    page = replace_figures(f"Above.\n{BEGIN}\nold\n{END}\nBelow.\n", tables)
+    assert page == f"Above.\n{BEGIN}\n{tables}{END}\nBelow.\n"
+    with pytest.raises(ValueError, match="lacks"):
+        replace_figures("no marks", tables)
+    (tmp_path / "cases.jsonl").write_text("\n".join(map(json.dumps, CASES)))
+    assert load_cases(tmp_path, 1) == [CASES[0], *CASES[2:]]
