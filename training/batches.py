@@ -41,7 +41,7 @@ PICTURE_GRIDS = {
 VIDEO_GRIDS = {(12, 12): 4, (11, 11): 2, (10, 14): 2, (14, 10): 1, (8, 15): 2}
 VIDEO_UNIT = 8  # videos are drawn small and rendered larger
 VIDEO_SCALE = UNIT / VIDEO_UNIT
-MAX_SOUND_SAMPLES = 10 * 16_000
+MAX_SOUND_SAMPLES = 12 * 16_000
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,12 @@ class BatchMaker:
         self, makers: list[tuple[Maker, float]], count: int, num_fresh: int
     ) -> list[tuple[Sample, np.ndarray]]:
         """Sounds of about one length, some of which were used before."""
-        num_fresh = max(num_fresh, count - len(self._spoken))
-        for sample in self._draw(makers, num_fresh, (0, 0)):
-            self._spoken.append((sample, self._say(sample)))
+        wanted = len(self._spoken) + max(num_fresh, count - len(self._spoken))
+        while len(self._spoken) < wanted:
+            for sample in self._draw(makers, wanted - len(self._spoken), (0, 0)):
+                wave = self._say(sample)
+                if len(wave) <= MAX_SOUND_SAMPLES:  # a slow voice with much to say is left out
+                    self._spoken.append((sample, wave))
         self._spoken = self._spoken[-max(count, 1024) :]
         by_length = sorted(self._spoken, key=lambda spoken: len(spoken[1]))
         start = self._random.randint(0, len(by_length) - count)
@@ -192,7 +195,6 @@ class BatchMaker:
 
     def _place(self, waves: list[np.ndarray]) -> np.ndarray:
         """Each sound begins somewhere within the length that all have."""
-        waves = [wave[:MAX_SOUND_SAMPLES] for wave in waves]
         room = self._random.randint(1_000, 12_000)
         num_tokens = -(-(max(map(len, waves)) + room) // SAMPLES_PER_TOKEN)
         sounds = np.zeros((len(waves), num_tokens * SAMPLES_PER_TOKEN), np.int16)

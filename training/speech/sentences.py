@@ -298,6 +298,8 @@ def _of(patterns: tuple[str, ...]) -> Callable[[Random], str]:
     return lambda random: fill(random.choice(patterns), random)
 
 
+LONG_SHARE = 0.12
+MAX_WORDS = 22
 KINDS: dict[str, tuple[float, Callable[[Random], str]]] = {
     "random words": (25.0, _random_words),
     "picture questions": (18.0, _of(PICTURE_QUESTIONS)),
@@ -314,9 +316,25 @@ _WEIGHTS = [weight for weight, _ in KINDS.values()]
 
 
 def make_sentence(random: Random, split: Split) -> str:
-    """One to ten words; training and test never share a sentence."""
+    """One to ten words, in training at times up to MAX_WORDS; no sentence is in both."""
     while True:
-        (make,) = random.choices(_MAKERS, _WEIGHTS)
-        sentence = make(random)
-        if sentence.count(" ") < 10 and is_test_sentence(sentence) == (split == "test"):
+        sentence = _make_one(random)
+        if split == "train" and random.random() < LONG_SHARE:
+            sentence = _go_on(sentence, random)
+        elif sentence.count(" ") >= 10:
+            continue
+        if is_test_sentence(sentence) == (split == "test"):
             return sentence
+
+
+def _make_one(random: Random) -> str:
+    (make,) = random.choices(_MAKERS, _WEIGHTS)
+    return make(random)
+
+
+def _go_on(sentence: str, random: Random) -> str:
+    """Other sentences follow without a pause, as in a long one."""
+    num_words = random.randint(11, MAX_WORDS)
+    while sentence.count(" ") < num_words - 1:
+        sentence += " " + _make_one(random)
+    return " ".join(sentence.split(" ")[:num_words])

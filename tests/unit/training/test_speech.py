@@ -29,11 +29,11 @@ def make_sentences(split: Split) -> list[str]:
     return [sentences.make_sentence(generator, split) for _ in range(NUM_SENTENCES)]
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_sentences_are_one_to_ten_words_of_the_vocabulary(split: Split) -> None:
+@pytest.mark.parametrize(("split", "num_words"), [("train", 22), ("test", 10)])
+def test_sentences_are_a_few_words_of_the_vocabulary(split: Split, num_words: int) -> None:
     made = make_sentences(split)
     assert {word for sentence in made for word in sentence.split()} <= set(VOCABULARY)
-    assert {len(sentence.split()) for sentence in made} == set(range(1, 11))
+    assert {len(sentence.split()) for sentence in made} == set(range(1, num_words + 1))
 
 
 def test_training_and_test_share_no_sentence() -> None:
