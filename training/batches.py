@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class Plan:
     spoken_picture: int = 64
     video: int = 64  # in every fourth step only
     fresh_speech: int = 40  # the others were spoken before, in other noise
+    first_steps: int = 300  # in which simple pictures give way to all others
     mixture: dict[str, list[tuple[Maker, float]]] = field(default_factory=lambda: dict(MIXTURE))
 
 
@@ -71,13 +73,14 @@ class BatchMaker:
         self._random = Random(seed)
         self._spoken: list[tuple[Sample, np.ndarray]] = []
 
-    def make_step(self, plan: Plan, *, with_videos: bool) -> dict[str, Batch]:
+    def make_step(self, plan: Plan, number: int, *, with_videos: bool) -> dict[str, Batch]:
         """What is seen or read, what is heard, and at times videos: each goes through the model
         at once. All pictures of a step have one size, and stand in the first batch.
         """
         grid = self._choose(PICTURE_GRIDS)
         mixture = plan.mixture
-        seen, pictures = self._make_seen(mixture, plan, grid)
+        num_simple = round(plan.picture * max(0.0, 1 - number / max(1, plan.first_steps)))
+        seen, pictures = self._make_seen(mixture, plan, grid, num_simple)
         heard, others = self._make_heard(mixture, plan, grid)
         seen["canvases"] = pack_canvases([_picture(sample) for sample in pictures + others])
         seen["size"] = (grid[0] * UNIT, grid[1] * UNIT)
@@ -88,10 +91,11 @@ class BatchMaker:
         return step
 
     def _make_seen(
-        self, mixture: Any, plan: Plan, grid: tuple[int, int]
+        self, mixture: Any, plan: Plan, grid: tuple[int, int], num_simple: int
     ) -> tuple[Batch, list[Sample]]:
         size = (grid[0] * UNIT, grid[1] * UNIT)
-        pictures = self._draw(mixture["picture"], plan.picture, size)
+        pictures = self._draw(mixture["first_picture"], num_simple, size)
+        pictures += self._draw(mixture["picture"], plan.picture - num_simple, size)
         texts = self._draw(mixture["text"], plan.text, (0, 0))
         layouts = [Layout(picture=(1, *grid))] * len(pictures) + [Layout()] * len(texts)
         batch = self._write(pictures + texts, layouts)
@@ -232,13 +236,12 @@ class Steps(IterableDataset[dict[str, Batch]]):
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         torch.set_num_threads(1)
         worker = get_worker_info()
-        number = 0 if worker is None else worker.id
-        maker = BatchMaker(self._folder, "train", self._seed * 1000 + number)
-        count = number
-        while True:
-            step = maker.make_step(self._plan, with_videos=count % STEPS_PER_VIDEO == 0)
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        maker = BatchMaker(self._folder, "train", self._seed * 1000 + first)
+        for number in itertools.count():  # of this worker's steps; all take turns
+            with_videos = (first + number) % STEPS_PER_VIDEO == 0
+            step = maker.make_step(self._plan, first + number * stride, with_videos=with_videos)
             yield {name: _as_arrays(batch) for name, batch in step.items()}
-            count += 1
 
 
 def _as_arrays(batch: Batch) -> Batch:

@@ -30,7 +30,7 @@ from training.pictures.rendering import (
     normalize_and_patch_video,
 )
 from training.sounds import Features, disturb, tilt
-from training.tasks.mixture import EVALUATION, MIXTURE
+from training.tasks.mixture import EVALUATION
 from training.tokenizer import load_tokenizer
 from training.weights import initialize, load_whisper, restore, save_shards
 
@@ -164,7 +164,8 @@ def train(arguments: argparse.Namespace) -> None:
         Blocks.compile()
     optimizers = make_optimizers(model, lr=arguments.lr)
     perceiver = Perceiver(folder, device, arguments.seed)
-    plan = Plan(mixture=dict(MIXTURE), **json.loads(arguments.plan))
+    first = {} if arguments.init is None else {"first_steps": 0}
+    plan = Plan(**first | json.loads(arguments.plan))
     steps = load_steps(folder, plan, seed=arguments.seed, num_workers=arguments.workers)
     tests = make_test_batches(folder, seed=7, count=arguments.test_count, rounds=1)
     out.mkdir(parents=True, exist_ok=True)

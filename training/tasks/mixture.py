@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from training.samples import Sample, Size, Split
 from training.tasks.emoji import make_emoji, make_emoji_scene
+from training.tasks.first_sights import make_few_letters, make_one_thing
+from training.tasks.notices import make_notice
 from training.tasks.reading import (
     make_digits,
     make_digits_in_unseen_font,
@@ -36,6 +38,7 @@ from training.tasks.video import make_direction, make_video
 Maker = Callable[[randomness.Random, Size, Split], Sample]
 
 MIXTURE: dict[str, list[tuple[Maker, float]]] = {
+    "first_picture": [(make_one_thing, 3.0), (make_few_letters, 2.0), (make_emoji, 1.0)],
     "picture": [
         (make_scene, 4.0),
         (make_shape_color, 0.5),
@@ -43,8 +46,9 @@ MIXTURE: dict[str, list[tuple[Maker, float]]] = {
         (make_relation, 1.0),
         (make_count, 1.2),
         (make_yes_no, 0.3),
-        (make_words, 4.0),
-        (make_digits, 2.0),
+        (make_words, 2.5),
+        (make_digits, 1.2),
+        (make_notice, 2.3),
         (make_emoji, 2.5),
         (make_emoji_scene, 2.0),
         (make_nothing, 0.1),

@@ -28,7 +28,7 @@ WORDS: dict[Split, tuple[str, ...]] = {
 BLACK, WHITE = COLOURS.index("black"), COLOURS.index("white")
 
 
-def _choose_colour(random: Random) -> int:
+def choose_colour(random: Random) -> int:
     chance = random.random()
     if chance < 0.3:
         return BLACK
@@ -115,7 +115,7 @@ def make_words(random: Random, size: Size, split: Split, *, font: int | None = N
         texts.append(choose_word(random, split))
         if chance < 0.1 and len(texts[0]) + len(texts[1]) < 12:
             texts = [" ".join(texts)]
-    colour = _choose_colour(random)
+    colour = choose_colour(random)
     canvas = make_text_canvas(random, colour, size)
     _put_lines(random, canvas, size, texts, _choose_font(random) if font is None else font, colour)
     text = " ".join(texts)
@@ -152,7 +152,7 @@ def make_digits(random: Random, size: Size, split: Split, *, font: int | None = 
 
 
 def draw_number(random: Random, size: Size, text: str, font: int | None = None) -> Canvas:
-    colour = _choose_colour(random)
+    colour = choose_colour(random)
     canvas = make_text_canvas(random, colour, size)
     if font is None:
         font = _choose_font(random)

@@ -273,6 +273,23 @@ READ_NUMBER = Phrases(
     "What does the sign say?",
     "Please read the number.",
 )
+READ_LINE = Phrases(
+    "Read the {place} line.",
+    "What does the {place} line say?",
+    "What is written in the {place} line?",
+    "What is the {place} line?",
+    "What text is in the {place} line?",
+    "The {place} line?",
+)
+READ_ALL = Phrases(
+    "Read everything.",
+    "Read all lines.",
+    "What does it say?",
+    "Read the text.",
+    "What is written here?",
+    "Read the whole text.",
+    "Write down the text in the picture.",
+)
 NUM_LETTERS = Phrases(
     "How many letters does the word have?",
     "How many letters?",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random as randomness
 import re
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from training.pictures.emoji_names import EMOJI_NAMES
 from training.samples import Canvas, Sample, Split, Sprite, is_held_out
 from training.speech.sentences import VOCABULARY, is_test_sentence
-from training.tasks import emoji, mixture, reading, shapes, spoken, text, video, wordings
+from training.tasks import emoji, mixture, notices, reading, shapes, spoken, text, video, wordings
 from training.tasks.palette import COLOURS, is_background, name_of
 from training.tasks.scenes import (
     CELLS,
@@ -34,6 +35,7 @@ MAKERS = tuple(
     {maker for makers in mixture.MIXTURE.values() for maker, _ in makers}
     | set(mixture.EVALUATION.values())
 )
+PLACES_OF_LINES = {place for rows in notices.PLACES.values() for row in rows for place in row}
 SPLITS: tuple[Split, ...] = ("train", "test")
 
 
@@ -42,7 +44,8 @@ def lines_without_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_line(text: str, font_number: int, *, spacing: float = 0.0) -> np.ndarray:
         return np.full((48, int(len(text) * (20 + spacing)) + 4), font_number, np.uint8)
 
-    monkeypatch.setattr(reading, "make_line", make_line)
+    for module in (reading, notices):
+        monkeypatch.setattr(module, "make_line", make_line)
 
 
 def make(maker: mixture.Maker, split: Split, seed: int = 0) -> list[Sample]:
@@ -267,6 +270,25 @@ def test_words_and_numbers_are_kept_apart_and_fit(split: Split) -> None:
                     assert sprite.x + sprite.width / 2 < 226
             fonts = {int(line[0, 0]) for line in canvas.lines}
             assert fonts <= set(reading.TRAIN_FONTS)
+
+
+def test_the_lines_of_a_notice_are_asked_for_by_their_places() -> None:
+    seen = Counter[str]()
+    for sample in make(notices.make_notice, "train"):
+        canvas = sample.picture
+        assert canvas is not None
+        lines = [sprite for sprite in canvas.sprites if sprite.kind == "line"]
+        assert [sprite.number for sprite in lines] == list(range(len(canvas.lines)))
+        for one, other in pairwise(lines):
+            assert one.y + one.height / 2 <= other.y - other.height / 2 + 1e-6
+        for turn in sample.turns:
+            for part in turn.answer.split():
+                key = "word" if part.isalpha() else "digits"
+                assert len(part) == 1 or not is_held_out(key, part.lower()), part
+            seen.update(
+                place for place in PLACES_OF_LINES if f"{place} line" in turn.question.lower()
+            )
+    assert set(seen) == PLACES_OF_LINES
 
 
 def test_font_can_be_chosen() -> None:
