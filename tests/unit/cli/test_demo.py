@@ -60,6 +60,32 @@ def test_nothing_is_drawn_where_it_could_not_be_seen(
     assert file.getvalue() == ""
 
 
+@pytest.mark.parametrize(
+    ("variables", "has_color", "shown"),
+    [
+        ({}, True, "\x1b[36mblue\x1b[0m\n"),
+        ({"NO_COLOR": "1"}, True, "blue\n"),
+        ({"TERM": "dumb"}, True, "blue\n"),
+        ({}, False, "blue\n"),
+    ],
+)
+def test_who_wants_no_color_gets_none(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    has_color: bool,
+    shown: str,
+) -> None:
+    for name in ("NO_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if this were a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Screen(has_color=has_color).say("blue", "cyan")
+    assert capsys.readouterr().out == shown
+
+
 def test_pieces_of_an_answer_stay_in_their_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
