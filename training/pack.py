@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from sensorium.embedded.expansion import (
     MANIFEST,
@@ -39,8 +39,10 @@ Array = npt.NDArray[Any]
 
 def pack(checkpoint: Path, destination: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, float]:
     """The relative error of each tensor (root of the mean square, over that of the tensor). What
-    was in the destination is replaced.
+    was packed there before is replaced.
     """
+    if destination.exists() and not (destination / MANIFEST).is_file():
+        raise SystemExit(f"{destination} is no packed checkpoint: it is not replaced")
     tensors = read_tensors(checkpoint)
     with TemporaryDirectory(dir=_make_parent(destination), prefix=".pack.") as folder:
         packed, expanded = Path(folder) / "packed", Path(folder) / "expanded"
@@ -48,7 +50,8 @@ def pack(checkpoint: Path, destination: Path, *, max_bytes: int = MAX_BYTES) -> 
         expanded.mkdir()
         _copy_small_files(checkpoint, packed)
         for number, shard in enumerate(make_shards(quantize(tensors)), start=1):
-            save_file(shard, packed / f"packed-{number:05}.safetensors")
+            # The library's `save_file` makes files that only their owner can read.
+            (packed / f"packed-{number:05}.safetensors").write_bytes(save(shard))
         _write_manifest(packed, expanded)
         num_bytes = get_num_bytes(packed)
         if num_bytes > max_bytes:
@@ -171,7 +174,7 @@ def _make_parent(destination: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pack a checkpoint for the package.")
     parser.add_argument("checkpoint", type=Path, help="a folder as `save_pretrained` makes it")
-    parser.add_argument("destination", type=Path, help="a folder, which is replaced")
+    parser.add_argument("destination", type=Path, help="a folder; one that was packed is replaced")
     arguments = parser.parse_args()
     errors = pack(arguments.checkpoint, arguments.destination)
     for name, error in sorted(errors.items(), key=lambda entry: -entry[1])[:_NUM_SHOWN]:

@@ -1,4 +1,4 @@
-"""`python -m sensorium` is the command `sensorium`."""
+"""`python -m sensorium`: the command, of this very interpreter."""
 
 from sensorium.cli import main
 

@@ -7,6 +7,7 @@ has left.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 
@@ -17,6 +18,8 @@ from sensorium.types.errors import SensoriumError
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # models say what not every terminal can show
     try:
         try:
             arguments = _parse_arguments()

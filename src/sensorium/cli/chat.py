@@ -21,8 +21,8 @@ from sensorium.cli.flags import (
     read_media,
 )
 from sensorium.cli.media_flags import add_media_options
-from sensorium.cli.words import add_words, split_question
-from sensorium.types.errors import CapacityError, RequestError
+from sensorium.cli.words import add_words, hint_at_question, split_question
+from sensorium.types.errors import CapacityError, ModelError, RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.sampling import SamplingParams
 
@@ -60,8 +60,8 @@ def add_command(commands: Any) -> None:
     add_words(
         chat,
         "QUESTION",
-        f"{MODEL_HELP}, and the question (default: stdin, or a conversation). A single word with "
-        "spaces is a question",
+        f"{MODEL_HELP}, and the question (default: stdin, or a conversation). A single word is a "
+        "model, unless it has spaces or marks that no model has: then it is a question",
     )
     add_media_flags(chat, "that goes with the (first) question")
     chat.add_argument("--system", metavar="TEXT", help="a system message in front")
@@ -92,8 +92,9 @@ def run(arguments: argparse.Namespace) -> None:
         except UnicodeDecodeError as error:
             raise RequestError("the question on stdin is not text") from error
         if not text:
-            raise RequestError("there is no question: give it as an argument or on stdin")
-    with load_llm(arguments) as llm:
+            hint = hint_at_question(arguments.words)
+            raise RequestError(f"there is no question: give it as an argument or on stdin{hint}")
+    with _load(arguments) as llm:
 
         def answer(messages: list[Part]) -> str:
             return _answer(
@@ -108,6 +109,13 @@ def run(arguments: argparse.Namespace) -> None:
             _converse(answer, arguments.system, parts)
         else:
             answer([*_make_system(arguments.system), _make_question(parts, text)])
+
+
+def _load(arguments: argparse.Namespace) -> LLM:
+    try:
+        return load_llm(arguments)
+    except ModelError as error:
+        raise ModelError(f"{error}{hint_at_question(arguments.words)}") from error
 
 
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.flags import MODEL_HELP
@@ -50,17 +51,34 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show_samples(screen: Screen, client: DemoClient) -> None:
-    first = _ask_all(screen, client, 0, "First: nothing of this was seen or heard before.")
-    again = _ask_all(screen, client, 1, "Again: the same media, other questions.")
+    """Those that the model takes."""
     screen.say()
-    titles = [sample.title for sample in DEMO_SAMPLES]
-    screen.show_times(list(zip(titles, first, again, strict=True)))
+    screen.say("First: nothing of this was seen or heard before.", "bold")
+    first = _ask_all(screen, client, DEMO_SAMPLES, 0)
+    screen.say()
+    screen.say("Again: the same media, other questions.", "bold")
+    again = _ask_all(screen, client, first, 1)
+    screen.say()
+    screen.show_times([(sample.title, first[sample], again[sample]) for sample in again])
 
 
-def _ask_all(screen: Screen, client: DemoClient, number: int, heading: str) -> list[Answer]:
-    screen.say()
-    screen.say(heading, "bold")
-    return [_ask(screen, client, sample, number) for sample in DEMO_SAMPLES]
+def _ask_all(
+    screen: Screen, client: DemoClient, samples: Iterable[DemoSample], number: int
+) -> dict[DemoSample, Answer]:
+    """What is refused is told, and left out; an error if that is all."""
+    from sensorium.cli.demo_server import DemoRefusedError
+
+    answers: dict[DemoSample, Answer] = {}
+    refused: DemoRefusedError | None = None
+    for sample in samples:
+        try:
+            answers[sample] = _ask(screen, client, sample, number)
+        except DemoRefusedError as error:
+            screen.say(f"  left out: {error}", "yellow")
+            refused = error
+    if refused is not None and not answers:
+        raise refused
+    return answers
 
 
 def _ask(screen: Screen, client: DemoClient, sample: DemoSample, number: int) -> Answer:

@@ -35,7 +35,9 @@ class _Console(Console):
 
 class Screen:
     def __init__(self, *, has_color: bool = True) -> None:
-        self._console = _Console(no_color=not has_color, highlight=False)
+        # Colors are found out, NO_COLOR among the reasons for none; without a system there is no
+        # style at all.
+        self._console = _Console(color_system="auto" if has_color else None, highlight=False)
 
     @property
     def can_draw(self) -> bool:

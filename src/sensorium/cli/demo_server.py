@@ -41,6 +41,10 @@ class DemoFailedError(SensoriumError):
     """The server can't be started, or doesn't answer."""
 
 
+class DemoRefusedError(DemoFailedError):
+    """The server refuses a question, as of a model that takes no such media."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """`seconds`: from the question to the answer's end. `trace`: what the server says of it."""
@@ -119,7 +123,7 @@ class DemoClient:
     def ask(
         self, media: Sequence[SampleMedia], question: str, *, on_text: Callable[[str], None]
     ) -> Answer:
-        """`on_text` gets the answer as it grows."""
+        """`on_text` gets the answer as it grows. A `DemoRefusedError` comes before any of it."""
         content = [_make_part(item) for item in media]
         if question:
             content.append({"type": "text", "text": question})
@@ -137,6 +141,8 @@ class DemoClient:
             _blaming_server(),
             self._client.stream("POST", "/v1/chat/completions", json=body) as response,
         ):
+            if response.status_code == httpx.codes.BAD_REQUEST:
+                raise DemoRefusedError(_get_message(response.read()))
             if response.status_code != httpx.codes.OK:
                 raise DemoFailedError(_get_message(response.read()))
             for chunk in _read_chunks(response):

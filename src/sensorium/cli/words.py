@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from sensorium.embedded import EMBEDDED_MODEL
+
+_HUB_NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 
 def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> None:
@@ -35,7 +38,17 @@ def split_prompts(words: list[str]) -> tuple[str, list[str]]:
     return (words[0] if words else EMBEDDED_MODEL), words[1:]
 
 
+def hint_at_question(words: list[str]) -> str:
+    """To be added to an error, if the only word may have been meant as a question."""
+    if len(words) != 1 or "/" in words[0] or words[0] == EMBEDDED_MODEL or Path(words[0]).is_dir():
+        return ""
+    return (
+        f". A single word is taken for a model; as a question for {EMBEDDED_MODEL}: "
+        f"sensorium chat {EMBEDDED_MODEL} {words[0]}"
+    )
+
+
 def _is_question(word: str) -> bool:
-    """Hub ids have no spaces; paths may have some."""
-    has_space = len(word.split()) > 1
-    return has_space and not word.startswith(("/", ".", "~")) and not Path(word).is_dir()
+    """Hub ids have no spaces, and letters, digits, `_`, `-` and `.` only; paths may have others."""
+    is_no_id = len(word.split()) > 1 or ("/" not in word and not _HUB_NAME.fullmatch(word))
+    return is_no_id and not word.startswith(("/", ".", "~")) and not Path(word).is_dir()

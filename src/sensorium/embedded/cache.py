@@ -39,6 +39,8 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
     manifest = read_manifest(packed)
     cache = _get_cache_folder()
     try:
+        if not cache.is_absolute():
+            raise OSError("there is no such home")
         return _find_below(cache, packed, manifest)
     except OSError as error:
         if error.errno in _FULL:
@@ -59,13 +61,14 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
 
 
 def _get_cache_folder() -> Path:
+    """Not absolute if it begins with a home that nobody knows, as of a user without an account."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen) if chosen[0] == "~" else os.path.abspath(chosen))
     shared = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(shared):  # others count as not set, says its specification
         return Path(shared) / "sensorium"
-    return Path(os.path.expanduser("~")).absolute() / ".cache" / "sensorium"
+    return Path(os.path.expanduser("~"), ".cache", "sensorium")
 
 
 def _get_private_folder() -> Path:
@@ -112,10 +115,13 @@ def _make(target: Path, packed: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; a process that ends in any way lets go."""
-    with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """One process at a time; a process that ends in any way lets go. A link is not followed."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _describe_no_room(cache: Path) -> str:

@@ -58,9 +58,10 @@ def read_manifest(packed: Path) -> Manifest:
 
 
 def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
-    """Whether all these files are there, byte for byte."""
+    """Whether these files are there, byte for byte, and no others: those might be read, too."""
     try:
-        return all(_hash_file(folder / name) == digest for name, digest in digests.items())
+        has_all = {path.name for path in folder.iterdir()} == digests.keys()
+        return has_all and all(_hash_file(folder / n) == digest for n, digest in digests.items())
     except OSError:
         return False
 
@@ -78,7 +79,10 @@ def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
             (destination / name).write_bytes(content)
     write_weights(tensors, destination / WEIGHTS)
     if not is_whole(destination, manifest.expanded):
-        raise ModelError(f"what was written to {str(destination)!r} can't be read back")
+        raise ModelError(
+            f"what was written to {str(destination)!r} is not what {MANIFEST} says: "
+            "the disk or this installation of Sensorium is damaged"
+        )
 
 
 def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:

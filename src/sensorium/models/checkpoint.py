@@ -56,6 +56,8 @@ def find_checkpoint(
     model: str, *, revision: str | None, trust_remote_code: bool, use_tqdm: bool
 ) -> Path:
     """The directory with all but the weights of a model; code only if it may run."""
+    if not model:  # would be the current directory
+        raise ModelError("the name of the model is empty")
     path = Path(model).expanduser()
     is_embedded = model == EMBEDDED_MODEL
     if is_embedded or path.is_dir():

@@ -7,16 +7,24 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from sensorium.cli import demo_screen
-from sensorium.cli.demo import describe_trace
+from sensorium.cli.demo import describe_trace, show_samples
 from sensorium.cli.demo_screen import Screen, make_printable
-from sensorium.cli.demo_server import DemoClient, DemoFailedError, DemoServer
-from sensorium.embedded.samples import DEMO_SAMPLES, MEDIA_FOLDER
+from sensorium.cli.demo_server import (
+    Answer,
+    DemoClient,
+    DemoFailedError,
+    DemoRefusedError,
+    DemoServer,
+)
+from sensorium.embedded.samples import DEMO_SAMPLES, MEDIA_FOLDER, SampleMedia
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,6 +68,32 @@ def test_nothing_is_drawn_where_it_could_not_be_seen(
     assert file.getvalue() == ""
 
 
+@pytest.mark.parametrize(
+    ("variables", "has_color", "shown"),
+    [
+        ({}, True, "\x1b[36mblue\x1b[0m\n"),
+        ({"NO_COLOR": "1"}, True, "blue\n"),
+        ({"TERM": "dumb"}, True, "blue\n"),
+        ({}, False, "blue\n"),
+    ],
+)
+def test_who_wants_no_color_gets_none(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    has_color: bool,
+    shown: str,
+) -> None:
+    for name in ("NO_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if this were a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Screen(has_color=has_color).say("blue", "cyan")
+    assert capsys.readouterr().out == shown
+
+
 def test_pieces_of_an_answer_stay_in_their_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +120,38 @@ def test_the_trace_is_told_in_words() -> None:
         "image from the processor cache, no encoding needed; "
         "72 of 80 prompt tokens from the prefix cache"
     )
+
+
+class PartialClient:
+    """Of a model that takes some media only."""
+
+    def __init__(self, *modalities: str) -> None:
+        self.modalities = modalities
+
+    def ask(
+        self, media: Sequence[SampleMedia], question: str, *, on_text: Callable[[str], None]
+    ) -> Answer:
+        for item in media:
+            if item.modality not in self.modalities:
+                raise DemoRefusedError(f"this model takes no {item.modality}")
+        on_text(f"Yes: {question}")
+        trace = {"items": [], "ms": {}, "num_prompt_tokens": 9, "num_cached_tokens": 0}
+        return Answer(text="Yes.", seconds=0.5, trace=trace)
+
+
+def test_what_a_model_does_not_take_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    client: Any = PartialClient("image", "video")
+    show_samples(Screen(), client)
+    first, again = capsys.readouterr().out.split("Again:")
+    assert first.count("left out: this model takes no audio") == 2
+    assert "a video  " in again  # in the table
+    assert "spoken" not in again
+
+
+def test_a_model_that_takes_nothing_is_an_error() -> None:
+    client: Any = PartialClient()
+    with pytest.raises(DemoRefusedError, match="takes no"):
+        show_samples(Screen(), client)
 
 
 def test_the_server_ends_with_who_started_it() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
 
 from sensorium import cli
-from sensorium.cli.words import split_prompts, split_question
+from sensorium.cli.words import hint_at_question, split_prompts, split_question
 
 MINI = "sensorium-mini"
 
@@ -18,7 +19,11 @@ MINI = "sensorium-mini"
     [
         ([], MINI, None),
         (["What is this?"], MINI, "What is this?"),
+        (["Why?"], MINI, "Why?"),
+        (["这是什么"], MINI, "这是什么"),
+        (["Hello"], "Hello", None),
         (["owner/name"], "owner/name", None),
+        (["modelle/größe"], "modelle/größe", None),
         ([MINI], MINI, None),
         (["/a path/with spaces"], "/a path/with spaces", None),
         (["owner/name", "What is this?"], "owner/name", "What is this?"),
@@ -29,6 +34,19 @@ def test_one_word_is_a_question_if_it_can_be_no_model(
     words: list[str], model: str, question: str | None
 ) -> None:
     assert split_question(words) == (model, question, [])
+
+
+def test_a_word_that_was_taken_for_a_model_may_have_been_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in ([], [MINI], ["owner/name"], ["model"], ["Hello", "you"]):
+        assert hint_at_question(words) == ""
+    monkeypatch.setattr(sys, "argv", ["sensorium", "chat", "Hello"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit, match=r"no question.*\. A single word .* sensorium-mini Hello$"):
+        cli.main()
 
 
 def test_a_directory_is_a_model_whatever_its_name(

@@ -38,6 +38,10 @@ def lose_a_file(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def gain_a_file(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+
+
 def become_a_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("what?")
@@ -49,7 +53,7 @@ def become_a_loop(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [cut_short, flip_a_bit, lose_a_file, become_a_file, become_a_loop]
+    "damage", [cut_short, flip_a_bit, lose_a_file, gain_a_file, become_a_file, become_a_loop]
 )
 def test_damage_is_found_and_made_good(
     packed: Path, cache: Path, damage: Callable[[Path], None]
@@ -153,6 +157,39 @@ def test_without_a_usable_cache_a_private_folder_is_used(
     assert find_embedded_model(packed) == folder
 
 
+@pytest.mark.parametrize(
+    ("chosen", "home"), [("~nobody-of-this-name/x", "/root"), ("", "~"), ("", "not/absolute")]
+)
+def test_a_home_that_nobody_knows_is_not_made_here(
+    packed: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    chosen: str,
+    home: str,
+) -> None:
+    (temporary / "here").mkdir()
+    monkeypatch.chdir(temporary / "here")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("SENSORIUM_CACHE_DIR", chosen)
+    monkeypatch.setenv("HOME", home)  # "~" is what is found without it and without an account
+    assert find_embedded_model(packed).parent == temporary / f"sensorium-{os.getuid()}"
+    assert "can't be used (there is no such home)" in caplog.text
+    assert not list((temporary / "here").iterdir())
+
+
+@pytest.mark.usefixtures("temporary")
+def test_a_lock_that_leads_elsewhere_is_not_followed(
+    packed: Path, cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "letter").write_text("Dear friend")
+    name = f"sensorium-mini-{read_manifest(packed).digest[:16]}"
+    cache.mkdir()
+    (cache / f".{name}.lock").symlink_to(tmp_path / "letter")
+    assert find_embedded_model(packed).parent != cache
+    assert (tmp_path / "letter").read_text() == "Dear friend"
+
+
 def test_a_folder_that_others_may_write_to_is_refused(packed: Path, temporary: Path) -> None:
     (temporary / f"sensorium-{os.getuid()}").mkdir(mode=0o755)
     with pytest.raises(ModelError, match="is open to others"):
@@ -192,6 +229,9 @@ def test_a_damaged_package_is_told(packed: Path) -> None:
         find_embedded_model(packed)
     (packed / "manifest.json").write_text("{}")
     with pytest.raises(ModelError, match=r"is damaged: .*manifest\.json"):
+        find_embedded_model(packed)
+    (packed / "manifest.json").write_text('{"packed": {}, "expanded": {}}')
+    with pytest.raises(ModelError, match=r"is not what manifest\.json says"):
         find_embedded_model(packed)
     (packed / "manifest.json").unlink()
     with pytest.raises(ModelError, match="comes without its own model: name another one"):

@@ -37,6 +37,10 @@ def test_matrices_take_one_byte_a_weight(packed: Path) -> None:
     assert stored["filters.int8_scale"].shape == (8,)
 
 
+def test_whoever_reads_the_package_reads_the_weights(packed: Path) -> None:
+    assert len({path.stat().st_mode for path in packed.iterdir()}) == 1
+
+
 def test_every_file_is_in_the_manifest(packed: Path) -> None:
     manifest = read_manifest(packed)
     names = {path.name for path in packed.iterdir()}
@@ -70,6 +74,9 @@ def test_what_can_not_be_shipped_is_refused(checkpoint: Path, tmp_path: Path) ->
     with pytest.raises(SystemExit, match="more than the 1000 that may be shipped"):
         pack(checkpoint, tmp_path / "packed", max_bytes=1000)
     assert not (tmp_path / "packed").exists()
+    with pytest.raises(SystemExit, match="no packed checkpoint: it is not replaced"):
+        pack(checkpoint, checkpoint)
+    assert (checkpoint / "model.safetensors").is_file()
     with pytest.raises(SystemExit, match="no safetensors files"):
         pack(tmp_path, tmp_path / "packed")
     with pytest.raises(SystemExit, match="no numbers"):

@@ -32,6 +32,11 @@ def test_a_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
         find(str(tmp_path), revision="v1")
 
 
+def test_no_name_is_not_the_current_directory() -> None:
+    with pytest.raises(ModelError, match="the name of the model is empty"):
+        find("")
+
+
 @pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "~/nowhere", "a/b/c"])
 def test_what_can_only_be_a_path_is_not_looked_up_on_the_hub(
     model: str, monkeypatch: pytest.MonkeyPatch
