@@ -28,7 +28,7 @@ NOT_SPARED = ["decoded, processed", "sent to the model", "encoded"]
 KEEP_REQUESTS = """
     window.sent = [];
     const send = window.fetch;
-    window.fetch = (path, options) => (window.sent.push(options.body), send(path, options));
+    window.fetch = (path, options) => (window.sent.push(options), send(path, options));
 """
 
 
@@ -72,7 +72,7 @@ def test_files_come_with_rules_and_only_when_they_changed(
 
 def test_files_are_small_and_name_no_other_host(omni_server: ServerProcess) -> None:
     texts = [omni_server.get(path).text for path in WELCOME_PATHS]
-    assert sum(len(text.splitlines()) for text in texts) < 600
+    assert sum(len(text.splitlines()) for text in texts) < 650
     addresses = [word for text in texts for word in re.findall(r"https?://[^\"'\s]*", text)]
     assert addresses == ["http://www.w3.org/2000/svg"]  # a name, which nobody asks
 
@@ -114,11 +114,57 @@ def test_an_example_is_asked_about_with_one_click(
 ) -> None:
     browser.open(omni_server)
     assert len(browser.find_all("#examples button")) == 4
-    browser.click("#examples li:nth-child(3) button")
+    browser.run(
+        "for (let i = 0; i < 2; i++) document.querySelectorAll('#examples button')[2].click()"
+    )
     browser.wait_for_answer(1)
     assert browser.get_texts(".asked p") == ["What does it say?"]
     assert browser.get_texts(".trace .items b") == ["Picture"]
     assert browser.get_answer()
+    assert browser.get_texts(".remark") == ["Cut off by the limit of tokens."]
+    assert browser.find_all("#media li") == []  # two clicks ask once
+    assert browser.find("#question").get_attribute("value") == ""
+
+
+# In one go, as a quick person does: a large file is chosen, and something is clicked at once.
+CHOOSE_AND_CLICK = """
+  const [encoded, clicked] = arguments;
+  const bytes = Uint8Array.from(atob(encoded), (letter) => letter.charCodeAt(0));
+  const rest = Uint8Array.from({length: 4e6}, (_, at) => at % 251);
+  window.large = new File([bytes, rest], "large.png", {type: "image/png"});
+  const chosen = new DataTransfer();
+  chosen.items.add(large);
+  document.querySelector("#files").files = chosen.files;
+  document.querySelector("#files").dispatchEvent(new Event("change"));
+  document.querySelector(clicked).click();
+"""
+IS_SENT_WHOLE = """
+  const reader = new FileReader();
+  reader.readAsDataURL(large);
+  return sent[0].body.text().then(
+    (text) => JSON.parse(text).messages[0].content[0].image_url.url === reader.result);
+"""
+
+
+def test_a_file_that_is_still_being_read_is_not_lost(
+    omni_server: ServerProcess, browser: Browser, tmp_path: Path
+) -> None:
+    picture = make_png(SEED, height=56, width=56)
+    encoded = base64.b64encode(picture).decode()
+    browser.open(omni_server)
+    browser.choose(write(tmp_path / "noise.png", picture))
+    browser.run(CHOOSE_AND_CLICK, encoded, "#media .remove")
+    wait_until(lambda: bool(browser.find_all("#media [title='large.png']")), "it is attached")
+    browser.click("#media .remove")
+    browser.run(KEEP_REQUESTS)
+    browser.run("document.querySelector('#key').value = 'schlüssel'")
+    browser.run(CHOOSE_AND_CLICK, encoded, "#send")
+    browser.wait_for_answer(1)
+    assert browser.get_texts(".trace .items b") == ["Picture"]
+    assert browser.run(IS_SENT_WHOLE)
+    # Headers are bytes: those of a key are UTF-8, as the server has it.
+    key = browser.run("return sent[0].headers.Authorization").encode("latin-1")
+    assert key == "Bearer schlüssel".encode()
 
 
 def test_sounds_and_videos_are_heard_and_seen(
@@ -139,11 +185,14 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
     browser.click("#record")
     wait_until(lambda: browser.find("#record").text == "Stop recording", "it records")
     time.sleep(1.0)
-    browser.click("#record")
-    browser.wait_for_attached(1)
-    browser.ask("")  # what was said is the question
+    browser.find("#question").send_keys("\n\n")  # what was said is the question
+    browser.wait_for_answer(1)
     assert browser.get_texts(".trace .items b") == ["Sound"]
-    url = browser.run("return JSON.parse(sent[0]).messages[0].content[0].audio_url.url")
+    assert browser.find("#record").text == "Record"
+    url = browser.run(
+        "return sent[0].body.text().then("
+        "(text) => JSON.parse(text).messages[0].content[0].audio_url.url)"
+    )
     with wave.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as sound:
         form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
         samples = memoryview(sound.readframes(sound.getnframes())).cast("h")
@@ -152,18 +201,35 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
     assert max(samples) > 1000  # the beep
 
 
+def test_a_microphone_that_goes_away_leaves_what_it_gave(
+    omni_server: ServerProcess, browser: Browser
+) -> None:
+    browser.open(omni_server)
+    browser.run(
+        "const ask = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);"
+        "navigator.mediaDevices.getUserMedia = async (wish) => (window.stream = await ask(wish))"
+    )
+    browser.click("#record")
+    wait_until(lambda: browser.find("#record").text == "Stop recording", "it records")
+    time.sleep(0.5)
+    browser.run("stream.getTracks()[0].stop()")
+    time.sleep(0.3)
+    browser.click("#record")
+    browser.wait_for_attached(1)
+
+
 def test_what_is_no_media_is_told_in_words(
     omni_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     browser.open(omni_server)
-    browser.find("#files").send_keys(str(write(tmp_path / "letter.txt", b"Dear")))
-    browser.wait_for("#notice")
+    letter = write(tmp_path / "letter.txt", b"Dear")
+    browser.find("#files").send_keys(f"{letter}\n{write(tmp_path / '$&.png', b'no picture')}")
+    browser.wait_for_attached(1)
     assert browser.find("#notice").text == "letter.txt is no picture, video or sound."
-    browser.choose(write(tmp_path / "broken.png", b"no picture"))
     browser.allow_status(400)
     browser.ask("What is this?")
     (words,) = browser.get_texts(".failure")
-    assert words.startswith("broken.png: this is not an image of a supported format")
+    assert words.startswith("$&.png: this is not an image of a supported format")
     # The question is back: without the file, it can be asked.
     browser.click("#media .remove")
     assert browser.ask("")
@@ -178,6 +244,7 @@ ACT_WHEN_IT_GROWS = """
     if ((answer?.textContent.length ?? 0) <= 5) return;
     observer.disconnect();
     window.wasBusy = answer.ariaBusy;
+    window.hadFocus = document.activeElement.id;
     act();
   }).observe(document.querySelector("#turns"), {childList: true, subtree: true});
 """
@@ -186,9 +253,11 @@ ACT_WHEN_IT_GROWS = """
 def test_an_answer_streams_and_can_be_stopped(omni_server: ServerProcess, browser: Browser) -> None:
     browser.open(omni_server, max_tokens=1500)
     browser.run(ACT_WHEN_IT_GROWS, "document.querySelector('#stop').click()")
-    browser.find("#question").send_keys("Count.\n")
+    browser.find("#question").send_keys("Count.")
+    browser.click("#send")
     browser.wait_for_answer(1)
     assert browser.run("return window.wasBusy") == "true"
+    assert browser.run("return [window.hadFocus, document.activeElement.id]") == ["stop", "send"]
     assert browser.get_texts(".failure") == ["Stopped."]
     wait_until(lambda: omni_server.get("/load").json() == {"server_load": 0}, "the server rests")
     stopped = browser.get_answer()
@@ -211,3 +280,24 @@ def test_keys_do_what_is_written_under_the_question(
     assert browser.get_texts(".asked p") == ["Count\non."]
     browser.wait_for_answer(1)
     assert browser.get_texts(".failure") == ["Stopped."]
+
+
+def test_a_new_conversation_ends_the_answer_and_keeps_nothing(
+    omni_server: ServerProcess, browser: Browser, tmp_path: Path
+) -> None:
+    browser.open(omni_server, max_tokens=1500)
+    browser.run(
+        """
+        const [make, revoke] = [URL.createObjectURL, URL.revokeObjectURL];
+        window.held = new Set();
+        URL.createObjectURL = (file) => (held.add(make(file)), [...held].at(-1));
+        URL.revokeObjectURL = (url) => (held.delete(url), revoke(url));
+        """
+    )
+    browser.run(ACT_WHEN_IT_GROWS, "document.querySelector('#new').click()")
+    browser.choose(write(tmp_path / "noise.png", make_png(SEED, height=56, width=56)))
+    assert browser.run("return held.size") == 1
+    browser.find("#question").send_keys("Count.\n")
+    wait_until(lambda: browser.run("return held.size") == 0, "the picture is forgotten")
+    assert browser.find_all(".turn") == []
+    wait_until(lambda: omni_server.get("/load").json() == {"server_load": 0}, "the server rests")

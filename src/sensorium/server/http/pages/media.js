@@ -1,6 +1,7 @@
 // Pictures, videos and sounds: chosen, dropped, drawn or recorded, as parts of a message.
 
 const RATE = 16000; // what speech encoders take
+const PIECE = 3 << 20; // bytes that are read at once: without a rest, in base64
 const EXTENSIONS = {
   image: /\.(png|jpe?g|webp|gif|avif|tiff?|bmp)$/i,
   video: /\.(mp4|m4v|mov|webm|mkv|avi)$/i,
@@ -15,20 +16,36 @@ function findKind(file) {
     : Object.keys(EXTENSIONS).find((name) => EXTENSIONS[name].test(file.name));
 }
 
-/** What is kept of a file: its bytes as a data URL for the server, and a URL to show it by. */
-export function readMedia(file) {
+function encode(piece, name) {
   return new Promise((resolve, reject) => {
-    const kind = findKind(file);
-    if (!kind) throw new Error(`${file.name} is no picture, video or sound.`);
     const reader = new FileReader();
-    reader.onerror = () => reject(new Error(`${file.name} can't be read.`));
-    reader.onload = () =>
-      resolve({ kind, name: file.name, url: reader.result, preview: URL.createObjectURL(file) });
-    reader.readAsDataURL(file);
+    reader.onerror = () => reject(new Error(`${name} can't be read.`));
+    reader.onload = () => resolve(new Blob([reader.result.split(",")[1]]));
+    reader.readAsDataURL(piece);
   });
 }
 
+/** What is kept of a file: its bytes as a data URL for the server, and a URL to show it by. The
+ * first is a Blob, made in pieces: a long video is longer than a string can be. */
+export async function readMedia(file) {
+  const kind = findKind(file);
+  if (!kind) throw new Error(`${file.name} is no picture, video or sound.`);
+  const type = /^[\w.+-]+\/[\w.+-]+$/.test(file.type) ? file.type : "application/octet-stream";
+  const pieces = [`data:${type};base64,`];
+  for (let at = 0; at < file.size; at += PIECE)
+    pieces.push(await encode(file.slice(at, at + PIECE), file.name));
+  return { kind, name: file.name, url: new Blob(pieces), preview: URL.createObjectURL(file) };
+}
+
 export const forget = (media) => media.forEach((item) => URL.revokeObjectURL(item.preview));
+
+/** JSON of what may have Blobs where strings would be, of text that needs no escapes. */
+export function makeBody(value) {
+  const mark = `media ${Math.random()}`;
+  const blobs = [""];
+  const put = (_, inner) => (inner instanceof Blob ? (blobs.push(inner), mark) : inner);
+  return new Blob(JSON.stringify(value, put).split(mark).flatMap((text, at) => [blobs[at], text]));
+}
 
 export function makePart({ kind, url }) {
   const name = `${kind}_url`;
@@ -56,10 +73,10 @@ export async function record() {
   const recorder = new MediaRecorder(stream);
   const pieces = [];
   recorder.ondataavailable = (event) => pieces.push(event.data);
+  const ended = new Promise((resolve) => (recorder.onstop = resolve)); // or the microphone is gone
   recorder.start();
   return async () => {
-    const ended = new Promise((resolve) => recorder.addEventListener("stop", resolve));
-    recorder.stop();
+    if (recorder.state !== "inactive") recorder.stop();
     await ended;
     stream.getTracks().forEach((track) => track.stop());
     const encoded = await new Blob(pieces).arrayBuffer();

@@ -1,6 +1,6 @@
 // The page at `/`: a conversation with the model, over the same routes as everybody's.
 
-import { EXAMPLES, drawExample, drawMedia, forget, makePart, readMedia, record } from "./media.js";
+import { EXAMPLES, drawExample, drawMedia, forget, makeBody, makePart, readMedia, record } from "./media.js";
 import { drawTrace, make } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
@@ -9,12 +9,13 @@ let messages = []; // what was said, with all media
 let shown = []; // media of the conversation
 let attached = []; // media of the next question
 let running; // the AbortController of the answer that comes
+let reading = Promise.resolve(); // done when all files that came are attached, or refused
 let recording; // while it records: the promise of what ends it
 
 const makeError = ({ message, param }, status) => Object.assign(new Error(message), { param, status });
 
 async function call(path, options = {}) {
-  const key = $("key").value.trim();
+  const key = String.fromCharCode(...new TextEncoder().encode($("key").value.trim())); // its bytes
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch(() => {
     throw new Error("The server does not answer. Is it still running?");
@@ -25,7 +26,7 @@ async function call(path, options = {}) {
 }
 
 async function* stream(body, signal) {
-  const response = await call("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+  const response = await call("v1/chat/completions", { method: "POST", body: makeBody(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ; ) {
     const { done, value } = await reader.read().catch(() => ({ done: true }));
@@ -47,6 +48,8 @@ async function findModel() {
     const { data } = await (await call("v1/models")).json();
     model = data[0].id;
     $("model").textContent = model;
+    if (document.activeElement === $("key")) $("question").focus();
+    $("key-row").hidden = true;
     notify("");
   } catch (error) {
     notify(explain(error, []));
@@ -67,19 +70,18 @@ function explain(error, media) {
   }
   const [, message, part] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(error.param ?? "") ?? [];
   const item = Number(message) === messages.length ? media[part] : undefined;
-  return item ? error.message.replace(/^\w+ \d+: /, `${item.name}: `) : error.message;
+  return item ? error.message.replace(/^\w+ \d+: /, () => `${item.name}: `) : error.message;
 }
 
-async function attach(files) {
-  for (const file of files) {
-    try {
-      attached.push(await readMedia(file));
-      notify("");
-    } catch (error) {
-      notify(error.message);
-    }
-  }
-  drawAttached();
+/** `files`, or the promise of them. */
+function attach(files) {
+  reading = Promise.all([files, reading]).then(async ([come]) => {
+    const read = await Promise.allSettled(come.map(readMedia));
+    attached.push(...read.flatMap(({ value }) => value ?? []));
+    notify(read.flatMap(({ reason }) => reason?.message ?? []).join(" "));
+    drawAttached();
+  }).catch((error) => notify(error.message));
+  return reading;
 }
 
 function drawAttached() {
@@ -112,8 +114,10 @@ const goToEnd = () => scrollTo({ top: document.documentElement.scrollHeight });
 
 function setRunning(controller) {
   running = controller;
-  $("stop").hidden = !running;
-  $("send").hidden = Boolean(running);
+  const [seen, unseen] = running ? [$("stop"), $("send")] : [$("send"), $("stop")];
+  seen.hidden = false;
+  if (document.activeElement === unseen) seen.focus();
+  unseen.hidden = true;
   $("new").disabled = !$("turns").children.length;
 }
 
@@ -123,13 +127,15 @@ async function ask(question, media) {
   const content = [...media.map(makePart), ...(question ? [{ type: "text", text: question }] : [])];
   const asked = { role: "user", content };
   setRunning(controller);
+  notify("");
   goToEnd();
-  let failure;
+  let failure, reason;
   try {
     const body = { model, messages: [...messages, asked], max_tokens: $("max-tokens").valueAsNumber || 256 };
     for await (const chunk of stream({ ...body, stream: true, trace: true }, controller.signal)) {
       const wasAtEnd = isAtEnd();
-      const delta = chunk.choices[0]?.delta ?? {};
+      const { delta = {}, finish_reason } = chunk.choices[0] ?? {};
+      reason = finish_reason ?? reason;
       thought.append(delta.reasoning_content ?? "");
       answer.append(delta.content ?? "");
       if (chunk.sensorium_trace) turn.append(drawTrace(chunk.sensorium_trace));
@@ -138,11 +144,13 @@ async function ask(question, media) {
   } catch (error) {
     failure = controller.signal.aborted ? "Stopped." : explain(error, media);
   }
-  if (running !== controller) return; // a new conversation has begun
+  if (running !== controller) return forget(media); // a new conversation has begun
   setRunning(undefined);
   answer.ariaBusy = "false";
   if (failure) turn.append(Object.assign(make("p", "failure", failure), { role: "alert" }));
   const text = answer.textContent;
+  const remark = reason === "length" ? "Cut off by the limit of tokens." : text ? "" : "The answer is empty.";
+  if (!failure && remark) answer.after(make("p", "remark", remark));
   if (text || !failure) {
     messages.push(asked, { role: "assistant", content: text });
     shown.push(...media);
@@ -156,12 +164,14 @@ async function ask(question, media) {
 }
 
 async function send() {
+  if (running) return;
+  if ($("record").ariaPressed === "true") toggleRecording(); // what is said belongs to the question
+  await reading;
   const question = $("question").value.trim();
   if (running || (!question && !attached.length)) return;
   const media = attached;
   attached = [];
   $("question").value = "";
-  notify("");
   drawAttached();
   fitQuestion();
   await ask(question, media);
@@ -183,13 +193,11 @@ async function toggleRecording() {
   const now = before ? undefined : record();
   recording = now;
   notify("");
-  try {
-    if (before) await attach([await (await before)()]);
-    else await now;
-  } catch (error) {
+  if (before) attach(before.then(async (end) => [await end()]));
+  await now?.catch((error) => {
     if (recording === now) recording = undefined;
     notify(error.message);
-  }
+  });
   $("record").ariaPressed = String(Boolean(recording));
   $("record").textContent = recording ? "Stop recording" : "Record";
 }
@@ -203,9 +211,9 @@ for (const example of EXAMPLES) {
   const canvas = Object.assign(drawExample(example), { ariaHidden: "true" });
   const button = Object.assign(make("button", "", canvas, example.question), { type: "button" });
   button.onclick = () => canvas.toBlob(async (blob) => {
-    await attach([new File([blob], example.name, { type: "image/png" })]);
-    $("question").value = example.question;
-    await send();
+    const media = [await readMedia(new File([blob], example.name, { type: "image/png" }))];
+    if (running) forget(media); // it was clicked twice
+    else await ask(example.question, media);
   });
   $("examples").append(make("li", "", button));
 }
@@ -233,16 +241,19 @@ on($("key"), "change", () => {
   findModel();
 });
 on(window, "keydown", (event) => event.key === "Escape" && running?.abort());
-on(window, "paste", (event) => attach([...event.clipboardData.files]));
+const take = ({ files }) => files.length && attach([...files]);
+on(window, "paste", (event) => take(event.clipboardData));
+const hasFiles = (event) => event.dataTransfer.types.includes("Files");
+const isText = (event) => event.target === $("question") && !hasFiles(event);
 on(window, "dragover", (event) => {
-  event.preventDefault();
-  $("drop").hidden = !event.dataTransfer.types.includes("Files");
+  if (!isText(event)) event.preventDefault();
+  $("drop").hidden = !hasFiles(event);
 });
 on(window, "dragleave", (event) => event.relatedTarget || ($("drop").hidden = true));
 on(window, "drop", (event) => {
-  event.preventDefault();
+  if (!isText(event)) event.preventDefault();
   $("drop").hidden = true;
-  attach([...event.dataTransfer.files]);
+  take(event.dataTransfer);
 });
 $("key").value = sessionStorage.sensoriumKey ?? "";
 findModel();
