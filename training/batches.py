@@ -49,13 +49,13 @@ MAX_SOUND_SAMPLES = 12 * 16_000
 class Plan:
     """Samples of each group in a step."""
 
-    picture: int = 480
-    text: int = 96
-    speech: int = 128
-    spoken_picture: int = 64
-    video: int = 64  # in every fourth step only
-    fresh_speech: int = 40  # the others were spoken before, in other noise
-    first_steps: int = 300  # in which simple pictures give way to all others
+    picture: int = 160
+    text: int = 32
+    speech: int = 48
+    spoken_picture: int = 24
+    video: int = 24  # in every fourth step only
+    fresh_speech: int = 16  # the others were spoken before, in other noise
+    first_steps: int = 600  # in which simple pictures give way to all others
     mixture: dict[str, list[tuple[Maker, float]]] = field(default_factory=lambda: dict(MIXTURE))
 
 

@@ -284,7 +284,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="where the weights go")
     parser.add_argument("--init", type=Path, help="begin with the weights of this folder")
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", default="cuda")
