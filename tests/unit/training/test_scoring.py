@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from training.card import BEGIN, END, make_tables, replace_figures
+from training.card import BEGIN, END, TASKS, make_tables, replace_figures
 from training.evaluate import load_cases, score
+from training.heldout import UNSEEN_VOICE, UNSEEN_VOICE_QUESTION
 from training.scoring import count_word_errors, interval, is_right
+from training.tasks.mixture import EVALUATION
 
 
 def test_case_counts_only_where_a_text_is_read() -> None:
@@ -43,6 +45,10 @@ CASES = [
     {"task": "speech", "answer": "go left"},
     {"task": "human: card one", "answer": "ace of hearts"},
 ]
+
+
+def test_the_model_card_has_all_tasks() -> None:
+    assert set(TASKS) == {*EVALUATION, UNSEEN_VOICE, UNSEEN_VOICE_QUESTION}
 
 
 def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_path: Path) -> None:
