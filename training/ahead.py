@@ -1,5 +1,7 @@
 """Steps made ready ahead of their use, by a thread: while the device goes backward through one
-step, the next one's pictures are drawn and its sounds heard, on a stream of their own.
+step, the next one is sent, its pictures drawn and its sounds heard, on a stream of their own.
+
+So the loop itself sends nothing: sending would wait for all that the device has still to do.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class Ahead:
     """Iterates over batches and what is perceived of them; an error of the thread is raised."""
 
     def __init__(self, steps: Iterator[Any], perceive: Perceive, device: str) -> None:
-        self._steps, self._perceive = steps, perceive
+        self._steps, self._perceive, self._device = steps, perceive, device
         self._is_cuda = device.startswith("cuda")
         self._ready: Queue[tuple[Ready, Any] | BaseException] = Queue(maxsize=2)
         threading.Thread(target=self._run, daemon=True).start()
@@ -34,10 +36,21 @@ class Ahead:
                 batches = [_as_tensors(batch) for batch in step.values()]
                 with torch.cuda.stream(stream):  # nothing without a stream
                     perceived = [self._perceive(batch) for batch in batches]
+                    if stream is not None:
+                        batches = [self._send(batch) for batch in batches]
                 event = stream.record_event() if stream is not None else None
                 self._ready.put(((batches, perceived), event))
         except BaseException as error:
             self._ready.put(error)
+
+    def _send(self, batch: Batch) -> Batch:
+        """All but the sounds, of which the spectra are there by now."""
+        return {
+            name: value.pin_memory().to(self._device, non_blocking=True)
+            if torch.is_tensor(value) and name != "sounds"
+            else value
+            for name, value in batch.items()
+        }
 
     def __next__(self) -> Ready:
         found = self._ready.get()
@@ -47,9 +60,10 @@ class Ahead:
         if event is not None:
             current = torch.cuda.current_stream()
             current.wait_event(event)
-            for perceived in ready[1]:
-                for tensor in perceived.values():
-                    tensor.record_stream(current)
+            for tensors in (*ready[0], *ready[1]):
+                for tensor in tensors.values():
+                    if torch.is_tensor(tensor) and tensor.is_cuda:
+                        tensor.record_stream(current)
         return ready
 
     def __iter__(self) -> Iterator[Ready]:

@@ -106,8 +106,9 @@ def make_processor(tokenizer: Any) -> Any:
     picture = UNIT * UNIT * MAX_PICTURE_TOKENS
     sizes = {"shortest_edge": picture * 3 // 4, "longest_edge": picture * 102 // 100}
     # Qwen2_5OmniProcessor asks for 128 to 768 tokens a frame, whatever the checkpoint says; with a
-    # cap that no video keeps to, all have the fewest, 121 to 144.
-    videos = {"cap_pixels_per_frame": True, "max_video_tokens": 1}
+    # cap that no video keeps to, all have the fewest, 121 to 144. Short videos have as many frames
+    # as long ones: the model was shown nothing else.
+    videos = {"cap_pixels_per_frame": True, "max_video_tokens": 1, "min_frames": NUM_FRAMES}
     return tf.Qwen2_5OmniProcessor(
         tf.Qwen2VLImageProcessor(size=sizes),
         tf.Qwen2VLVideoProcessor(fps=FRAMES_PER_SECOND, max_frames=NUM_FRAMES, **videos),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from training.architecture import UNIT
 from training.conversations import Layout, Writer, pad
+from training.landmarks import count_so_far, find_landmarks
 from training.pictures.rendering import pack_canvases
 from training.samples import Sample, Size, Split
 from training.sounds import SAMPLES_PER_TOKEN
@@ -49,13 +51,13 @@ MAX_SOUND_SAMPLES = 12 * 16_000
 class Plan:
     """Samples of each group in a step."""
 
-    picture: int = 160
-    text: int = 32
-    speech: int = 48
-    spoken_picture: int = 24
-    video: int = 24  # in every fourth step only
-    fresh_speech: int = 16  # the others were spoken before, in other noise
-    first_steps: int = 600  # in which simple pictures give way to all others
+    picture: int = 256
+    text: int = 48
+    speech: int = 64
+    spoken_picture: int = 32
+    video: int = 32  # in every fourth step only
+    fresh_speech: int = 20  # the others were spoken before, in other noise
+    first_steps: int = 800  # in which simple pictures give way to all others
     mixture: dict[str, list[tuple[Maker, float]]] = field(default_factory=lambda: dict(MIXTURE))
 
 
@@ -82,7 +84,11 @@ class BatchMaker:
         num_simple = round(plan.picture * max(0.0, 1 - number / max(1, plan.first_steps)))
         seen, pictures = self._make_seen(mixture, plan, grid, num_simple)
         heard, others = self._make_heard(mixture, plan, grid)
-        seen["canvases"] = pack_canvases([_picture(sample) for sample in pictures + others])
+        canvases = pack_canvases([_picture(sample) for sample in pictures + others])
+        seen["canvases"] = canvases
+        seen["landmarks"] = torch.from_numpy(find_landmarks(canvases, grid))
+        counts = count_so_far(canvases.sprites[: len(pictures)], grid)
+        seen["counts"] = torch.from_numpy(counts)
         seen["size"] = (grid[0] * UNIT, grid[1] * UNIT)
         seen["num_pictures"], heard["num_pictures"] = len(pictures), len(others)
         step = {"seen": seen, "heard": heard}
@@ -230,17 +236,19 @@ def _picture(sample: Sample) -> Any:
 
 
 class Steps(IterableDataset[dict[str, Batch]]):
-    def __init__(self, folder: Path, plan: Plan, seed: int) -> None:
-        self._folder, self._plan, self._seed = folder, plan, seed
+    def __init__(self, folder: Path, plan: Plan, seed: int, start: int) -> None:
+        self._folder, self._plan, self._seed, self._start = folder, plan, seed, start
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
         torch.set_num_threads(1)
+        faulthandler.enable()  # the synthesizers are C
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         maker = BatchMaker(self._folder, "train", self._seed * 1000 + first)
         for number in itertools.count():  # of this worker's steps; all take turns
             with_videos = (first + number) % STEPS_PER_VIDEO == 0
-            step = maker.make_step(self._plan, first + number * stride, with_videos=with_videos)
+            at = self._start + first + number * stride
+            step = maker.make_step(self._plan, at, with_videos=with_videos)
             yield {name: _as_arrays(batch) for name, batch in step.items()}
 
 
@@ -252,9 +260,12 @@ def _as_arrays(batch: Batch) -> Batch:
     }
 
 
-def load_steps(folder: Path, plan: Plan, *, seed: int, num_workers: int) -> Iterator[Any]:
+def load_steps(
+    folder: Path, plan: Plan, *, seed: int, num_workers: int, start: int = 0
+) -> Iterator[Any]:
+    """Steps from number `start` on."""
     loader = DataLoader(
-        Steps(folder, plan, seed),
+        Steps(folder, plan, seed, start),
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
+from training.mentions import Mention, MentionFinder
 from training.positions import make_positions
 from training.samples import Sample
 from training.tokenizer import FastEncoder
@@ -38,6 +40,7 @@ class Encoded:
     tokens: list[int]
     labels: list[int]  # the next token, where it is the answer's
     segments: list[int | Grid]
+    mentions: list[Mention]
 
 
 class Writer:
@@ -55,6 +58,7 @@ class Writer:
         self._answer = encode("<|im_end|>\n<|im_start|>assistant\n")
         self._end = encode("<|im_end|>")
         self._line = encode("\n")
+        self._finder = MentionFinder(encode)
 
     def write(self, sample: Sample, layout: Layout, random: Random) -> Encoded:
         """One in five questions stands before its media, one in twelve after a system prompt."""
@@ -68,13 +72,14 @@ class Writer:
             pieces.add(self._line if number else [], self._user)
             question = self._encoder.encode(turn.question)
             is_first = bool(turn.question) and random.random() < 0.2
-            if number:
-                pieces.add(question)
-            elif is_first:
+            if number == 0 and is_first:
                 pieces.add(question)
                 self._add_media(pieces, sample, layout)
             else:
-                self._add_media(pieces, sample, layout)
+                if number == 0:
+                    self._add_media(pieces, sample, layout)
+                if sample.picture is not None:
+                    pieces.add_mentions(self._finder.find(question, sample.picture))
                 pieces.add(question)
             pieces.add(self._answer)
             pieces.add_answer(self._encoder.encode(turn.answer) + self._end)
@@ -96,6 +101,7 @@ class _Pieces:
         self._tokens: list[int] = []
         self._is_answer: list[bool] = []
         self._segments: list[int | Grid] = []
+        self._mentions: list[Mention] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -106,6 +112,11 @@ class _Pieces:
 
     def add_answer(self, piece: list[int]) -> None:
         self._append(piece, is_answer=True)
+
+    def add_mentions(self, mentions: Iterable[Mention]) -> None:
+        """Of what is added next."""
+        start = len(self._tokens)
+        self._mentions += [(start + at, row, column) for at, row, column in mentions]
 
     def add_grid(self, bos: list[int], token: int, grid: Grid, eos: list[int]) -> None:
         self.add(bos)
@@ -126,14 +137,15 @@ class _Pieces:
     def finish(self) -> Encoded:
         following = zip(self._tokens[1:], self._is_answer[1:], strict=True)
         labels = [token if is_answer else IGNORED for token, is_answer in following]
-        return Encoded(self._tokens, [*labels, IGNORED], self._segments)
+        return Encoded(self._tokens, [*labels, IGNORED], self._segments, self._mentions)
 
 
 def pad(batch: list[Encoded], writer: Writer) -> dict[str, np.ndarray]:
     """Tokens [B, T] and positions [3, B, T], all of one length, a multiple of 16.
 
     The others number places in the flattened tokens: `answer_at` has those before each token of an
-    answer, `labels` and `turns` that token and its turn; `..._at` the placeholders of media.
+    answer, `labels` and `turns` that token and its turn; `..._at` the placeholders of media;
+    `mention_at` has the names of things in questions, and `mentioned` the row and column of each.
     """
     length = -(-max(len(encoded.tokens) for encoded in batch) // 16) * 16
     tokens = np.full((len(batch), length), writer.pad_token, np.int32)
@@ -145,6 +157,12 @@ def pad(batch: list[Encoded], writer: Writer) -> dict[str, np.ndarray]:
         positions[:, row] = make_positions(encoded.segments, length)
     answer_at = np.flatnonzero(labels != IGNORED)
     is_new_turn = np.diff(answer_at, prepend=-2) > 1
+    mentions = [
+        (number * length + at, row, column)
+        for number, encoded in enumerate(batch)
+        for at, row, column in encoded.mentions
+    ]
+    mentioned = np.array(mentions, np.int64).reshape(-1, 3)
     return {
         "tokens": tokens,
         "positions": positions,
@@ -155,4 +173,6 @@ def pad(batch: list[Encoded], writer: Writer) -> dict[str, np.ndarray]:
         "picture_at": np.flatnonzero(tokens == writer.picture_token),
         "video_at": np.flatnonzero(tokens == writer.video_token),
         "sound_at": np.flatnonzero(tokens == writer.sound_token),
+        "mention_at": mentioned[:, 0],
+        "mentioned": mentioned[:, 1:],
     }

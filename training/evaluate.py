@@ -20,6 +20,7 @@ from tqdm import tqdm
 from training.scoring import count_word_errors, interval, is_right
 
 MAX_TOKENS = 48
+Answer = tuple[str, list[int]]  # the text, and its tokens without the last one, which ends it
 
 
 def load_cases(folder: Path, count: int | None) -> list[dict[str, Any]]:
@@ -30,7 +31,7 @@ def load_cases(folder: Path, count: int | None) -> list[dict[str, Any]]:
         case = json.loads(line)
         seen[case["task"]] += 1
         if count is None or seen[case["task"]] <= count:
-            cases.append(case)
+            cases.append({**case, "key": f"{case['task']}/{seen[case['task']]}"})
     return cases
 
 
@@ -57,7 +58,7 @@ def make_content(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 async def ask_server(
     cases: list[dict[str, Any]], folder: Path, base_url: str, concurrency: int
-) -> list[str]:
+) -> list[Answer]:
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=600.0)
@@ -65,14 +66,21 @@ async def ask_server(
     room = asyncio.Semaphore(concurrency)
     progress = tqdm(total=len(cases), mininterval=5.0)
 
-    async def ask(case: dict[str, Any]) -> str:
+    async def ask(case: dict[str, Any]) -> Answer:
         async with room:
             message: Any = {"role": "user", "content": make_content(case, folder)}
             answer = await client.chat.completions.create(
-                model=model, messages=[message], max_tokens=MAX_TOKENS, temperature=0.0
+                model=model,
+                messages=[message],
+                max_tokens=MAX_TOKENS,
+                temperature=0.0,
+                extra_body={"return_token_ids": True},
             )
             progress.update()
-            return answer.choices[0].message.content or ""
+            choice = answer.choices[0]
+            tokens = (choice.model_extra or {})["token_ids"]
+            tokens = tokens[:-1] if choice.finish_reason == "stop" else tokens
+            return choice.message.content or "", tokens
 
     try:
         return await asyncio.gather(*map(ask, cases))
@@ -82,7 +90,7 @@ async def ask_server(
 
 def ask_checkpoint(
     cases: list[dict[str, Any]], folder: Path, checkpoint: Path, device: str
-) -> Iterator[str]:
+) -> Iterator[Answer]:
     """Transformers alone: its processor, its model, its `generate`; only files are read by us."""
     import torch
     import transformers as tf
@@ -97,8 +105,9 @@ def ask_checkpoint(
         inputs = make_inputs(processor, case, folder).to(device)
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
-        new = output[0, inputs["input_ids"].shape[1] :]
-        yield processor.tokenizer.decode(new, skip_special_tokens=True)
+        new = output[0, inputs["input_ids"].shape[1] :].tolist()
+        tokens = new[:-1] if new[-1] == processor.tokenizer.eos_token_id else new
+        yield processor.tokenizer.decode(tokens, skip_special_tokens=True), tokens
 
 
 def make_inputs(processor: Any, case: dict[str, Any], folder: Path) -> Any:
@@ -187,11 +196,14 @@ def main() -> None:
             ask_checkpoint(cases, arguments.folder, arguments.checkpoint, arguments.device)
         )
     seconds = time.monotonic() - started
-    scores = score(cases, answers)
+    scores = score(cases, [text for text, _ in answers])
     print_table(scores)
     print(f"{len(cases)} cases in {seconds:.0f} s")
     if arguments.record:
-        record = {"seconds": round(seconds, 1), "scores": scores, "answers": answers}
+        record = {"seconds": round(seconds, 1), "scores": scores}
+        record["answers"] = {
+            case["key"]: answer for case, answer in zip(cases, answers, strict=True)
+        }
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -32,6 +32,7 @@ from training.tasks.mixture import EVALUATION
 PICTURE_SCALE = 1.5  # larger than the model sees it, so that the processor has to resize
 UNSEEN_VOICE = "speech_unseen_voice"
 UNSEEN_VOICE_QUESTION = "spoken_question_unseen_voice"
+UNSEEN_STYLE = "emoji_unseen_style"
 
 
 @dataclass(slots=True)
@@ -45,10 +46,11 @@ class Case:
 
 
 class Drawer:
-    """Draws as in training, on the CPU, with other sizes."""
+    """Draws as in training, on the CPU, with other sizes; or with emoji of another style."""
 
-    def __init__(self, folder: Path) -> None:
-        self._renderer = Renderer(folder / "pictures.npz", "cpu")
+    def __init__(self, folder: Path, *, emoji: str | None = None) -> None:
+        path = None if emoji is None else folder / emoji
+        self._renderer = Renderer(folder / "pictures.npz", "cpu", emoji_path=path)
 
     def draw(self, canvases: list[Canvas], size: Size, scale: float) -> np.ndarray:
         """uint8 [n, height, width, 3]."""
@@ -85,7 +87,7 @@ def write_video(path: Path, frames: np.ndarray, frames_per_second: float) -> Non
 
 class Author:
     def __init__(self, folder: Path, out: Path, seed: int) -> None:
-        self._out = out
+        self._folder, self._out = folder, out
         self._drawer = Drawer(folder)
         self._speaker = Speaker(folder)
         self._random = Random(seed)
@@ -115,6 +117,10 @@ class Author:
 
     def _say(self, text: str) -> np.ndarray:
         return self._speaker.speak(text, self._random, "test")
+
+    def take_unseen_emoji(self) -> None:
+        """From now on: Twemoji, of which nothing was seen in training."""
+        self._drawer = Drawer(self._folder, emoji="emoji_unseen.npz")
 
     def make_cases(
         self, task: str, make: Any, count: int, speak: Callable[[str], np.ndarray] | None = None
@@ -146,6 +152,8 @@ def main() -> None:
         write_sound(arguments.out / f"{name}.wav", samples)
         question = "Write down what you hear."
         cases.append(Case(f"human: {name}", question, transcript, sound=f"{name}.wav"))
+    author.take_unseen_emoji()
+    cases += author.make_cases(UNSEEN_STYLE, EVALUATION["emoji"], arguments.count)
     lines = [json.dumps(asdict(case)) for case in cases]
     (arguments.out / "cases.jsonl").write_text("\n".join(lines) + "\n")
     print(f"{len(cases)} cases in {arguments.out}")

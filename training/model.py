@@ -16,6 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from training.architecture import MERGE
 
+# Layers of the language model after which it should know where each token stands; and what things
+# that were named or seen have to do with others.
+EARLY, LATER = 2, 4
+
 
 class Norm(nn.Module):
     def __init__(self, size: int) -> None:
@@ -158,15 +162,20 @@ class TextModel(nn.Module):
         self.layers = nn.ModuleList(TextLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`positions` [3, B, T]: of time, height and width."""
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states at the end, and after a few layers and some more.
+
+        `positions` [3, B, T]: of time, height and width.
+        """
         angles = positions.permute(1, 2, 0)[..., self.axes].float() * self.frequencies
         angles = torch.cat((angles, angles), -1)[:, :, None]
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in self.layers:
+        on_the_way = []
+        for number, layer in enumerate(self.layers, 1):
             x = layer(x, cos, sin)
-        out: Tensor = self.norm(x)
-        return out
+            if number in (EARLY, LATER):
+                on_the_way.append(x)
+        return self.norm(x), on_the_way
 
 
 class VisionAttention(nn.Module):
@@ -242,7 +251,7 @@ class Vision(nn.Module):
         places = places.transpose(2, 3).flatten(1).float()
         angles = (places[..., None] * self.frequencies).permute(1, 0, 2).flatten(1)
         angles = torch.cat((angles, angles), -1)[None, :, None]
-        x = self.patch_embed(patches)
+        x = self.patch_embed(patches).float()  # what is added early on is small
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -325,16 +334,16 @@ class Thinker(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, media: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Hidden states [B * T, LM]; `media` are places in the flattened tokens, and what stands
-        there.
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [B * T, LM], at the end and on the way; `media` are places in the flattened
+        tokens, and what stands there.
         """
         text = self.model.language_model
         x = text.embed_tokens(tokens).flatten(0, 1)
         for places, features in media:
             x = x.index_copy(0, places, features.flatten(0, -2).to(x.dtype))
-        out: Tensor = text(x.view(*tokens.shape, -1), positions)
-        return out.flatten(0, 1)
+        last, on_the_way = text(x.view(*tokens.shape, -1), positions)
+        return last.flatten(0, 1), [hidden.flatten(0, 1) for hidden in on_the_way]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.language_model.embed_tokens.weight)

@@ -70,7 +70,9 @@ class Muon(torch.optim.Optimizer):
         return moment
 
 
-def make_optimizers(model: nn.Module, *, lr: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: nn.Module, guides: nn.Module, *, lr: float
+) -> list[torch.optim.Optimizer]:
     inner: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -78,5 +80,6 @@ def make_optimizers(model: nn.Module, *, lr: float) -> list[torch.optim.Optimize
             continue
         is_inner = parameter.ndim >= 2 and "embed_tokens" not in name
         (inner if is_inner else others).append(parameter)
+    others += guides.parameters()
     adam = torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     return [Muon(inner, lr=lr), adam]

@@ -27,6 +27,18 @@ class Sprite:
     colour: Colour = (0.0, 0.0, 0.0)  # of shapes and lines
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of text, drawn."""
+
+    coverage: np.ndarray  # uint8 [height, width]
+    letters: np.ndarray  # uint8 [width]: number of the letter in each column, from 1; 0 between
+
+    @property
+    def width(self) -> int:
+        return int(self.coverage.shape[1])
+
+
 @dataclass(slots=True)
 class Canvas:
     """A picture, or a frame of a video; later sprites cover earlier ones."""
@@ -35,7 +47,7 @@ class Canvas:
     other_background: Colour | None = None  # it changes into this one along `gradient_angle`
     gradient_angle: float = 0.0
     sprites: list[Sprite] = field(default_factory=list)
-    lines: list[np.ndarray] = field(default_factory=list)  # uint8 [height, width]: coverage of text
+    lines: list[Line] = field(default_factory=list)
 
 
 @dataclass(slots=True)

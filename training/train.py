@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from training.ahead import Ahead
-from training.architecture import PATCH, make_config
+from training.architecture import PATCH, UNIT, make_config
 from training.batches import GROUPS, VIDEO_SCALE, Batch, BatchMaker, Plan, load_steps
+from training.guides import Guides
 from training.model import Blocks, Thinker
 from training.optimizer import make_optimizers
 from training.pictures.rendering import (
@@ -35,7 +38,9 @@ from training.tokenizer import load_tokenizer
 from training.weights import initialize, load_whisper, restore, save_shards
 
 # What an answer of each group counts for in a step.
-WEIGHTS = {"picture": 1.0, "text": 0.2, "speech": 0.6, "spoken_picture": 0.4, "video": 0.8}
+WEIGHTS = {"picture": 1.0, "text": 0.25, "speech": 0.6, "spoken_picture": 0.6, "video": 0.4}
+GUIDES = ("landmarks", "places", "mentions", "counts")
+GUIDE_WEIGHTS = (0.5, 0.2, 0.3, 0.3)
 
 
 class Perceiver:
@@ -92,8 +97,8 @@ def see(model: Thinker, batch: Batch, perceived: dict[str, Tensor]) -> Tensor | 
 
 def predict(
     model: Thinker, batch: Batch, perceived: dict[str, Tensor], seen: Tensor | None
-) -> Tensor:
-    """Logits before each token of an answer."""
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits before each token of an answer, and hidden states on the way [B * T, LM]."""
     device = model.model.language_model.embed_tokens.weight.device
     names = ("tokens", "positions", "answer_at", "picture_at", "video_at", "sound_at")
     moved = {name: batch[name].to(device, non_blocking=True) for name in names}
@@ -102,8 +107,8 @@ def predict(
         media.append((moved["video_at" if "videos" in perceived else "picture_at"], seen))
     if "sounds" in perceived:
         media.append((moved["sound_at"], model.model.audio_tower(perceived["sounds"])))
-    hidden = model(moved["tokens"], moved["positions"], media)
-    return model.logits(hidden[moved["answer_at"]]).float()
+    hidden, on_the_way = model(moved["tokens"], moved["positions"], media)
+    return model.logits(hidden[moved["answer_at"]]).float(), on_the_way
 
 
 @torch.no_grad()
@@ -115,7 +120,7 @@ def measure(
     for batch in batches:
         perceived = perceiver.perceive(batch, is_clean=True)
         with autocast():
-            logits = predict(model, batch, perceived, see(model, batch, perceived))
+            logits, _ = predict(model, batch, perceived, see(model, batch, perceived))
         is_right = (logits.argmax(-1).cpu() == batch["labels"]).long()
         all_right = torch.ones(len(batch["rows"]), dtype=torch.long)
         all_right.scatter_reduce_(0, batch["turns"], is_right, "amin")
@@ -151,56 +156,83 @@ def schedule(progress: float) -> float:
 
 def train(arguments: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
+    sys.setswitchinterval(5e-4)  # the thread that works ahead must not keep the loop waiting
     device = arguments.device
     folder, out = arguments.folder, arguments.out
     tokenizer = load_tokenizer(folder / "tokenizer")
     model = Thinker(make_config(tokenizer))
     initialize(model, arguments.seed, tokenizer.convert_tokens_to_ids("<|vision_bos|>"))
     load_whisper(model, folder)
+    guides = Guides(model.model.language_model.embed_tokens.embedding_dim)
     if arguments.init is not None:
         restore(model, arguments.init)
+        guides.restore(arguments.init)
     model.to(device)
+    guides.to(device)
     if arguments.compile:
         Blocks.compile()
-    optimizers = make_optimizers(model, lr=arguments.lr)
+    optimizers = make_optimizers(model, guides, lr=arguments.lr)
     perceiver = Perceiver(folder, device, arguments.seed)
     first = {} if arguments.init is None else {"first_steps": 0}
     plan = Plan(**first | json.loads(arguments.plan))
-    steps = load_steps(folder, plan, seed=arguments.seed, num_workers=arguments.workers)
+
+    def start_steps(number: int) -> Ahead:
+        seed = arguments.seed + number  # what made a worker die is not made again
+        steps = load_steps(folder, plan, seed=seed, num_workers=arguments.workers, start=number)
+        return Ahead(steps, perceiver.perceive, device)
+
+    steps = start_steps(0)
     tests = make_test_batches(folder, seed=7, count=arguments.test_count, rounds=1)
     out.mkdir(parents=True, exist_ok=True)
     perceiver.draw_sheet(tests[0], out / "pictures.png")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
-    loop = _Loop(model, optimizers, perceiver, arguments)
-    loop.run(Ahead(steps, perceiver.perceive, device), tests, out)
+    loop = _Loop(model, guides, optimizers, perceiver, arguments)
+    loop.run(steps, start_steps, tests, out)
 
 
 class _Loop:
     def __init__(
-        self, model: Thinker, optimizers: list[Any], perceiver: Perceiver, arguments: Any
+        self,
+        model: Thinker,
+        guides: Guides,
+        optimizers: list[Any],
+        perceiver: Perceiver,
+        arguments: Any,
     ) -> None:
-        self._model, self._optimizers, self._perceiver = model, optimizers, perceiver
+        self._model, self._guides = model, guides
+        self._optimizers, self._perceiver = optimizers, perceiver
         self._arguments = arguments
         weights = [WEIGHTS[group] for group in GROUPS]
         self._weights = torch.tensor(weights, device=arguments.device)
         self._number, self._phase, self._phase_started = 0, "", 0.0
         self._phases: dict[str, float] = defaultdict(float)
         self._means = torch.full_like(self._weights, 8.0)
+        self._guided = torch.zeros(len(GUIDES), device=arguments.device)
+        self._guide_weights = torch.tensor(GUIDE_WEIGHTS, device=arguments.device)
 
-    def run(self, steps: Ahead, tests: list[Batch], out: Path) -> None:
+    def run(
+        self, steps: Ahead, restart: Callable[[int], Ahead], tests: list[Batch], out: Path
+    ) -> None:
         arguments = self._arguments
         started = time.monotonic()
         next_report, next_test = arguments.report_every, arguments.test_every
         number, waited = 0, 0.0
         while (elapsed := time.monotonic() - started) < arguments.seconds:
             asked = time.monotonic()
-            batches, perceived = next(steps)
-            waited += time.monotonic() - asked
-            if number == 0:
-                print(f"the first step waited {waited:.1f} s", flush=True)
             self._number = number
-            self._learn(batches, perceived, schedule(elapsed / arguments.seconds))
+            try:
+                batches, perceived = next(steps)
+                waited += time.monotonic() - asked
+                self._learn(batches, perceived, schedule(elapsed / arguments.seconds))
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                print(f"{error}; others take its place", flush=True)  # a synthesizer died
+                steps = restart(number + 1)
+                continue
             number += 1
+            if number == 1:
+                print(f"the first step waited {waited:.1f} s", flush=True)
             if number == 32:
                 phases = " ".join(f"{n} {s / 12 * 1e3:.0f}" for n, s in self._phases.items())
                 print(f"milliseconds a step: {phases}", flush=True)
@@ -209,10 +241,10 @@ class _Loop:
                 next_report += arguments.report_every
             if elapsed >= next_test:
                 self._test(tests, elapsed)
-                save_shards(self._model, out)
+                self._save(out)
                 next_test += arguments.test_every
         self._report(number, time.monotonic() - started, waited)
-        save_shards(self._model, out)
+        self._save(out)
         self._test(tests, time.monotonic() - started)
 
     def _learn(
@@ -225,12 +257,15 @@ class _Loop:
         self._mark("forward")
         with self._autocast():  # one for all, so that weights are converted once
             seen = [see(self._model, *each) for each in zip(batches, perceived, strict=True)]
-            if seen[0] is not None:  # the first batch has the second one's pictures as well
+            all_seen = seen[0]
+            if all_seen is not None:  # the first batch has the second one's pictures as well
                 counts = [batch["num_pictures"] for batch in batches[:2]]
-                seen[:2] = torch.split(seen[0], counts)
+                seen[:2] = torch.split(all_seen, counts)
             for batch, media, features in zip(batches, perceived, seen, strict=True):
-                logits = predict(self._model, batch, media, features)
+                logits, on_the_way = predict(self._model, batch, media, features)
                 total = total + self._weigh(logits, batch)
+                if batch is batches[0] and all_seen is not None:
+                    total = total + self._guide(all_seen, on_the_way, batch)
         self._mark("backward")
         total.backward()
         self._mark("optimize")
@@ -262,6 +297,29 @@ class _Loop:
         self._means = self._means.lerp(now, 0.05)
         return (means * self._weights).sum()
 
+    def _guide(self, seen: Tensor, on_the_way: list[Tensor], batch: Batch) -> Tensor:
+        height, width = batch["size"]
+        grid = height // UNIT, width // UNIT
+        names = ("landmarks", "counts", "picture_at", "mention_at", "mentioned")
+        moved = {name: batch[name].to(seen.device, non_blocking=True) for name in names}
+        shape = (-1, grid[0] * grid[1], seen.shape[-1])
+        early, later = (hidden[moved["picture_at"]].view(shape) for hidden in on_the_way)
+        named = on_the_way[1][moved["mention_at"]]
+        losses = torch.stack(
+            [
+                self._guides.judge_landmarks(seen, moved["landmarks"].long()),
+                self._guides.judge_places(early, grid),
+                self._guides.judge_mentions(named, moved["mentioned"]),
+                self._guides.judge_counts(later, moved["counts"].long()),
+            ]
+        ).nan_to_num()  # a step may have no mention at all
+        self._guided = self._guided.lerp(losses.detach(), 0.05)
+        return (losses * self._guide_weights).sum()
+
+    def _save(self, out: Path) -> None:
+        save_shards(self._model, out)
+        self._guides.save(out)
+
     def _autocast(self) -> Any:
         is_cuda = self._arguments.device.startswith("cuda")
         return torch.autocast("cuda", torch.bfloat16) if is_cuda else nullcontext()
@@ -269,6 +327,8 @@ class _Loop:
     def _report(self, number: int, elapsed: float, waited: float) -> None:
         means = zip(GROUPS, self._means.tolist(), strict=True)
         losses = " ".join(f"{group} {mean:.4f}" for group, mean in means)
+        guided = zip(GUIDES, self._guided.tolist(), strict=True)
+        losses += " | " + " ".join(f"{name} {loss:.3f}" for name, loss in guided)
         print(f"step {number} {elapsed:.0f} s (waited {waited:.0f} s) loss {losses}", flush=True)
 
     def _test(self, tests: list[Batch], elapsed: float) -> None:

@@ -32,7 +32,7 @@ def save_picture(picture: torch.Tensor, path: Path) -> None:
 def _write(canvas: Canvas, text: str, font: int, x: float, y: float, height: float) -> None:
     """Puts a line with its left end at x."""
     line = make_line(text, font)
-    width = line.shape[1] * height / line.shape[0]
+    width = line.width * height / len(line.coverage)
     number = len(canvas.lines)
     canvas.lines.append(line)
     canvas.sprites.append(Sprite("line", number, x + width / 2, y, width, height))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from training.samples import Line
+
 ATLAS_PATH = Path(__file__).parents[2] / "build" / "training" / "pictures.npz"
 
 LINE_HEIGHT = 48
@@ -81,8 +83,8 @@ def _glyphs(path: Path) -> list[dict[str, _Glyph]]:
 
 def make_line(
     text: str, font_number: int, *, spacing: float = 0.0, path: Path = ATLAS_PATH
-) -> np.ndarray:
-    """Coverage of `text`, uint8 [48, width], with `spacing` more pixels between its letters.
+) -> Line:
+    """`text`, 48 pixels high, with `spacing` more pixels between its letters.
 
     The letters are those of `CHARACTERS` and the space; others raise `KeyError`.
     """
@@ -96,8 +98,10 @@ def make_line(
     first = min(starts, default=0)
     end = max(start + glyph.coverage.shape[1] for start, glyph in zip(starts, glyphs, strict=True))
     line = np.zeros((LINE_HEIGHT, end - first + 2 * MARGIN), np.uint8)
-    for start, glyph in zip(starts, glyphs, strict=True):
+    letters = np.zeros(line.shape[1], np.uint8)
+    for start, glyph, character in zip(starts, glyphs, text, strict=True):
         column = start - first + MARGIN
         place = line[:, column : column + glyph.coverage.shape[1]]
         np.maximum(place, glyph.coverage, out=place)
-    return line
+        letters[column : column + place.shape[1]] = CHARACTERS.find(character) + 1
+    return Line(line, letters)

@@ -107,13 +107,18 @@ class Renderer:
         *,
         emoji_path: Path | str | None = None,
     ) -> None:
-        """With `emoji_path` the emoji are those of another file, as `emoji_unseen.npz`."""
+        """With `emoji_path` the emoji are those of another file, as `emoji_unseen.npz`, which has
+        one style in place of all.
+        """
         self.device = torch.device(device)
         with np.load(atlas_path) as atlas:
             shapes = torch.from_numpy(atlas["shapes"]).to(self.device).float() / 255
+            num_styles = atlas["emoji"].shape[1]
         with np.load(emoji_path or atlas_path) as atlas:
             emoji = torch.from_numpy(atlas["emoji"]).to(self.device).float() / 255
-        emoji = emoji.flatten(0, 1)  # number = concept * styles + style
+        emoji = emoji.expand(-1, num_styles, -1, -1, -1).flatten(
+            0, 1
+        )  # number = concept * styles + style
         emoji = torch.cat([emoji[..., :3] * emoji[..., 3:], emoji[..., 3:]], dim=-1)
         self._shapes = _Texture(shapes[:, None])
         self._emoji = _Texture(emoji.permute(0, 3, 1, 2))

@@ -316,10 +316,15 @@ _WEIGHTS = [weight for weight, _ in KINDS.values()]
 
 
 def make_sentence(random: Random, split: Split) -> str:
-    """One to ten words, in training at times up to MAX_WORDS; no sentence is in both."""
+    """One to ten words, in training at times up to MAX_WORDS; no sentence is in both, nor a part
+    of a long one.
+    """
     while True:
         sentence = _make_one(random)
-        if split == "train" and random.random() < LONG_SHARE:
+        is_long = split == "train" and random.random() < LONG_SHARE
+        if is_test_sentence(sentence) != (split == "test"):
+            continue
+        if is_long:
             sentence = _go_on(sentence, random)
         elif sentence.count(" ") >= 10:
             continue
@@ -336,5 +341,7 @@ def _go_on(sentence: str, random: Random) -> str:
     """Other sentences follow without a pause, as in a long one."""
     num_words = random.randint(11, MAX_WORDS)
     while sentence.count(" ") < num_words - 1:
-        sentence += " " + _make_one(random)
+        other = _make_one(random)
+        if not is_test_sentence(other):
+            sentence += " " + other
     return " ".join(sentence.split(" ")[:num_words])

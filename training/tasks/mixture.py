@@ -43,20 +43,20 @@ MIXTURE: dict[str, list[tuple[Maker, float]]] = {
         (make_scene, 4.0),
         (make_shape_color, 0.5),
         (make_position, 0.5),
-        (make_relation, 1.0),
-        (make_count, 1.2),
+        (make_relation, 3.0),
+        (make_count, 3.0),
         (make_yes_no, 0.3),
-        (make_words, 2.5),
+        (make_words, 2.2),
         (make_digits, 1.2),
-        (make_notice, 2.3),
-        (make_emoji, 2.5),
-        (make_emoji_scene, 2.0),
+        (make_notice, 1.8),
+        (make_emoji, 1.5),
+        (make_emoji_scene, 1.5),
         (make_nothing, 0.1),
     ],
     "speech": [
         (make_transcription, 6.0),
         (make_heard, 2.0),
-        (make_spoken_arithmetic, 1.0),
+        (make_spoken_arithmetic, 1.6),
         (make_spoken_fact, 0.6),
     ],
     "spoken_picture": [(make_spoken_question, 1.0)],
@@ -64,7 +64,7 @@ MIXTURE: dict[str, list[tuple[Maker, float]]] = {
     "text": [(make_text, 1.0)],
 }
 
-# Each with the split "test". The first ten are those of the model card's table.
+# Each with the split "test". The first ten are what the model must know.
 EVALUATION: dict[str, Maker] = {
     "color_and_shape": make_shape_color,
     "position": make_position,

@@ -53,10 +53,10 @@ def _put_line(
     number, num_lines = place
     band = height / num_lines
     line = make_line(text, TRAIN_FONTS[int(random.random() * len(TRAIN_FONTS))])
-    most = min(0.95 * band, 0.94 * width * reading.LINE_HEIGHT / line.shape[1])
+    most = min(0.95 * band, 0.94 * width * reading.LINE_HEIGHT / line.width)
     least = min(_LEAST_HEIGHT, most)
     line_height = least + (most - least) * random.random()
-    line_width = line.shape[1] * line_height / reading.LINE_HEIGHT
+    line_width = line.width * line_height / reading.LINE_HEIGHT
     x = width / 2 + (random.random() - 0.5) * max(0.0, width - line_width - 4)
     y = band * (number + 0.5) + (random.random() - 0.5) * (band - line_height)
     canvas.lines.append(line)

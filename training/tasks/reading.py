@@ -14,8 +14,8 @@ from pathlib import Path
 from training.pictures.lines import HELD_OUT_FONTS, TRAIN_FONTS, make_line
 from training.samples import Canvas, Sample, Size, Split, Sprite, Turn, is_held_out
 from training.tasks import wordings
-from training.tasks.palette import COLOURS, make_text_canvas, readable_colour, shade_of
-from training.tasks.scenes import NUMBERS, sentence
+from training.tasks.palette import COLOURS, make_text_canvas, name_of, readable_colour, shade_of
+from training.tasks.scenes import NUMBERS, SQUARE, UNSEEN_PAIRS, sentence
 
 Random = randomness.Random
 LINE_HEIGHT = 48
@@ -78,7 +78,7 @@ def _put_lines(
     height, width = size
     spacing = 0.0 if random.random() < 0.7 else random.random() * 6
     lines = [make_line(text, font, spacing=spacing) for text in texts]
-    widest = max(line.shape[1] for line in lines)
+    widest = max(line.width for line in lines)
     angle = 0.0 if random.random() < 0.5 else radians((random.random() - 0.5) * 16)
     room = 0.94 * width - 0.14 * height * (angle != 0.0)
     most = min(78.0, 0.8 * height / len(lines), room * LINE_HEIGHT / widest)
@@ -97,7 +97,7 @@ def _put_lines(
         canvas.sprites.append(
             Sprite(
                 *("line", number, x - angle * down, y + down),
-                *(line.shape[1] * scale, LINE_HEIGHT * scale, angle, shade),
+                *(line.width * scale, LINE_HEIGHT * scale, angle, shade),
             )
         )
     return x, y, box_width, box_height
@@ -159,9 +159,11 @@ def draw_number(random: Random, size: Size, text: str, font: int | None = None) 
     x, y, width, height = _put_lines(random, canvas, size, [text], font, colour)
     if random.random() < 0.15:
         shape = _SIGNS[int(random.random() * len(_SIGNS))]
+        board = readable_colour(random, colour)
+        if (shape, name_of(board)) in UNSEEN_PAIRS:
+            shape = SQUARE
         wide = width * (1.15 if shape == 1 else 1.5) + 8
         high = height * 1.15 if shape == 1 else max(height * 1.5, 0.75 * wide)
-        board = readable_colour(random, colour)
         angle = canvas.sprites[-1].angle
         canvas.sprites.insert(-1, Sprite("shape", shape, x, y, wide, high, angle, board))
     return canvas

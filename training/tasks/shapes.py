@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from training.samples import Canvas, Sample, Size, Split, Sprite, Turn
+from training.samples import Canvas, Line, Sample, Size, Split, Sprite, Turn
 from training.tasks import wordings
 from training.tasks.palette import COLOURS, make_canvas, shade_of
 from training.tasks.scenes import (
@@ -249,7 +249,7 @@ def make_nothing(random: Random, size: Size, _: Split) -> Sample:
     if random.random() < 0.5:
         side = random.choice((16, 32, 48))
         noise = np.frombuffer(random.randbytes(48 * side), np.uint8).reshape(48, side)
-        canvas.lines.append(noise)
+        canvas.lines.append(Line(noise, np.zeros(side, np.uint8)))
         shade = shade_of(random, int(random.random() * len(COLOURS)))
         height, width = size
         canvas.sprites.append(Sprite("line", 0, width / 2, height / 2, width, height, 0.0, shade))

@@ -17,7 +17,7 @@ from training.conversations import IGNORED, Layout, Writer, pad
 from training.model import Thinker
 from training.optimizer import orthogonalize
 from training.positions import make_positions
-from training.samples import Canvas, Sample, Turn
+from training.samples import Canvas, Sample, Sprite, Turn
 from training.scoring import count_word_errors, interval, is_right
 from training.tokenizer import train_tokenizer
 from training.weights import initialize, make_stock
@@ -91,12 +91,13 @@ def test_logits_are_those_of_the_stock_model(
         ]
         segments = _find_segments(tokens[0].tolist(), tokenizer[0], picture, video)
         positions = torch.from_numpy(make_positions(segments, tokens.shape[1]))[:, None]
-        logits = model.logits(model(tokens, positions, places))
+        logits = model.logits(model(tokens, positions, places)[0])
     assert torch.allclose(logits, expected, atol=2e-4 * float(expected.abs().max()))
     wrong = positions.clone()
     wrong[2] = wrong[1]  # the columns where the rows are: a comparison that sees this sees anything
     with torch.no_grad():
-        assert not torch.allclose(model.logits(model(tokens, wrong, places)), expected, atol=1e-2)
+        others = model.logits(model(tokens, wrong, places)[0])
+    assert not torch.allclose(others, expected, atol=1e-2)
 
 
 def _find_segments(
@@ -118,7 +119,8 @@ def _find_segments(
 def test_a_conversation_is_the_chat_templates(tokenizer: Any) -> None:
     writer = Writer(tokenizer[1])
     turns = [Turn(QUESTION, "Red."), Turn("Where is it?", "Top left.")]
-    sample = Sample("x", turns, picture=Canvas())
+    circle = Sprite("shape", 0, 30.0, 60.0, 20.0, 20.0)
+    sample = Sample("x", turns, picture=Canvas(sprites=[circle]))
     random = Random(1)  # neither a system prompt nor the question first
     encoded = writer.write(sample, Layout(picture=(1, 2, 3)), random)
     processor = make_processor(tokenizer[0])
@@ -139,6 +141,8 @@ def test_a_conversation_is_the_chat_templates(tokenizer: Any) -> None:
     assert batch["turns"].tolist() == sorted(batch["turns"].tolist())
     assert len(batch["rows"]) == 2
     assert len(batch["picture_at"]) == 6
+    assert tokenizer[0].decode(flat[batch["mention_at"]]) == " circle"
+    assert batch["mentioned"].tolist() == [[2, 1]]
 
 
 @pytest.mark.parametrize("text", ["hello", "HELLO", "4071", "$12.50"])

@@ -31,7 +31,7 @@ from training.pictures.rendering import (
     pack_canvases,
 )
 from training.pictures.shapes import SHAPE_NAMES, draw_shapes
-from training.samples import Canvas, Sprite
+from training.samples import Canvas, Line, Sprite
 
 RED, BLUE = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
 SQUARE, CIRCLE = SHAPE_NAMES.index("square"), SHAPE_NAMES.index("circle")
@@ -60,12 +60,18 @@ def colour_at(picture: torch.Tensor, x: int, y: int) -> list[float]:
     return [round(value, 2) for value in picture[:, y, x].tolist()]
 
 
+def blank(coverage: np.ndarray) -> Line:
+    return Line(coverage, np.zeros(coverage.shape[1], np.uint8))
+
+
 def random_canvases(number: int) -> list[Canvas]:
     random = np.random.default_rng(0)
     canvases = []
     for _ in range(number):
         canvas = Canvas(RED, BLUE, random.uniform(0, 6))
-        canvas.lines = [random.integers(0, 255, (LINE_HEIGHT, int(w)), np.uint8) for w in (51, 70)]
+        canvas.lines = [
+            blank(random.integers(0, 255, (LINE_HEIGHT, w), np.uint8)) for w in (51, 70)
+        ]
         for k in range(int(random.integers(7))):
             place = random.uniform((-9, -9, 4, 4, -3), (120, 90, 90, 90, 3)).tolist()
             colour = (random.random(), random.random(), random.random())
@@ -102,12 +108,15 @@ def test_no_font_is_both_trained_on_and_held_out() -> None:
 
 def test_line_holds_its_letters_at_their_places(atlas_path: Path) -> None:
     line = make_line("ab c", 0, path=atlas_path)
-    assert line.dtype == np.uint8
-    ink = line[20].nonzero()[0] - 2  # the margin
+    assert line.coverage.dtype == np.uint8
+    ink = line.coverage[20].nonzero()[0] - 2  # the margin
     assert ink.tolist() == [*range(10), *range(12, 22), *range(36, 46)]
-    assert line.shape == (LINE_HEIGHT, 46 + 4)
+    letters = line.letters[2:-2]
+    assert [CHARACTERS[n - 1] for n in letters[[0, 9, 12, 21, 36, 45]]] == list("aabbcc")
+    assert not letters[[10, 11, 22, 35]].any()
+    assert line.coverage.shape == (LINE_HEIGHT, 46 + 4)
     wide = make_line("ab c", 0, spacing=5.0, path=atlas_path)
-    assert wide.shape == (LINE_HEIGHT, 46 + 4 + 15)
+    assert wide.coverage.shape == (LINE_HEIGHT, 46 + 4 + 15)
 
 
 def test_sprites_stand_where_they_are_put(renderer: Renderer) -> None:
@@ -120,6 +129,16 @@ def test_sprites_stand_where_they_are_put(renderer: Renderer) -> None:
     doubled = renderer.render(pack_canvases([canvas]), (56, 84), scale=2.0)[0]
     assert doubled.shape == (3, 112, 168)
     assert (doubled[1] < 0.5).sum() == 4 * len(drawn)
+
+
+def test_one_unseen_style_stands_for_all(atlas_path: Path, tmp_path: Path) -> None:
+    emoji = np.zeros((2, 1, 96, 96, 4), np.uint8)
+    emoji[0], emoji[1] = (0, 0, 255, 255), (255, 0, 255, 255)
+    np.savez(tmp_path / "unseen.npz", emoji=emoji)
+    renderer = Renderer(atlas_path, emoji_path=tmp_path / "unseen.npz")
+    for number, colour in enumerate(([0, 0, 1], [0, 0, 1], [1, 0, 1], [1, 0, 1])):
+        canvas = Canvas(sprites=[Sprite("emoji", number, 28, 28, 40, 40)])
+        assert colour_at(renderer.render(pack_canvases([canvas]), (56, 56))[0], 28, 28) == colour
 
 
 def test_angle_turns_clockwise(renderer: Renderer) -> None:
@@ -136,7 +155,7 @@ def test_later_sprites_cover_earlier_ones_and_kinds_mix(renderer: Renderer) -> N
             Sprite("emoji", 3, 28, 28, 20, 20),
             Sprite("line", 0, 28, 28, 10, 10, 0.0, RED),
         ],
-        lines=[np.full((LINE_HEIGHT, 48), 255, np.uint8)],
+        lines=[blank(np.full((LINE_HEIGHT, 48), 255, np.uint8))],
     )
     picture = renderer.render(pack_canvases([Canvas(), canvas]), (56, 56))[1]
     assert colour_at(picture, 28, 28) == [1, 0, 0]
@@ -158,7 +177,7 @@ def test_small_things_keep_their_mean(renderer: Renderer) -> None:
     stripes = np.zeros((LINE_HEIGHT, 96), np.uint8)
     stripes[:, ::2] = 255
     sprites = [Sprite("line", 0, 28, 28, width, width / 2) for width in (12.0, 24.0, 30.0)]
-    canvases = [Canvas(sprites=[sprite], lines=[stripes]) for sprite in sprites]
+    canvases = [Canvas(sprites=[sprite], lines=[blank(stripes)]) for sprite in sprites]
     pictures = renderer.render(pack_canvases(canvases), (56, 56))
     assert pictures[:, 0, 28, 28].tolist() == pytest.approx([0.5] * 3, abs=0.05)
 

@@ -5,7 +5,7 @@ import pytest
 
 from training.card import BEGIN, END, TASKS, make_tables, replace_figures
 from training.evaluate import load_cases, score
-from training.heldout import UNSEEN_VOICE, UNSEEN_VOICE_QUESTION
+from training.heldout import UNSEEN_STYLE, UNSEEN_VOICE, UNSEEN_VOICE_QUESTION
 from training.scoring import count_word_errors, interval, is_right
 from training.tasks.mixture import EVALUATION
 
@@ -48,7 +48,7 @@ CASES = [
 
 
 def test_the_model_card_has_all_tasks() -> None:
-    assert set(TASKS) == {*EVALUATION, UNSEEN_VOICE, UNSEEN_VOICE_QUESTION}
+    assert set(TASKS) == {*EVALUATION, UNSEEN_VOICE, UNSEEN_VOICE_QUESTION, UNSEEN_STYLE}
 
 
 def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_path: Path) -> None:
@@ -63,4 +63,5 @@ def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_
     with pytest.raises(ValueError, match="lacks"):
         replace_figures("no marks", tables)
     (tmp_path / "cases.jsonl").write_text("\n".join(map(json.dumps, CASES)))
-    assert load_cases(tmp_path, 1) == [CASES[0], *CASES[2:]]
+    expected = [{**case, "key": f"{case['task']}/1"} for case in (CASES[0], *CASES[2:])]
+    assert load_cases(tmp_path, 1) == expected

@@ -42,6 +42,15 @@ def test_training_and_test_share_no_sentence() -> None:
     assert not training & sentences.HUMAN_SENTENCES
 
 
+def test_held_out_sentences_are_no_part_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = next(sentence for sentence in make_sentences("test") if sentence.count(" ") == 3)
+    other = next(sentence for sentence in make_sentences("train") if sentence.count(" ") == 3)
+    monkeypatch.setattr(sentences, "_make_one", lambda random: random.choice((kept, other)))
+    made = make_sentences("train")
+    assert any(len(sentence.split()) > 10 for sentence in made)
+    assert not any(kept in sentence for sentence in made)
+
+
 def test_the_vocabulary_is_closed_and_every_pattern_keeps_to_it() -> None:
     assert 350 <= len(VOCABULARY) <= 500
     assert list(VOCABULARY) == sorted(set(VOCABULARY))

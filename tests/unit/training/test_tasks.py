@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from training.pictures.emoji_names import EMOJI_NAMES
-from training.samples import Canvas, Sample, Split, Sprite, is_held_out
+from training.samples import Canvas, Line, Sample, Split, Sprite, is_held_out
 from training.speech.sentences import VOCABULARY, is_test_sentence
 from training.tasks import emoji, mixture, notices, reading, shapes, spoken, text, video, wordings
 from training.tasks.palette import COLOURS, is_background, name_of
@@ -41,8 +41,9 @@ SPLITS: tuple[Split, ...] = ("train", "test")
 
 @pytest.fixture(autouse=True)
 def lines_without_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_line(text: str, font_number: int, *, spacing: float = 0.0) -> np.ndarray:
-        return np.full((48, int(len(text) * (20 + spacing)) + 4), font_number, np.uint8)
+    def make_line(text: str, font_number: int, *, spacing: float = 0.0) -> Line:
+        width = int(len(text) * (20 + spacing)) + 4
+        return Line(np.full((48, width), font_number, np.uint8), np.zeros(width, np.uint8))
 
     for module in (reading, notices):
         monkeypatch.setattr(module, "make_line", make_line)
@@ -150,6 +151,13 @@ def test_training_never_shows_held_out_combinations(maker: mixture.Maker) -> Non
         for turn in sample.turns:
             for shape, colour in UNSEEN_PAIRS:
                 assert f"{COLOURS[colour]} {SHAPES[shape]}" not in american(turn.question)
+
+
+def test_signs_behind_numbers_are_no_held_out_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "readable_colour", lambda *_: (0.98, 0.55, 0.06))
+    signs = [thing for sample in make(reading.make_digits, "train") for thing in see(sample)]
+    assert {thing.colour for thing in signs} == {"orange"}
+    assert {thing.shape for thing in signs} == {"circle", "square"}
 
 
 def test_test_pictures_show_only_held_out_combinations() -> None:
@@ -268,7 +276,7 @@ def test_words_and_numbers_are_kept_apart_and_fit(split: Split) -> None:
                 if sprite.kind == "line":
                     assert sprite.x - sprite.width / 2 > -2
                     assert sprite.x + sprite.width / 2 < 226
-            fonts = {int(line[0, 0]) for line in canvas.lines}
+            fonts = {int(line.coverage[0, 0]) for line in canvas.lines}
             assert fonts <= set(reading.TRAIN_FONTS)
 
 
@@ -295,7 +303,7 @@ def test_font_can_be_chosen() -> None:
     for maker in (reading.make_words_in_unseen_font, reading.make_digits_in_unseen_font):
         for sample in make(maker, "test"):
             assert sample.picture is not None
-            fonts = {int(line[0, 0]) for line in sample.picture.lines}
+            fonts = {int(line.coverage[0, 0]) for line in sample.picture.lines}
             assert fonts <= set(reading.HELD_OUT_FONTS)
 
 
