@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SERVED := qwen2_5_omni
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
@@ -20,7 +19,7 @@ help:
 	@echo "make check    formatting, lint, types, layers, sizes"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
-	@echo "make serve    the server, on a tiny random model that is made on the spot"
+	@echo "make serve    the server, with the embedded model"
 	@echo "make clean    remove the virtual environment and all that was built"
 
 setup: $(READY)
@@ -70,11 +69,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/render.py --record
 	$(BIN)/python benchmarks/structured.py --record
 
-# It takes images, sounds and videos, and answers at random.
 serve: $(READY)
-	$(BIN)/python scripts/make_tiny_models.py build/tiny-models $(SERVED)
-	$(BIN)/sensorium serve build/tiny-models/$(SERVED) --served-model-name tiny \
-	  --max-model-len 4096 --port 8000
+	$(BIN)/sensorium serve --port 8000
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -65,7 +65,7 @@ DEMO_SAMPLES = (
     DemoSample(
         title="a spoken question about the first picture",
         files=("shapes.png", "question.flac"),
-        questions=("", "What was said?"),
+        questions=("", "Where is the circle?"),
     ),
     DemoSample(
         title="a video",
