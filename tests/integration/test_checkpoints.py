@@ -96,7 +96,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(directory: Path)
     start = perf_counter()
     with pytest.raises(ModelError) as caught:
         LLM(directory)
-    assert perf_counter() - start < 5
+    assert perf_counter() - start < 30
     message = str(caught.value)
     assert "does not fit on cpu: weights 4096.0 GiB + KV cache" in message
     assert "GiB are free. What helps: a smaller model" in message

@@ -32,7 +32,7 @@ def ends() -> Iterator[tuple[socket.socket, Channel]]:
     yield ours, channel
     ours.close()
     channel.close()
-    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert len(os.listdir("/proc/self/fd")) <= num_descriptors
 
 
 def make_memory(num_bytes: int, seals: int = ALL_SEALS) -> int:

@@ -54,7 +54,7 @@ def test_a_failed_reservation_is_an_error_at_the_start_and_leaves_nothing_open(
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ModelError, match="can't reserve 4096 bytes: No space left"):
         ShmSegment.create(4096)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 def test_memory_is_really_reserved_and_can_not_be_cut_off() -> None:

@@ -319,7 +319,7 @@ def test_members_are_limited(store: ShmStore) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError):
         ShmStore.attach(store.fd)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open
     reference = put(others[-1], make_item("a"))
     store.clear_cache()
     assert store.lease(reference) is not None
