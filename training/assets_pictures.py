@@ -105,7 +105,7 @@ def _read(archive: tarfile.TarFile, name: str) -> bytes:
 
 def draw_emoji(package: str, folder: Path) -> np.ndarray:
     """Every concept in one style, uint8 [concept, 96, 96, 4], not premultiplied."""
-    import resvg_py  # type: ignore[import-not-found]
+    import resvg_py
 
     with fetch_package(package, folder) as archive:
         icons = json.loads(_read(archive, "icons.json"))

@@ -12,6 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,29 @@ from tqdm import tqdm
 from training.scoring import count_word_errors, interval, is_right
 
 MAX_TOKENS = 48
+NUM_AT_A_TIME = 100  # cases that are asked again while all caches hold them
 Answer = tuple[str, list[int]]  # the text, and its tokens without the last one, which ends it
+
+
+@dataclass(slots=True)
+class Pass:
+    """All cases, asked once."""
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of these
+
+    def make_record(self, cases: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "seconds": round(self.seconds, 1),
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "scores": score(cases, [text for text, _ in self.answers]),
+            "answers": {
+                case["key"]: answer for case, answer in zip(cases, self.answers, strict=True)
+            },
+        }
 
 
 def load_cases(folder: Path, count: int | None) -> list[dict[str, Any]]:
@@ -57,16 +80,17 @@ def make_content(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 
 async def ask_server(
-    cases: list[dict[str, Any]], folder: Path, base_url: str, concurrency: int
-) -> list[Answer]:
+    cases: list[dict[str, Any]], folder: Path, base_url: str, concurrency: int, passes: list[Pass]
+) -> None:
+    """Each hundred cases in all passes, then the next: what was asked before is still cached."""
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=600.0)
     model = (await client.models.list()).data[0].id
     room = asyncio.Semaphore(concurrency)
-    progress = tqdm(total=len(cases), mininterval=5.0)
+    progress = tqdm(total=len(passes) * len(cases), mininterval=5.0)
 
-    async def ask(case: dict[str, Any]) -> Answer:
+    async def ask(case: dict[str, Any], into: Pass) -> Answer:
         async with room:
             message: Any = {"role": "user", "content": make_content(case, folder)}
             answer = await client.chat.completions.create(
@@ -77,13 +101,21 @@ async def ask_server(
                 extra_body={"return_token_ids": True},
             )
             progress.update()
+            if answer.usage and answer.usage.prompt_tokens_details:
+                into.num_prompt_tokens += answer.usage.prompt_tokens
+                into.num_cached_tokens += answer.usage.prompt_tokens_details.cached_tokens or 0
             choice = answer.choices[0]
             tokens = (choice.model_extra or {})["token_ids"]
             tokens = tokens[:-1] if choice.finish_reason == "stop" else tokens
             return choice.message.content or "", tokens
 
     try:
-        return await asyncio.gather(*map(ask, cases))
+        for start in range(0, len(cases), NUM_AT_A_TIME):
+            some = cases[start : start + NUM_AT_A_TIME]
+            for each in passes:
+                started = time.monotonic()
+                each.answers += await asyncio.gather(*(ask(case, each) for case in some))
+                each.seconds += time.monotonic() - started
     finally:
         await client.close()
 
@@ -185,26 +217,32 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--count", type=int, help="at most so many cases of each task")
     parser.add_argument("--record", type=Path, help="answers and figures as JSON")
+    parser.add_argument(
+        "--again", type=Path, help="ask all twice, the second time from caches: its record"
+    )
     arguments = parser.parse_args()
+    if arguments.again and not arguments.base_url:
+        parser.error("--again: only of a server, with --base-url")
     cases = load_cases(arguments.folder, arguments.count)
-    started = time.monotonic()
     if arguments.base_url:
-        coroutine = ask_server(cases, arguments.folder, arguments.base_url, arguments.concurrency)
-        answers = asyncio.run(coroutine)
-    else:
-        answers = list(
-            ask_checkpoint(cases, arguments.folder, arguments.checkpoint, arguments.device)
+        passes = [Pass() for _ in range(2 if arguments.again else 1)]
+        asyncio.run(
+            ask_server(cases, arguments.folder, arguments.base_url, arguments.concurrency, passes)
         )
-    seconds = time.monotonic() - started
-    scores = score(cases, [text for text, _ in answers])
-    print_table(scores)
-    print(f"{len(cases)} cases in {seconds:.0f} s")
-    if arguments.record:
-        record = {"seconds": round(seconds, 1), "scores": scores}
-        record["answers"] = {
-            case["key"]: answer for case, answer in zip(cases, answers, strict=True)
-        }
-        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+    else:
+        started = time.monotonic()
+        answers = ask_checkpoint(cases, arguments.folder, arguments.checkpoint, arguments.device)
+        passes = [Pass(list(answers))]
+        passes[0].seconds = time.monotonic() - started
+    for each, path in zip(passes, (arguments.record, arguments.again), strict=False):
+        record = each.make_record(cases)
+        print_table(record["scores"])
+        print(
+            f"{len(cases)} cases in {each.seconds:.0f} s, {each.num_cached_tokens} of "
+            f"{each.num_prompt_tokens} tokens of prompts from the cache"
+        )
+        if path:
+            path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

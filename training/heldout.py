@@ -25,6 +25,7 @@ from training.batches import PICTURE_GRIDS, VIDEO_GRIDS, VIDEO_SCALE, VIDEO_UNIT
 from training.pictures.rendering import Renderer, pack_canvases
 from training.samples import Canvas, Sample, Size
 from training.sounds import RATE
+from training.speech.heard import find_heard
 from training.speech.speaker import Speaker
 from training.speech.test_voices import Hibari, human_recordings
 from training.tasks.mixture import EVALUATION
@@ -33,6 +34,7 @@ PICTURE_SCALE = 1.5  # larger than the model sees it, so that the processor has 
 UNSEEN_VOICE = "speech_unseen_voice"
 UNSEEN_VOICE_QUESTION = "spoken_question_unseen_voice"
 UNSEEN_STYLE = "emoji_unseen_style"
+TRANSCRIPTIONS = ("speech", UNSEEN_VOICE)
 
 
 @dataclass(slots=True)
@@ -125,10 +127,24 @@ class Author:
     def make_cases(
         self, task: str, make: Any, count: int, speak: Callable[[str], np.ndarray] | None = None
     ) -> Iterator[Case]:
-        for _ in tqdm(range(count), desc=task, mininterval=5.0):
-            is_video = task.startswith("video")
-            size = choose_size(self._random, is_video=is_video)
-            yield self.write(task, make(self._random, size, "test"), size, speak)
+        make_samples = self._make_unheard if task in TRANSCRIPTIONS else self._make_samples
+        samples = make_samples(task, make, count)
+        for sample, size in tqdm(samples, desc=task, mininterval=5.0):
+            yield self.write(task, sample, size, speak)
+
+    def _make_samples(self, task: str, make: Any, count: int) -> list[tuple[Sample, Size]]:
+        is_video = task.startswith("video")
+        sizes = [choose_size(self._random, is_video=is_video) for _ in range(count)]
+        return [(make(self._random, size, "test"), size) for size in sizes]
+
+    def _make_unheard(self, task: str, make: Any, count: int) -> list[tuple[Sample, Size]]:
+        """Sentences that training has not said as a part of others either."""
+        kept: list[tuple[Sample, Size]] = []
+        while len(kept) < count:
+            samples = self._make_samples(task, make, 4 * count)
+            heard = find_heard({str(sample.speech) for sample, _ in samples})
+            kept += [each for each in samples if each[0].speech not in heard]
+        return kept[:count]
 
 
 def main() -> None:

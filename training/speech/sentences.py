@@ -19,6 +19,7 @@ __all__ = [
     "VOCABULARY",
     "fill",
     "is_test_sentence",
+    "make_any_sentence",
     "make_sentence",
     "number_in_words",
 ]
@@ -320,7 +321,7 @@ def make_sentence(random: Random, split: Split) -> str:
     of a long one.
     """
     while True:
-        sentence = _make_one(random)
+        sentence = make_any_sentence(random)
         is_long = split == "train" and random.random() < LONG_SHARE
         if is_test_sentence(sentence) != (split == "test"):
             continue
@@ -332,7 +333,8 @@ def make_sentence(random: Random, split: Split) -> str:
             return sentence
 
 
-def _make_one(random: Random) -> str:
+def make_any_sentence(random: Random) -> str:
+    """Of either split."""
     (make,) = random.choices(_MAKERS, _WEIGHTS)
     return make(random)
 
@@ -341,7 +343,7 @@ def _go_on(sentence: str, random: Random) -> str:
     """Other sentences follow without a pause, as in a long one."""
     num_words = random.randint(11, MAX_WORDS)
     while sentence.count(" ") < num_words - 1:
-        other = _make_one(random)
+        other = make_any_sentence(random)
         if not is_test_sentence(other):
             sentence += " " + other
     return " ".join(sentence.split(" ")[:num_words])

@@ -10,6 +10,7 @@ import pytest
 
 from training.samples import Split
 from training.speech import espeak, flite, sentences
+from training.speech.heard import find_heard
 from training.speech.resample import resample
 from training.speech.test_voices import fits_vocabulary, human_recordings
 from training.speech.words import UNCLEAR_ALONE, VOCABULARY
@@ -45,10 +46,17 @@ def test_training_and_test_share_no_sentence() -> None:
 def test_held_out_sentences_are_no_part_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = next(sentence for sentence in make_sentences("test") if sentence.count(" ") == 3)
     other = next(sentence for sentence in make_sentences("train") if sentence.count(" ") == 3)
-    monkeypatch.setattr(sentences, "_make_one", lambda random: random.choice((kept, other)))
+    monkeypatch.setattr(sentences, "make_any_sentence", lambda random: random.choice((kept, other)))
     made = make_sentences("train")
     assert any(len(sentence.split()) > 10 for sentence in made)
     assert not any(kept in sentence for sentence in made)
+
+
+def test_what_training_has_said_inside_others_is_found() -> None:
+    inside, rare = "turn left", "week tiger prudently sun clubs moves egg"
+    assert find_heard({inside, rare}, num_said=5000) == {inside}
+    held_out = next(sentence for sentence in make_sentences("test") if sentence.count(" ") == 0)
+    assert find_heard({held_out}, num_said=20_000) == {held_out}  # not alone, but in long ones
 
 
 def test_the_vocabulary_is_closed_and_every_pattern_keeps_to_it() -> None:

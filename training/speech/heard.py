@@ -1,0 +1,51 @@
+"""Which sentences training may have heard inside others, so that the test leaves them out.
+
+The weights that ship were trained with long sentences that were joined from any, also from those
+kept for the test (ADR 20). And a short one may stand in a longer one at any time.
+"""
+
+from __future__ import annotations
+
+import random as random_module
+from collections import defaultdict
+from collections.abc import Collection
+
+from tqdm import tqdm
+
+from training.speech.sentences import LONG_SHARE, MAX_WORDS, is_test_sentence, make_any_sentence
+
+NUM_SAID = 20 * 85_000  # twenty times what the two runs said
+
+
+def find_heard(
+    sentences: Collection[str], *, num_said: int = NUM_SAID, seed: int = 0
+) -> frozenset[str]:
+    """Those that stand in one of so many simulated training sentences, word by word."""
+    lengths: dict[str, set[int]] = defaultdict(set)
+    for sentence in sentences:
+        words = sentence.split(" ")
+        lengths[words[0]].add(len(words))
+    wanted, heard = frozenset(sentences), set()
+    random = random_module.Random(seed)
+    for _ in tqdm(range(num_said), desc="what training has said", mininterval=5.0):
+        words = _say(random)
+        for start, word in enumerate(words):
+            for length in lengths.get(word, ()):
+                part = " ".join(words[start : start + length])
+                if part in wanted:
+                    heard.add(part)
+    return frozenset(heard)
+
+
+def _say(random: random_module.Random) -> list[str]:
+    """The words of a training sentence as they were chosen then."""
+    if random.random() < LONG_SHARE:
+        num_words = random.randint(11, MAX_WORDS)
+        words: list[str] = []
+        while len(words) < num_words:
+            words += make_any_sentence(random).split(" ")
+        return words[:num_words]
+    while True:
+        sentence = make_any_sentence(random)
+        if not is_test_sentence(sentence):
+            return sentence.split(" ")
