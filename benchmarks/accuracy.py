@@ -1,8 +1,8 @@
 """Collects what `training.evaluate` has recorded of the embedded model into one record.
 
-    python -m training.evaluate build/heldout --base-url URL --record build/cold.json
-    python -m training.evaluate build/heldout --checkpoint DIR --count 6 --record build/alone.json
-    python benchmarks/accuracy.py cold=build/cold.json ... --alone build/alone.json --record
+    python -m training.evaluate build/heldout --base-url URL --record cold.json --again warm.json
+    python -m training.evaluate build/heldout --checkpoint DIR --count 6 --record alone.json
+    python benchmarks/accuracy.py cold=cold.json warm=warm.json ... --alone alone.json --record
 
 Shares of right answers of each pass, and how many answers of each are, token for token, those of
 Transformers' `generate`, and those of the first pass.
@@ -46,7 +46,7 @@ def main() -> None:
     first = records[pairs[0][0]]
     passes: dict[str, Any] = {}
     for name, record in records.items():
-        passes[name] = {"seconds": record["seconds"], "scores": record["scores"]}
+        passes[name] = {key: value for key, value in record.items() if key != "answers"}
         if record is not first:
             passes[name]["as_first_pass"] = count_equal(record, first)
         if arguments.alone:

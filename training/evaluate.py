@@ -11,8 +11,9 @@ import base64
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,17 @@ class Pass:
         }
 
 
-def load_cases(folder: Path, count: int | None) -> list[dict[str, Any]]:
-    """At most `count` of each task."""
+def load_cases(
+    folder: Path, count: int | None = None, tasks: Sequence[str] = ("*",)
+) -> list[dict[str, Any]]:
+    """At most `count` of each task; only tasks with such names ("human*": a pattern)."""
     seen: dict[str, int] = defaultdict(int)
     cases = []
     for line in (folder / "cases.jsonl").read_text().splitlines():
         case = json.loads(line)
         seen[case["task"]] += 1
-        if count is None or seen[case["task"]] <= count:
+        is_asked = any(fnmatch(case["task"], pattern) for pattern in tasks)
+        if is_asked and (count is None or seen[case["task"]] <= count):
             cases.append({**case, "key": f"{case['task']}/{seen[case['task']]}"})
     return cases
 
@@ -216,6 +220,7 @@ def main() -> None:
     parser.add_argument("--base-url")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--count", type=int, help="at most so many cases of each task")
+    parser.add_argument("--tasks", nargs="+", default=["*"], help="only these; patterns")
     parser.add_argument("--record", type=Path, help="answers and figures as JSON")
     parser.add_argument(
         "--again", type=Path, help="ask all twice, the second time from caches: its record"
@@ -223,7 +228,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.again and not arguments.base_url:
         parser.error("--again: only of a server, with --base-url")
-    cases = load_cases(arguments.folder, arguments.count)
+    cases = load_cases(arguments.folder, arguments.count, arguments.tasks)
     if arguments.base_url:
         passes = [Pass() for _ in range(2 if arguments.again else 1)]
         asyncio.run(

@@ -65,3 +65,4 @@ def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_
     (tmp_path / "cases.jsonl").write_text("\n".join(map(json.dumps, CASES)))
     expected = [{**case, "key": f"{case['task']}/1"} for case in (CASES[0], *CASES[2:])]
     assert load_cases(tmp_path, 1) == expected
+    assert load_cases(tmp_path, tasks=["human*", "speech"]) == expected[1:]
