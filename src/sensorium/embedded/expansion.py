@@ -60,8 +60,10 @@ def read_manifest(packed: Path) -> Manifest:
 def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
     """Whether these files are there, byte for byte, and no others: those might be read, too."""
     try:
-        has_all = {path.name for path in folder.iterdir()} == digests.keys()
-        return has_all and all(_hash_file(folder / n) == digest for n, digest in digests.items())
+        paths = list(folder.iterdir())
+        has_all = {path.name for path in paths} == digests.keys()
+        is_plain = has_all and all(path.is_file() for path in paths)  # a pipe would never end
+        return is_plain and all(_hash_file(path) == digests[path.name] for path in paths)
     except OSError:
         return False
 

@@ -42,6 +42,11 @@ def gain_a_file(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
 
 
+def get_a_pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
 def become_a_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("what?")
@@ -53,7 +58,8 @@ def become_a_loop(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [cut_short, flip_a_bit, lose_a_file, gain_a_file, become_a_file, become_a_loop]
+    "damage",
+    [cut_short, flip_a_bit, lose_a_file, gain_a_file, get_a_pipe, become_a_file, become_a_loop],
 )
 def test_damage_is_found_and_made_good(
     packed: Path, cache: Path, damage: Callable[[Path], None]
