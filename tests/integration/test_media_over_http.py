@@ -295,11 +295,11 @@ def test_who_asks_at_the_same_time_shares_a_refusal_too(
 def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     server: MediaServer, network: Network
 ) -> None:
-    loader = network.loader(deadline_s=1.2)
+    loader = network.loader(deadline_s=2.4)
     server.on("/", lambda visit: visit.drip([b"x"], 1000))
     early = threading.Thread(target=Crowd(loader, 1).run)
     early.start()
-    time.sleep(0.6)
+    time.sleep(1.2)
     server.on("/", reply(200, b"picture"))
     assert loader.load(URL, "image").data == b"picture"
     early.join(WAIT_S)
