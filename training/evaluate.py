@@ -20,10 +20,13 @@ from typing import Any
 from tqdm import tqdm
 
 from training.scoring import count_word_errors, interval, is_right
+from training.speech.kinds import is_random_string
 
 MAX_TOKENS = 48
 NUM_AT_A_TIME = 100  # cases that are asked again while all caches hold them
 Answer = tuple[str, list[int]]  # the text, and its tokens without the last one, which ends it
+
+Asked = list[tuple[dict[str, Any], str]]  # cases with their answers
 
 
 @dataclass(slots=True)
@@ -174,13 +177,13 @@ def make_inputs(processor: Any, case: dict[str, Any], folder: Path) -> Any:
 
 
 def score(cases: list[dict[str, Any]], answers: list[str]) -> dict[str, Any]:
-    by_task: dict[str, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    by_task: dict[str, Asked] = defaultdict(list)
     for case, answer in zip(cases, answers, strict=True):
         by_task[case["task"]].append((case, answer))
     return {task: _score_task(task, asked) for task, asked in by_task.items()}
 
 
-def _score_task(task: str, asked: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
+def _score_task(task: str, asked: Asked) -> dict[str, Any]:
     is_text = task.startswith(("words", "digits"))
     right = sum(is_right(answer, case["answer"], is_text=is_text) for case, answer in asked)
     low, high = interval(right, len(asked))
@@ -191,14 +194,32 @@ def _score_task(task: str, asked: list[tuple[dict[str, Any], str]]) -> dict[str,
         "interval": [round(low, 4), round(high, 4)],
     }
     if task.startswith(("speech", "human")):
-        errors = [count_word_errors(answer, case["answer"]) for case, answer in asked]
-        num_errors, num_words = (sum(column) for column in zip(*errors, strict=True))
-        figures["word_errors"] = round(num_errors / num_words, 4)
-        low, high = interval(min(num_errors, num_words), num_words)
-        figures["word_errors_interval"] = [round(low, 4), round(high, 4)]
+        figures |= _score_words(asked)
+        parts = _part_by_kind(asked)
+        if all(parts.values()):
+            for name, part in parts.items():
+                figures[name] = {"cases": len(part), **_score_words(part)}
     if task.startswith("human"):
         figures["expected"], figures["heard"] = asked[0][0]["answer"], asked[0][1]
     return figures
+
+
+def _score_words(asked: Asked) -> dict[str, Any]:
+    errors = [count_word_errors(answer, case["answer"]) for case, answer in asked]
+    num_errors, num_words = (sum(column) for column in zip(*errors, strict=True))
+    low, high = interval(min(num_errors, num_words), num_words)
+    return {
+        "word_errors": round(num_errors / num_words, 4),
+        "word_errors_interval": [round(low, 4), round(high, 4)],
+    }
+
+
+def _part_by_kind(asked: Asked) -> dict[str, Asked]:
+    parts: dict[str, Asked] = {"random_strings": [], "sentences": []}
+    for case, answer in asked:
+        name = "random_strings" if is_random_string(case["answer"]) else "sentences"
+        parts[name].append((case, answer))
+    return parts
 
 
 def print_table(scores: dict[str, Any]) -> None:
@@ -207,6 +228,8 @@ def print_table(scores: dict[str, Any]) -> None:
         line = f"{task:42} {figures['share']:7.1%} [{low:.1%}, {high:.1%}] of {figures['cases']}"
         if "word_errors" in figures:
             line += f"  word errors {figures['word_errors']:.1%}"
+        for name in figures.keys() & {"random_strings", "sentences"}:
+            line += f", {name} {figures[name]['word_errors']:.1%}"
         if "heard" in figures:
             line += f"  {figures['expected']!r} -> {figures['heard']!r}"
         print(line)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from training.card import BEGIN, END, TASKS, make_tables, replace_figures
-from training.evaluate import load_cases, score
+from training.evaluate import Pass, load_cases, score
 from training.heldout import UNSEEN_STYLE, UNSEEN_VOICE, UNSEEN_VOICE_QUESTION
 from training.scoring import count_word_errors, interval, is_right
 from training.tasks.mixture import EVALUATION
@@ -66,3 +66,17 @@ def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_
     expected = [{**case, "key": f"{case['task']}/1"} for case in (CASES[0], *CASES[2:])]
     assert load_cases(tmp_path, 1) == expected
     assert load_cases(tmp_path, tasks=["human*", "speech"]) == expected[1:]
+
+
+def test_words_are_also_counted_apart_for_random_strings() -> None:
+    cases = [
+        {"task": "speech", "answer": "go left", "key": "speech/1"},
+        {"task": "speech", "answer": "steps garden cows egg", "key": "speech/2"},
+    ]
+    asked = Pass([("go left", [1, 2]), ("steps garden cows", [3])], 1.26, 100, 64)
+    record = asked.make_record(cases)
+    assert record["scores"]["speech"]["word_errors"] == round(1 / 6, 4)
+    assert record["scores"]["speech"]["sentences"]["word_errors"] == 0.0
+    assert record["scores"]["speech"]["random_strings"]["word_errors"] == 0.25
+    assert record["answers"]["speech/2"] == ("steps garden cows", [3])
+    assert (record["seconds"], record["prompt_tokens"], record["cached_tokens"]) == (1.3, 100, 64)

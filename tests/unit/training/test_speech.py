@@ -11,6 +11,7 @@ import pytest
 from training.samples import Split
 from training.speech import espeak, flite, sentences
 from training.speech.heard import find_heard
+from training.speech.kinds import is_random_string
 from training.speech.resample import resample
 from training.speech.test_voices import fits_vocabulary, human_recordings
 from training.speech.words import UNCLEAR_ALONE, VOCABULARY
@@ -57,6 +58,14 @@ def test_what_training_has_said_inside_others_is_found() -> None:
     assert find_heard({inside, rare}, num_said=5000) == {inside}
     held_out = next(sentence for sentence in make_sentences("test") if sentence.count(" ") == 0)
     assert find_heard({held_out}, num_said=20_000) == {held_out}  # not alone, but in long ones
+
+
+def test_sentences_are_told_from_random_strings() -> None:
+    generator = random.Random(0)
+    for name, (_, make) in sentences.KINDS.items():
+        made = {make(generator) for _ in range(100)}
+        share = sum(map(is_random_string, made)) / len(made)
+        assert share > 0.9 if name == "random words" else share == 0.0, name
 
 
 def test_the_vocabulary_is_closed_and_every_pattern_keeps_to_it() -> None:
