@@ -1,7 +1,7 @@
 """Collects what `training.evaluate` has recorded of the embedded model into one record.
 
     python -m training.evaluate build/heldout --base-url URL --record cold.json --again warm.json
-    python -m training.evaluate build/heldout --checkpoint DIR --count 6 --record alone.json
+    python -m training.evaluate build/heldout --checkpoint DIR --count 7 --record alone.json
     python benchmarks/accuracy.py cold=cold.json warm=warm.json ... --alone alone.json --record
 
 Shares of right answers of each pass, and how many answers of each are, token for token, those of

@@ -108,9 +108,10 @@ async def ask_server(
                 extra_body={"return_token_ids": True},
             )
             progress.update()
-            if answer.usage and answer.usage.prompt_tokens_details:
+            if answer.usage:
+                details = answer.usage.prompt_tokens_details
                 into.num_prompt_tokens += answer.usage.prompt_tokens
-                into.num_cached_tokens += answer.usage.prompt_tokens_details.cached_tokens or 0
+                into.num_cached_tokens += (details and details.cached_tokens) or 0
             choice = answer.choices[0]
             tokens = (choice.model_extra or {})["token_ids"]
             tokens = tokens[:-1] if choice.finish_reason == "stop" else tokens
@@ -222,14 +223,28 @@ def _part_by_kind(asked: Asked) -> dict[str, Asked]:
     return parts
 
 
+def add_records(record: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of different tasks, as one."""
+    twice = record["scores"].keys() & other["scores"].keys()
+    if twice:
+        raise ValueError(f"in both records: {', '.join(sorted(twice))}")
+    sums = {
+        name: round(record[name] + other[name], 1)
+        for name in ("seconds", "prompt_tokens", "cached_tokens")
+    }
+    united = {name: record[name] | other[name] for name in ("scores", "answers")}
+    return {"runs": record["runs"] + other["runs"], **sums, **united}
+
+
 def print_table(scores: dict[str, Any]) -> None:
     for task, figures in scores.items():
         low, high = figures["interval"]
         line = f"{task:42} {figures['share']:7.1%} [{low:.1%}, {high:.1%}] of {figures['cases']}"
         if "word_errors" in figures:
             line += f"  word errors {figures['word_errors']:.1%}"
-        for name in figures.keys() & {"random_strings", "sentences"}:
-            line += f", {name} {figures[name]['word_errors']:.1%}"
+        for name in ("random_strings", "sentences"):
+            if name in figures:
+                line += f", {name} {figures[name]['word_errors']:.1%}"
         if "heard" in figures:
             line += f"  {figures['expected']!r} -> {figures['heard']!r}"
         print(line)
@@ -245,6 +260,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="at most so many cases of each task")
     parser.add_argument("--tasks", nargs="+", default=["*"], help="only these; patterns")
     parser.add_argument("--record", type=Path, help="answers and figures as JSON")
+    parser.add_argument("--add", action="store_true", help="to records that are there already")
     parser.add_argument(
         "--again", type=Path, help="ask all twice, the second time from caches: its record"
     )
@@ -263,13 +279,16 @@ def main() -> None:
         passes = [Pass(list(answers))]
         passes[0].seconds = time.monotonic() - started
     for each, path in zip(passes, (arguments.record, arguments.again), strict=False):
-        record = each.make_record(cases)
+        run = {name: getattr(arguments, name) for name in ("concurrency", "tasks", "count")}
+        record = {"runs": [run], **each.make_record(cases)}
         print_table(record["scores"])
         print(
             f"{len(cases)} cases in {each.seconds:.0f} s, {each.num_cached_tokens} of "
             f"{each.num_prompt_tokens} tokens of prompts from the cache"
         )
         if path:
+            if arguments.add and path.exists():
+                record = add_records(json.loads(path.read_text()), record)
             path.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -138,11 +138,13 @@ class Author:
         return [(make(self._random, size, "test"), size) for size in sizes]
 
     def _make_unheard(self, task: str, make: Any, count: int) -> list[tuple[Sample, Size]]:
-        """Sentences that training has not said as a part of others either."""
+        """Sentences that most likely stood in no other that training wrote down."""
         kept: list[tuple[Sample, Size]] = []
         while len(kept) < count:
             samples = self._make_samples(task, make, 4 * count)
-            heard = find_heard({str(sample.speech) for sample, _ in samples})
+            said = {str(sample.speech) for sample, _ in samples}
+            heard = find_heard(said)
+            print(f"{task}: {len(heard)} of {len(said)} different sentences are left out")
             kept += [each for each in samples if each[0].speech not in heard]
         return kept[:count]
 

@@ -121,6 +121,7 @@ def test_tensors_come_back_bit_by_bit(servants: ProcessPool, num_floats: int) ->
 
 def test_large_results_that_are_kept_hold_no_descriptors(servants: ProcessPool) -> None:
     ask(servants, "pid")
+    gc.collect()
     num_descriptors = count_descriptors()
     jobs = [servants.submit(b"tensors 50000", deadline_s=SOON_S) for _ in range(20)]
     kept = [job.future.result(SOON_S).kwargs for job in jobs]
@@ -474,7 +475,7 @@ def test_closing_ends_everything_and_fails_what_is_not_done(
     start = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - start < SOON_S
+    assert time.monotonic() - start < 15.0
     for job in [running, *queued]:
         with pytest.raises(CapacityError):
             job.future.result(0)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from training.card import BEGIN, END, TASKS, make_tables, replace_figures
-from training.evaluate import Pass, load_cases, score
+from training.evaluate import Pass, add_records, load_cases, score
 from training.heldout import UNSEEN_STYLE, UNSEEN_VOICE, UNSEEN_VOICE_QUESTION
 from training.scoring import count_word_errors, interval, is_right
 from training.tasks.mixture import EVALUATION
@@ -80,3 +80,15 @@ def test_words_are_also_counted_apart_for_random_strings() -> None:
     assert record["scores"]["speech"]["random_strings"]["word_errors"] == 0.25
     assert record["answers"]["speech/2"] == ("steps garden cows", [3])
     assert (record["seconds"], record["prompt_tokens"], record["cached_tokens"]) == (1.3, 100, 64)
+
+
+def test_records_of_different_tasks_become_one() -> None:
+    first = Pass([("Two.", [1])], 1.5, 100, 64).make_record([{**CASES[0], "key": "count/1"}])
+    other = Pass([("go left", [2])], 2.0, 50, 0).make_record([{**CASES[2], "key": "speech/1"}])
+    record = add_records({"runs": ["a"], **first}, {"runs": ["b"], **other})
+    assert record["runs"] == ["a", "b"]
+    assert (record["seconds"], record["prompt_tokens"], record["cached_tokens"]) == (3.5, 150, 64)
+    assert list(record["scores"]) == ["count", "speech"]
+    assert list(record["answers"]) == ["count/1", "speech/1"]
+    with pytest.raises(ValueError, match="in both records: count"):
+        add_records({"runs": [], **first}, {"runs": [], **first})

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from training.samples import Split
-from training.speech import espeak, flite, sentences
-from training.speech.heard import find_heard
+from training.speech import espeak, flite, heard, sentences
 from training.speech.kinds import is_random_string
 from training.speech.resample import resample
 from training.speech.test_voices import fits_vocabulary, human_recordings
@@ -53,11 +52,15 @@ def test_held_out_sentences_are_no_part_of_long_ones(monkeypatch: pytest.MonkeyP
     assert not any(kept in sentence for sentence in made)
 
 
-def test_what_training_has_said_inside_others_is_found() -> None:
+def test_what_training_has_said_inside_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, rare = "turn left", "week tiger prudently sun clubs moves egg"
-    assert find_heard({inside, rare}, num_said=5000) == {inside}
-    held_out = next(sentence for sentence in make_sentences("test") if sentence.count(" ") == 0)
-    assert find_heard({held_out}, num_said=20_000) == {held_out}  # not alone, but in long ones
+    assert heard.find_heard({inside, rare}, num_said=5000) == {inside}
+    kept = next(sentence for sentence in make_sentences("test") if sentence.count(" ") == 3)
+    other = next(sentence for sentence in make_sentences("train") if sentence.count(" ") == 3)
+    monkeypatch.setattr(heard, "make_any_sentence", lambda random: random.choice((kept, other)))
+    assert heard.find_heard({kept}, num_said=200) == {kept}  # never alone: in long ones
+    monkeypatch.setattr(heard, "LONG_SHARE", 0.0)
+    assert heard.find_heard({kept, other}, num_said=200) == {other}
 
 
 def test_sentences_are_told_from_random_strings() -> None:
