@@ -16,14 +16,6 @@ def is_random_string(said: str) -> bool:
 
 @cache
 def _regular() -> re.Pattern[str]:
-    patterns = (
-        *sentences.PICTURE_QUESTIONS,
-        *sentences.COMMANDS,
-        *sentences.EVERYDAY,
-        *sentences.ARITHMETIC,
-        *sentences.DATES,
-        *sentences.NOVEL,
-    )
     slots = {name: _any_of(values) for name, values in sentences.SLOTS.items()}
     slots["number"] = _any_of(map(sentences.number_in_words, range(200)))
     rank, suit, digit = slots["rank"], slots["suit"], _any_of(words.DIGITS)
@@ -31,7 +23,7 @@ def _regular() -> re.Pattern[str]:
     return re.compile(
         "|".join(
             (
-                *(_fill(pattern, slots) for pattern in patterns),
+                *(_fill(pattern, slots) for pattern in sentences.PATTERNS),
                 *(f"{digit}(?: {digit})+", f"{rank} {rank}(?: of {suit})?"),
                 f"{card}(?: {card})*",
             )

@@ -208,6 +208,7 @@ NOVEL = (  # the words of the recordings, in other sentences
     "they have even made him {novel}",
     "the young man was not {novel}",
 )
+PATTERNS = (*PICTURE_QUESTIONS, *COMMANDS, *EVERYDAY, *ARITHMETIC, *DATES, *NOVEL)
 CARD = ("{rank} of {suit}", "{rank} {suit}")
 
 SLOTS: dict[str, tuple[str, ...]] = {

@@ -76,15 +76,7 @@ def test_the_vocabulary_is_closed_and_every_pattern_keeps_to_it() -> None:
     assert list(VOCABULARY) == sorted(set(VOCABULARY))
     assert set(VOCABULARY) >= UNCLEAR_ALONE
     generator = random.Random(0)
-    patterns = (
-        *sentences.PICTURE_QUESTIONS,
-        *sentences.ARITHMETIC,
-        *sentences.COMMANDS,
-        *sentences.EVERYDAY,
-        *sentences.DATES,
-        *sentences.NOVEL,
-    )
-    for pattern in patterns:
+    for pattern in sentences.PATTERNS:
         assert set(sentences.fill(pattern, generator).split()) <= set(VOCABULARY), pattern
 
 
