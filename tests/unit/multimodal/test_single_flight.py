@@ -42,6 +42,11 @@ class Starter:
         self.begun.release()
         return flight
 
+    def wait_for_flight(self, index: int) -> OpenFlight:
+        """A caller counts as waiting before it has begun its flight."""
+        wait_until(lambda: len(self.flights) > index)
+        return self.flights[index]
+
 
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON_S
@@ -59,6 +64,12 @@ def single_flight() -> SingleFlight[str, Any]:
 def executor() -> Any:
     with ThreadPoolExecutor(32) as executor:
         yield executor
+
+
+def get_num_entered(single_flight: SingleFlight[str, Any]) -> int:
+    """How often a caller has begun a flight or joined one."""
+    statistics = single_flight.statistics()
+    return statistics.num_flights + statistics.num_joined
 
 
 def join(
@@ -85,7 +96,7 @@ def test_callers_of_one_key_share_one_computation(
     starter = Starter()
     futures = join(executor, single_flight, starter, num_callers=20)
     result = object()
-    starter.flights[0].future.set_result(result)
+    starter.wait_for_flight(0).future.set_result(result)
     assert all(future.result(SOON_S) is result for future in futures)
     assert len(starter.flights) == 1
     statistics = single_flight.statistics()
@@ -121,7 +132,7 @@ def test_every_waiter_gets_its_own_copy_of_the_error(
 ) -> None:
     starter = Starter()
     futures = join(executor, single_flight, starter, num_callers=3)
-    starter.flights[0].future.set_exception(MissingMediaError("gone", ("a", "b")))
+    starter.wait_for_flight(0).future.set_exception(MissingMediaError("gone", ("a", "b")))
     errors = [future.exception(SOON_S) for future in futures]
     assert [type(error) for error in errors] == [MissingMediaError] * 3
     assert [(str(error), error.missing) for error in errors] == [("gone", ("a", "b"))] * 3  # type: ignore[union-attr]
@@ -212,7 +223,7 @@ def test_the_computation_goes_on_until_the_last_waiter_has_gone(
         join(executor, single_flight, starter, num_callers=1, cancelled=cancelled)[0]
         for cancelled in leaving
     ]
-    (flight,) = starter.flights
+    flight = starter.wait_for_flight(0)
     for cancelled, future in zip(leaving[:2], futures[:2], strict=True):
         cancelled.set_result(None)
         with pytest.raises(CancelledError):
@@ -222,6 +233,7 @@ def test_the_computation_goes_on_until_the_last_waiter_has_gone(
     with pytest.raises(CancelledError):
         futures[2].result(SOON_S)
     assert flight.future.cancelled()
+    assert starter.flights == [flight]
 
 
 def test_a_flight_that_was_given_up_is_joined_by_nobody(
@@ -248,7 +260,7 @@ def test_one_that_has_waited_long_enough_leaves_the_others(
     (patient,) = join(executor, single_flight, starter, num_callers=1)
     with pytest.raises(TimeoutError):
         single_flight.get("key", starter, timeout_s=0.02)
-    starter.flights[0].future.set_result("late")
+    starter.wait_for_flight(0).future.set_result("late")
     assert patient.result(SOON_S) == "late"
 
 
@@ -268,11 +280,12 @@ def test_a_flight_that_someone_else_cancelled_is_started_again(
 ) -> None:
     starter = Starter()
     futures = join(executor, single_flight, starter, num_callers=4)
-    starter.flights[0].future.cancel()
-    wait_until(lambda: len(starter.flights) == 2)
-    wait_until(lambda: single_flight.statistics().num_waiting == 4)
-    starter.flights[1].future.set_result("second")
+    starter.wait_for_flight(0).future.cancel()
+    # One that has not woken yet still waits for the first flight, and would begin a third.
+    wait_until(lambda: get_num_entered(single_flight) == 8)
+    starter.wait_for_flight(1).future.set_result("second")
     assert [future.result(SOON_S) for future in futures] == ["second"] * 4
+    assert len(starter.flights) == 2
 
 
 def test_it_does_not_start_again_for_ever(single_flight: SingleFlight[str, Any]) -> None:
