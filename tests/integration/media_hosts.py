@@ -17,7 +17,7 @@ from sensorium.multimodal.media.loader import MediaLoader
 
 PUBLIC = "93.184.216.34"
 ALSO_PUBLIC = "2606:2800:220:1:248:1893:25c8:1946"
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 Behaviour = Callable[["Visit"], None]
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 
@@ -61,6 +62,13 @@ def loader(network: Network, clock: Clock) -> Iterator[MediaLoader]:
     loader = network.loader(clock=clock, deadline_s=WAIT_S)
     yield loader
     loader.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_at, "it never came true"
+        time.sleep(0.005)
 
 
 def head_of(visit: Visit) -> dict[str, str]:
@@ -229,12 +237,10 @@ def test_an_answer_above_the_capacity_is_not_kept(server: MediaServer, network: 
 
 
 class Crowd:
-    """Several threads that ask at the same time; `answer_all` keeps the answer back until then."""
+    """Several threads that ask; `answer_all` keeps the answer back until all of them wait."""
 
     def __init__(self, loader: MediaLoader, num_threads: int) -> None:
         self._loader = loader
-        self._meeting = threading.Barrier(num_threads, action=self._all_here, timeout=WAIT_S)
-        self._here = threading.Event()
         self._threads = [threading.Thread(target=self._load) for _ in range(num_threads)]
         self.results: list[object] = []
 
@@ -247,17 +253,13 @@ class Crowd:
 
     def answer_all(self, answer: Callable[[Visit], None]) -> Callable[[Visit], None]:
         def wait_then_answer(visit: Visit) -> None:
-            self._here.wait(WAIT_S)
-            time.sleep(0.2)  # from the meeting to the flight
+            flights = self._loader._get_client()._flights
+            wait_until(lambda: flights.statistics().num_waiting == len(self._threads))
             answer(visit)
 
         return wait_then_answer
 
-    def _all_here(self) -> None:
-        self._here.set()
-
     def _load(self) -> None:
-        self._meeting.wait()
         try:
             self.results.append(self._loader.load(URL, "image"))
         except MediaFetchError as error:
@@ -295,15 +297,37 @@ def test_who_asks_at_the_same_time_shares_a_refusal_too(
 def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     server: MediaServer, network: Network
 ) -> None:
-    loader = network.loader(deadline_s=2.4)
+    loader = network.loader(deadline_s=1.5)
     server.on("/", lambda visit: visit.drip([b"x"], 1000))
     early = threading.Thread(target=Crowd(loader, 1).run)
     early.start()
-    time.sleep(1.2)
+    wait_until(lambda: bool(server.visits))
     server.on("/", reply(200, b"picture"))
+    client = loader._get_client()
+    client._limits = replace(client._limits, deadline_s=WAIT_S)
     assert loader.load(URL, "image").data == b"picture"
     early.join(WAIT_S)
     loader.close()
+
+
+def test_who_has_no_time_left_does_not_wait_for_anothers_fetch(
+    server: MediaServer, network: Network
+) -> None:
+    """It joined a flight that ended at an earlier deadline, and meets the next one there."""
+    loader = network.loader(deadline_s=WAIT_S)
+    client = loader._get_client()
+    server.on("/", be_silent)
+    with ThreadPoolExecutor(2) as threads:
+        patient = threads.submit(client.fetch, URL, "image")
+        wait_until(lambda: bool(server.visits))
+        client._limits = replace(client._limits, deadline_s=1e-9)
+        late = threads.submit(client.fetch, URL, "image")
+        try:
+            assert isinstance(late.exception(WAIT_S / 2), MediaFetchError)
+            assert not patient.done()
+        finally:
+            loader.close()
+            patient.exception(WAIT_S)
 
 
 def test_closing_gives_up_a_fetch_that_waits_for_its_host(
@@ -314,9 +338,7 @@ def test_closing_gives_up_a_fetch_that_waits_for_its_host(
     server.on("/a.png", lambda visit: visit.drip([b"HTTP/1.1 200 OK\r\n"], 3600.0))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(loader.load, f"http://{HOST}/a.png", "image")
-        ends_at = time.monotonic() + WAIT_S
-        while not server.visits and time.monotonic() < ends_at:
-            time.sleep(0.01)
+        wait_until(lambda: bool(server.visits))
         loader.close()
         assert isinstance(waiting.exception(WAIT_S), MediaFetchError)
 
@@ -402,8 +424,7 @@ def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: Med
     silent = [(URL + "silent", "image")]
     with ThreadPoolExecutor(2) as threads:
         left = threads.submit(loader.load_all, silent, cancelled=cancelled)
-        while not server.visits:
-            time.sleep(0.01)
+        wait_until(lambda: bool(server.visits))
         stays = threads.submit(loader.load_all, silent)
         queued = threads.submit(loader.load_all, silent * 2, cancelled=cancelled)
         cancelled.set_result(None)
@@ -413,6 +434,7 @@ def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: Med
         (found,) = loader.load_all([(URL, "image")])
         assert isinstance(found.outcome, MediaBytes)
         assert not stays.done()
+        wait_until(lambda: sum(b"/silent" in visit.head for visit in server.visits) == 2)
         loader.close()
         (given_up,) = stays.result(WAIT_S)
         assert isinstance(given_up.outcome, MediaFetchError)

@@ -81,9 +81,10 @@ class HttpClient:
             return FinishedFlight(self._follow(url, modality, fetch))
 
         while True:
+            remaining_s = fetch.remaining_s()  # refuses here: in a flight it would seem another's
             waiter = self._flights.join((str(url), modality), start)
             try:
-                return waiter.result(timeout_s=fetch.remaining_s(), cancelled=cancelled)
+                return waiter.result(timeout_s=remaining_s, cancelled=cancelled)
             except TimeoutError:
                 raise fetch.expired() from None
             except RefusedMediaError as error:
