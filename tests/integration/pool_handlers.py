@@ -66,6 +66,22 @@ class Servant:
         time.sleep(float(argument))
         return argument
 
+    def do_sleep_once(self, argument: str, _: memoryview) -> str:
+        """A minute in the first process that gets it, no time in the next."""
+        is_first = not list(self._directory.glob("sleeping-*"))
+        (self._directory / f"sleeping-{os.getpid()}").touch()
+        if is_first:
+            time.sleep(60.0)
+        return argument
+
+    def do_wait_for(self, argument: str, _: memoryview) -> str:
+        """Until the test makes a file of that name, or for a minute."""
+        (self._directory / f"sleeping-{os.getpid()}").touch()
+        ends_at = time.monotonic() + 60.0
+        while not (self._directory / argument).exists() and time.monotonic() < ends_at:
+            time.sleep(0.005)
+        return argument
+
     def do_abort(self, _: str, __: memoryview) -> None:
         os.abort()
 

@@ -103,7 +103,7 @@ class DemoServer:
         finally:
             self._process.kill()  # its own children end with it
             self._process.wait()
-            self._reader.join(1)
+            self._reader.join(_STOP_S)
             if self._process.stdout is not None and not self._reader.is_alive():
                 self._process.stdout.close()
 

@@ -40,6 +40,8 @@ from sensorium.multimodal.pool.messages import (
 
 _LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other things
 _LAST_WORDS_S = 1.0  # for what an ended worker has said and nobody has read yet
+_END_S = 10.0  # from the end of its connection to that of a process
+_ACKNOWLEDGE_S = 30.0  # for a few bytes: only a worker that no longer reads keeps them waiting
 _logger = logging.getLogger(__name__)
 
 
@@ -118,7 +120,8 @@ class WorkerProcess:
     def acknowledge(self) -> None:
         """If it is gone, the next job will tell."""
         try:
-            self._channel.send(encode_message(Acknowledge()), deadline=time.monotonic() + 1.0)
+            deadline = time.monotonic() + _ACKNOWLEDGE_S
+            self._channel.send(encode_message(Acknowledge()), deadline=deadline)
         except OSError:
             self._process.kill()
 
@@ -150,7 +153,7 @@ class WorkerProcess:
 
     def _end(self) -> str:
         try:
-            status = self._process.wait(1.0)
+            status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return "its connection closed"
         return f"status {status}" if status >= 0 else f"signal {-status}"

@@ -104,7 +104,7 @@ class Slot:
         reason = self._process.wait_until_ready(settings.start_timeout_s)
         if reason is None:
             self._ready_at = time.monotonic()
-            self.is_ready = self.was_ready = True
+            self.was_ready = self.is_ready = True  # in this order: who is ready was ready
         else:
             self._lose_process()
             self._note_failed_start(reason)
