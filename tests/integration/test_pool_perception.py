@@ -280,5 +280,5 @@ def test_an_engine_that_is_left_by_an_exception_leaves_nothing(
         assert [engine() for engine in engines] == [None, None]
     finally:
         gc.enable()
-    assert num_descriptors[0] == num_descriptors[1]
+    assert num_descriptors[1] <= num_descriptors[0]
     wait_until(lambda: set(find_threads("media")) <= threads)

@@ -24,7 +24,7 @@ from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
 
 START_TIMEOUT_S = 120.0  # torch is imported, perhaps on a busy machine
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 READY = b"r"
 
 EncodedItems = dict[str, tuple[bytes, bytes]]

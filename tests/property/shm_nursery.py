@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-ANSWER_TIMEOUT_S = 30.0  # far beyond what a busy machine needs; without an answer: a deadlock
+ANSWER_TIMEOUT_S = 120.0  # far beyond what a busy machine needs; without an answer: a deadlock
 
 
 class ChildDiedError(Exception):
@@ -98,7 +98,7 @@ class Nursery:
 
     def close(self) -> None:
         self._control.close()
-        assert self._process.wait(timeout=30) == 0
+        assert self._process.wait(timeout=120) == 0
 
 
 def find_holders(inode: int) -> list[int]:

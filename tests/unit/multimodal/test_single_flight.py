@@ -16,7 +16,7 @@ import pytest
 from sensorium.multimodal.single_flight import FinishedFlight, SingleFlight
 from sensorium.types.errors import CapacityError, MissingMediaError, RequestError
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class OpenFlight:

@@ -90,8 +90,8 @@ class ScriptedEngine:
                 is_ended = delta.final is not None
                 yield delta
         finally:
-            self.num_open -= 1
             self.num_aborted += not is_ended
+            self.num_open -= 1
 
     def _make_delta(self, index: int, params: SamplingParams, request_id: str) -> RequestDelta:
         is_last = index == len(WORDS) - 1
@@ -251,13 +251,22 @@ class RunningServer:
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120, **options)
 
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """On a connection of its own, and with more patience than httpx has by default."""
+        return httpx.request(method, f"{self.url}{path}", timeout=120, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.ask("GET", path, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return self.ask("POST", path, **options)
+
     def chat(self, **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+        return self.post("/v1/chat/completions", json=body)
 
     def complete(self, **fields: Any) -> httpx.Response:
-        body = {"prompt": "hi", **fields}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        return self.post("/v1/completions", json={"prompt": "hi", **fields})
 
 
 class _Server(uvicorn.Server):
@@ -276,7 +285,12 @@ def serve(
     metrics = CountingMetrics()
     app = make_app(engine, StandInOptions(**options), metrics, answers=answers)
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=600,
     )
     server = _Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

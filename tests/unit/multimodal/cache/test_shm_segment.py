@@ -80,7 +80,7 @@ def test_mutex_keeps_instances_and_threads_apart() -> None:
             thread = threading.Thread(target=enter, args=(segment,))
             thread.start()
             assert not entered.wait(0.05)
-        assert entered.wait(5)
+        assert entered.wait(60)
         thread.join()
     close(first, second)
 

@@ -295,7 +295,7 @@ def test_close_waits_for_a_thread_that_is_writing(
 
     def write_slowly(*arguments: object) -> None:
         writing.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(other, "_write", write_slowly)
@@ -304,13 +304,13 @@ def test_close_waits_for_a_thread_that_is_writing(
         threading.Thread(target=other.close),
     ]
     threads[0].start()
-    assert writing.wait(10)
+    assert writing.wait(60)
     threads[1].start()
     threads[1].join(0.05)
     assert threads[1].is_alive()
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert get_cached(store) == "a"
 
 
@@ -354,6 +354,6 @@ def test_threads_share_an_instance(store: ShmStore) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert errors == []
     assert list(store._index.get_members()) == []

@@ -81,22 +81,22 @@ def test_one_bad_address_refuses_the_name(
     guards: Guards, addresses: Sequence[str], reason: str
 ) -> None:
     with pytest.raises(RefusedMediaError) as caught:
-        guards(find(*addresses)).look_up("host.example", 80, Fetch("host.example", 5))
+        guards(find(*addresses)).look_up("host.example", 80, Fetch("host.example", 60))
     assert caught.value.reason == reason
     assert str(caught.value) == "media from host.example: leads to no public address"
 
 
 def test_addresses_keep_the_order_of_the_resolver(guards: Guards) -> None:
     guard = guards(find("2606:4700::1111", "8.8.8.8"))
-    fetch = Fetch("host.example", 5)
+    fetch = Fetch("host.example", 60)
     assert guard.look_up("host.example", 80, fetch) == ["2606:4700::1111", "8.8.8.8"]
 
 
 def test_an_address_is_not_looked_up(guards: Guards) -> None:
     guard = guards(pytest.fail)
-    assert guard.look_up("8.8.8.8", 80, Fetch("8.8.8.8", 5)) == ["8.8.8.8"]
+    assert guard.look_up("8.8.8.8", 80, Fetch("8.8.8.8", 60)) == ["8.8.8.8"]
     with pytest.raises(RefusedMediaError, match="no public address"):
-        guard.look_up("::1", 80, Fetch("::1", 5))
+        guard.look_up("::1", 80, Fetch("::1", 60))
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "10.0.0.1"), UnicodeError("label")])
@@ -105,7 +105,7 @@ def test_a_look_up_that_fails_says_no_more_than_that(guards: Guards, error: Exce
         raise error
 
     with pytest.raises(RefusedMediaError) as caught:
-        guards(fail).look_up("host.example", 80, Fetch("host.example", 5))
+        guards(fail).look_up("host.example", 80, Fetch("host.example", 60))
     assert str(caught.value) == "media from host.example: leads to no public address"
 
 

@@ -29,7 +29,7 @@ def refuse_to_connect(*_: object) -> socket.socket:
 def loader() -> Iterator[MediaLoader]:
     """Every name has the same public address, at which nobody listens."""
     loader = MediaLoader(
-        MediaLimits(max_bytes=1000, deadline_s=5.0),
+        MediaLimits(max_bytes=1000, deadline_s=60.0),
         resolve=lambda *_: ["8.8.8.8"],
         connect=refuse_to_connect,
     )
@@ -161,7 +161,7 @@ def test_the_system_s_own_names_are_refused_before_any_connection(
 ) -> None:
     dialled: list[object] = []
     monkeypatch.setattr(socket, "create_connection", lambda *a, **_: dialled.append(a))
-    loader = MediaLoader(MediaLimits(deadline_s=10.0))
+    loader = MediaLoader(MediaLimits(deadline_s=60.0))
     with pytest.raises(MediaFetchError, match="leads to no public address"):
         loader.load(f"http://{host}/", "image")
     assert dialled == []

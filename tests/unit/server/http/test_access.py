@@ -27,7 +27,7 @@ def locked() -> Iterator[RunningServer]:
 
 def get(running: RunningServer, path: str, key: str | None = None) -> httpx.Response:
     headers = {} if key is None else {"authorization": key}
-    return httpx.get(f"{running.url}{path}", headers=headers)
+    return running.get(path, headers=headers)
 
 
 def test_only_some_routes_are_open(locked: RunningServer) -> None:
@@ -53,7 +53,7 @@ def test_a_wrong_key_is_refused(locked: RunningServer, key: str) -> None:
 def test_a_key_may_have_any_characters(locked: RunningServer) -> None:
     for key, status in (("schlüssel", 200), ("schlussel", 401), ("schlüssel€", 401)):
         headers = {b"authorization": f"Bearer {key}".encode()}
-        assert httpx.get(f"{locked.url}/v1/models", headers=headers).status_code == status
+        assert locked.get("/v1/models", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("key", ["Bearer secret", "bearer other", "Bearer  secret"])
@@ -75,39 +75,37 @@ def test_a_browser_may_ask_before_it_has_the_key(locked: RunningServer) -> None:
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
     }
-    url = f"{locked.url}/v1/chat/completions"
-    response = httpx.options(url, headers=headers)
+    response = locked.ask("OPTIONS", "/v1/chat/completions", headers=headers)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "http://a.example"
-    stranger = httpx.options(url, headers={**headers, "origin": "http://b.example"})
+    headers["origin"] = "http://b.example"
+    stranger = locked.ask("OPTIONS", "/v1/chat/completions", headers=headers)
     assert "access-control-allow-origin" not in stranger.headers
 
 
 def test_errors_can_be_read_across_origins(locked: RunningServer) -> None:
-    response = httpx.get(f"{locked.url}/v1/models", headers={"origin": "http://a.example"})
+    response = locked.get("/v1/models", headers={"origin": "http://a.example"})
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "http://a.example"
     assert response.headers["access-control-expose-headers"] == "x-request-id"
 
 
 def test_without_origins_there_is_no_cors(server: RunningServer) -> None:
-    response = httpx.get(f"{server.url}/ping", headers={"origin": "http://a.example"})
+    response = server.get("/ping", headers={"origin": "http://a.example"})
     assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize("given", ["mine-1", "a b", "x" * 128])
 def test_a_sane_id_comes_back(server: RunningServer, given: str) -> None:
     for path in ("/ping", "/nothing"):
-        response = httpx.get(f"{server.url}{path}", headers={"X-Request-Id": given})
+        response = server.get(path, headers={"X-Request-Id": given})
         assert response.headers["x-request-id"] == given
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "é"])
 def test_another_id_is_replaced(server: RunningServer, given: str) -> None:
     headers = {b"x-request-id": given.encode()}
-    first, second = (
-        httpx.get(f"{server.url}/ping", headers=headers).headers["x-request-id"] for _ in range(2)
-    )
+    first, second = (server.get("/ping", headers=headers).headers["x-request-id"] for _ in range(2))
     assert len({first, second, given}) == 3
 
 

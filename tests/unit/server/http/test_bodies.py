@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve, wait_until
@@ -39,7 +38,7 @@ HI = [{"role": "user", "content": "hi"}]
 def test_a_body_that_is_no_json_object_is_refused_with_the_place(
     server: RunningServer, body: bytes, words: str
 ) -> None:
-    response = httpx.post(f"{server.url}{PATH}", content=body)
+    response = server.post(PATH, content=body)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "invalid_json")
     assert words in error["message"]
@@ -47,7 +46,7 @@ def test_a_body_that_is_no_json_object_is_refused_with_the_place(
 
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x"])
 def test_another_content_type_is_refused(server: RunningServer, kind: str) -> None:
-    response = httpx.post(f"{server.url}{PATH}", content=b"{}", headers={"content-type": kind})
+    response = server.post(PATH, content=b"{}", headers={"content-type": kind})
     assert response.status_code == 400
     assert kind.partition(";")[0] in response.json()["error"]["message"]
 
@@ -55,7 +54,7 @@ def test_another_content_type_is_refused(server: RunningServer, kind: str) -> No
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/x+json"])
 def test_json_by_other_names_is_taken(server: RunningServer, kind: str) -> None:
     body = json.dumps({"messages": HI}).encode()
-    response = httpx.post(f"{server.url}{PATH}", content=body, headers={"content-type": kind})
+    response = server.post(PATH, content=body, headers={"content-type": kind})
     assert response.status_code == 200
 
 
@@ -79,20 +78,20 @@ def test_a_body_without_a_length_is_refused_when_it_exceeds_the_limit(small: Run
         for _ in range(40):
             yield b" " * 2**16
 
-    response = httpx.post(f"{small.url}{PATH}", content=pieces())
+    response = small.post(PATH, content=pieces())
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
 
 
 def test_a_body_without_a_length_is_taken_within_the_limit(small: RunningServer) -> None:
     text = json.dumps({"messages": HI}).encode()
-    response = httpx.post(f"{small.url}{PATH}", content=iter([text[:9], text[9:]]))
+    response = small.post(PATH, content=iter([text[:9], text[9:]]))
     assert response.status_code == 200
 
 
 def test_the_limit_itself_is_allowed(small: RunningServer) -> None:
     body = json.dumps({"messages": HI}).encode().ljust(2**20)
-    assert httpx.post(f"{small.url}{PATH}", content=body).status_code == 200
-    assert httpx.post(f"{small.url}{PATH}", content=body + b" ").status_code == 413
+    assert small.post(PATH, content=body).status_code == 200
+    assert small.post(PATH, content=body + b" ").status_code == 413
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +130,7 @@ def test_a_stream_goes_on_while_a_large_body_is_parsed(monkeypatch: pytest.Monke
     with serve(engine) as running:
 
         def send_large() -> None:
-            response = httpx.post(f"{running.url}{PATH}", content=large, timeout=120)
+            response = running.post(PATH, content=large)
             answers.append(response.status_code)
 
         thread = threading.Thread(target=send_large)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from sensorium.server.http.errors import find_param
@@ -250,7 +249,7 @@ def test_a_wrong_field_of_a_completion_is_named(
 
 
 def test_a_missing_field_is_named(server: RunningServer) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", json={})
+    response = server.post("/v1/completions", json={})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
@@ -265,8 +264,8 @@ def test_another_model_is_not_found(server: RunningServer) -> None:
 
 
 def test_unknown_routes_and_methods_are_errors_of_the_same_shape(server: RunningServer) -> None:
-    missing = httpx.get(f"{server.url}/v1/nothing")
-    wrong = httpx.get(f"{server.url}/v1/chat/completions")
+    missing = server.get("/v1/nothing")
+    wrong = server.get("/v1/chat/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert wrong.headers["allow"] == "POST"
     for response in (missing, wrong):
