@@ -374,7 +374,7 @@ class AsyncEngine:
         self._caches.readonly.clear_cache()
 
     def _forget_own_media(self) -> None:
-        """What frontends share, the core has emptied before it said so: what is in it now is new."""
+        """What all share, the core has emptied before it said so: what is in it now is new."""
         if self._caches.store is None:
             self._sender.clear_cache()
         self._caches.readonly.clear_cache()
