@@ -24,6 +24,9 @@ _FLAGS = (
     *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 )
 _TIMEOUT_S = 30.0
+_HAS_BEGUN = (
+    "return ['model', 'notice'].some((id) => document.getElementById(id).textContent !== '')"
+)
 
 
 def find_browser() -> tuple[str, str] | None:
@@ -53,6 +56,7 @@ class Browser:
         self._origin = server.get_url()
         self._allowed_status = 0
         self.driver.get(server.get_url("/"))
+        wait_until(lambda: self.run(_HAS_BEGUN), "the page knows the model, or why not", _TIMEOUT_S)
         self.set_max_tokens(max_tokens)
 
     def set_max_tokens(self, number: int) -> None:

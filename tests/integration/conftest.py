@@ -156,7 +156,7 @@ def fault_server(
     """A server that things are done to, and that is idle after each test."""
     with serve(
         tiny_model("qwen2_5_vl"),
-        *("--max-model-len", "1024", "--mm-processor-pool-size", "1"),
+        *("--max-model-len", "4096", "--mm-processor-pool-size", "1"),
         *("--allow-private-media-addresses", "--media-deadline", "3600"),
         *_SERVER_FLAGS[request.param],
     ) as server:

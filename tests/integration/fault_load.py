@@ -162,6 +162,17 @@ class Crowd:
 
         await asyncio.to_thread(wait_until, is_running, f"{num} requests run", WAIT_S)
 
+    async def wait_until_taken(self) -> None:
+        """Until each client's request runs, or has ended."""
+
+        def is_taken() -> bool:
+            # In this order: a request that ends between the two is missed, not counted twice.
+            num_done = sum(task.done() for task in self._tasks)
+            num_running = self.server.get_metrics()["vllm:num_requests_running"]
+            return num_done + num_running >= len(self.clients)
+
+        await asyncio.to_thread(wait_until, is_taken, "all requests are taken", WAIT_S)
+
     def _is_done(self, client: Client) -> bool:
         return self._tasks[self.clients.index(client)].done()
 

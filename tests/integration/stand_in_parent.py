@@ -1,8 +1,9 @@
 """The real supervisor over children that compute nothing.
 
-    python stand_in_parent.py FOLDER OPTIONS
+    python stand_in_parent.py FOLDER OPTIONS GRACE_S
 
-OPTIONS are fields of `ServeOptions` as JSON; it ends as `sensorium serve` does.
+OPTIONS are fields of `ServeOptions` as JSON; it ends as `sensorium serve` does. GRACE_S: how long
+processes may take to end, beyond their requests.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> None:
         options,
         commands=Commands(core=(*command, "core", folder), frontend=(*command, "frontend", folder)),
         make_policy=lambda: RestartPolicy(first_pause_s=0.01, max_pause_s=0.05),
+        grace_s=float(sys.argv[3]),
     )
     try:
         sys.exit(asyncio.run(supervisor.run()))

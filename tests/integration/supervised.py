@@ -29,11 +29,12 @@ class Supervised:
     def behave(self, kind: str, *lines: str) -> None:
         (self.folder / kind).write_text("".join(f"{line}\n" for line in lines))
 
-    def start(self, **options: Any) -> None:
-        given = {"model": "a-model", "port": 0, "shutdown_timeout": 0.1, **options}
+    def start(self, *, grace_s: float = HANG_S, **options: Any) -> None:
+        """With much patience, so that nobody is killed who is only slow."""
+        given = {"model": "a-model", "port": 0, "shutdown_timeout": HANG_S, **options}
         with (self.folder / "stderr").open("w") as stderr:
             self._parent = subprocess.Popen(
-                [sys.executable, _PARENT, str(self.folder), json.dumps(given)],
+                [sys.executable, _PARENT, str(self.folder), json.dumps(given), str(grace_s)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

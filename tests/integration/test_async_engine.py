@@ -5,6 +5,7 @@ behind whatever happens.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from sensorium import LLM, SamplingParams
 from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.core_messages import ForgetMedia
 from sensorium.engine.perception import Perception
 from sensorium.multimodal.cache.mirror_sender import MirrorSender
 from sensorium.types.errors import (
@@ -303,6 +305,46 @@ def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(
 
         asyncio.run(asyncio.wait_for(main(), 120))
         core.assert_nothing_is_left()
+
+
+def test_a_reset_that_is_heard_late_spares_what_is_new(
+    tmp_path: Path, tiny_model: Callable[[str], str]
+) -> None:
+    options = {"mm_processor_cache_type": "shm"}
+    with run_core(tiny_model("qwen2_5_vl"), tmp_path, **options) as core:
+        kept: list[tuple[bytes, ForgetMedia]] = []
+        send, is_late = core.loop._send, threading.Event()
+
+        def send_late(frontend: bytes, message: Any) -> None:
+            if isinstance(message, ForgetMedia) and not is_late.is_set():
+                kept.append((frontend, message))
+                return
+            while is_late.is_set() and kept:
+                send(*kept.pop())
+            send(frontend, message)
+
+        core.loop._send = send_late  # type: ignore[method-assign]
+
+        async def test(one: AsyncEngine, _: Perception) -> None:
+            two, perception_two = core.make_frontend("f1-1")
+            statistics = perception_two.caches.readonly.statistics
+            try:
+                await two.connect(core.info)
+                await two.reset_cache("prefix")  # the core knows it now
+                async with two.render(make_chat(IMAGES[1]), GREEDY, request_id="own"):
+                    assert statistics().num_items == 1
+                await one.reset_cache("mm")
+                await one.generate(make_chat(IMAGES[0]), GREEDY, request_id="new")
+                is_late.set()
+                await two.reset_cache("prefix")  # answered after what was kept
+                assert (kept, statistics().num_items) == ([], 0)
+                again = await one.generate(make_chat(IMAGES[0]), GREEDY, request_id="again")
+                assert again.mm_items[0].is_processor_hit
+            finally:
+                await two.close()
+                perception_two.close()
+
+        run(core, test)
 
 
 @pytest.mark.parametrize("level", ["mm", "encoder", "prefix"])

@@ -242,12 +242,14 @@ def get_words(message: dict[str, Any]) -> str:
 def test_a_reader_who_leaves_is_no_error() -> None:
     """`sensorium … | head`."""
     command = [sys.executable, "-c", "from sensorium.cli import main; main()", "chat", "--help"]
-    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (141, b"")
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ours, theirs = os.pipe()
+    os.close(ours)  # gone before the first word
+    with os.fdopen(theirs, "wb") as pipe:
+        ended = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, env=environment, timeout=60, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_urls_are_left_to_the_engine(tmp_path: Path) -> None:

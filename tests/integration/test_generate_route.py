@@ -29,7 +29,7 @@ from tests.integration.generating import (
     render,
     without_items,
 )
-from tests.integration.serving import ServerProcess
+from tests.integration.serving import ServerProcess, wait_until
 
 pytestmark = pytest.mark.xdist_group("server")
 CONVERSATIONS = make_conversations(seed=70)
@@ -362,7 +362,5 @@ def test_a_client_that_leaves_ends_its_request(omni_server: ServerProcess) -> No
     }
     with httpx.stream("POST", omni_server.get_url(PATH), json=body, timeout=60.0) as response:
         next(response.iter_lines())
-    for _ in range(100):
-        if omni_server.get_metrics().get(finished, 0.0) > before:
-            break
+    wait_until(lambda: omni_server.get_metrics().get(finished, 0.0) > before, "it is ended")
     assert omni_server.get_metrics()[finished] == before + 1

@@ -24,8 +24,9 @@ CONTEXTS = {"main": 8192, "v1": 4096}
 _NOWHERE = "http://127.0.0.1:9"  # the port of `discard`: refused
 _SCRIPT = """
 import json, sys, time
+pauses, sleep = [], time.sleep
+time.sleep = lambda seconds: (pauses.append(seconds), sleep(seconds))
 from sensorium import LLM, ModelError, SamplingParams
-start = time.perf_counter()
 results = []
 for options in json.loads(sys.argv[1]):
     try:
@@ -34,7 +35,7 @@ for options in json.loads(sys.argv[1]):
         results.append([llm.config.limits.max_model_len, len(output.outputs[0].token_ids)])
     except ModelError as error:
         results.append(str(error))
-print(json.dumps({"results": results, "elapsed_s": time.perf_counter() - start}))
+print(json.dumps({"results": results, "pauses": pauses}))
 """
 
 
@@ -57,7 +58,9 @@ def home(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return home
 
 
-def run(home: Path, calls: list[dict[str, object]], **variables: str) -> tuple[list[object], float]:
+def run(
+    home: Path, calls: list[dict[str, object]], **variables: str
+) -> tuple[list[object], list[float]]:
     options = [{"model": MODEL, "max_num_seqs": 1, **call} for call in calls]
     result = subprocess.run(
         [sys.executable, "-c", _SCRIPT, json.dumps(options)],
@@ -70,7 +73,7 @@ def run(home: Path, calls: list[dict[str, object]], **variables: str) -> tuple[l
     assert result.returncode == 0, result.stderr
     assert "it/s" not in result.stderr  # no bar where nobody looks
     answer = json.loads(result.stdout)
-    return answer["results"], answer["elapsed_s"]
+    return answer["results"], answer["pauses"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
         {"model": "owner/absent"},
         {"revision": "c" * 40},
     ]
-    results, elapsed_s = run(home, calls, **variables)
+    results, pauses = run(home, calls, **variables)
     assert results[:3] == [[8192, 2], [4096, 2], [4096, 2]]
     why = "offline mode" if "HF_HUB_OFFLINE" in variables else "the hub can't be reached"
     for result, what in zip(results[3:5], ("at revision 'v2'", "'owner/absent'"), strict=True):
@@ -98,7 +101,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
         assert why in result
         assert "\n" not in result
     assert "weights" in str(results[5])
-    assert elapsed_s < 15  # no retries
+    assert sum(pauses) < 1, pauses  # no retries: the hub's library sleeps a second before its first
 
 
 @pytest.mark.slow

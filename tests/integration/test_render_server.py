@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.integration.serving import (
+    START_TIMEOUT_S,
     ServerProcess,
     get_command,
     get_descendants,
@@ -82,7 +83,7 @@ def test_a_frontend_that_dies_is_replaced(server: ServerProcess) -> None:
     first, _ = server.find_children("frontend_main")
     kill(first)
     wait_until(lambda: not is_alive(first), "the frontend has ended")
-    server.wait_for_output("serves again")
+    server.wait_for_output("serves again", START_TIMEOUT_S)
     assert len(server.find_children("frontend_main")) == 2
     assert server.get("/health").status_code == 200
 

@@ -31,7 +31,7 @@ CHAT = "/v1/chat/completions"
 def server(tiny_model: Callable[[str], str]) -> Iterator[ServerProcess]:
     """It runs one request at a time, the one with the lowest priority first."""
     flags = (
-        *("--served-model-name", MODEL, "another-name", "--max-model-len", "2048"),
+        *("--served-model-name", MODEL, "another-name", "--max-model-len", "4096"),
         *("--api-key", KEYS[0], "--api-key", KEYS[1], "--protect-metrics"),
         *("--allowed-origins", ORIGIN, "--max-body-mb", "1"),
         *("--max-concurrent-requests", str(LIMIT), "--max-num-seqs", "1"),
@@ -51,7 +51,7 @@ def run_long(server: ServerProcess) -> Iterator[None]:
     """Something runs, and nothing beside it, as long as this is open."""
     body = {
         "messages": ask("Count to a million."),
-        "max_tokens": 1900,
+        "max_tokens": 3900,
         "ignore_eos": True,
         "stream": True,
     }
@@ -109,7 +109,11 @@ def test_the_welcome_page_asks_for_the_key(server: ServerProcess, browser: Brows
     browser.wait_for_answer(3)
     assert len(browser.get_texts(".failure")) == 2
     assert browser.get_texts(".trace")
-    assert (browser.find("#model").text, browser.find("#notice").text) == (MODEL, "")
+    # By another request than the one that was answered.
+    wait_until(
+        lambda: [browser.find(name).text for name in ("#model", "#notice")] == [MODEL, ""],
+        "the page knows the model, and complains no more",
+    )
 
 
 def test_pages_of_an_allowed_origin_may_ask(server: ServerProcess) -> None:
@@ -169,15 +173,16 @@ def test_lower_priority_value_goes_first(server: ServerProcess) -> None:
 
     ended: list[int] = []
 
-    def post(priority: int) -> None:
-        assert post_short(server, priority=priority, max_tokens=100).status_code == 200
+    def post(priority: int, max_tokens: int) -> None:
+        assert post_short(server, priority=priority, max_tokens=max_tokens).status_code == 200
         ended.append(priority)
 
     with ThreadPoolExecutor() as threads:
         with run_long(server):
-            late = threads.submit(post, 5)
+            # So long that whoever goes first is also noted first.
+            late = threads.submit(post, 5, 400)
             wait_until(lambda: count_waiting() == 1, "one waits")
-            early = threads.submit(post, -5)
+            early = threads.submit(post, -5, 1)
             wait_until(lambda: count_waiting() == 2 or early.done(), "the other waits or runs")
         late.result()
         early.result()

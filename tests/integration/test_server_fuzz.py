@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.integration.serving import ServerProcess, serve
+from tests.integration.serving import ServerProcess, serve, wait_until
 
 pytestmark = pytest.mark.xdist_group("server-fuzz")
 _FLAGS = ("--max-model-len", "48", "--served-model-name", "tiny", "--no-access-log")
@@ -56,7 +56,7 @@ _NUM_CASES = {
     },
 }
 _MIN_CASES = 1_000
-_MIN_SERVED_SHARE = 0.1
+_MIN_SERVED_SHARE = 0.05
 _NUM_CLIENTS = 4
 _REQUEST_S = 60.0  # against hangs
 Statuses = Counter[tuple[str, GenerationMode, int]]
@@ -80,7 +80,7 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 def test_requests_made_from_the_document_are_answered_as_it_says(
     server: ServerProcess, client: httpx.Client, divisor: int
 ) -> None:
-    schema = schemathesis.openapi.from_url(server.get_url("/openapi.json"))
+    schema = schemathesis.openapi.from_url(server.get_url("/openapi.json"), timeout=_REQUEST_S)
     statuses: Statuses = Counter()
     with ThreadPoolExecutor(_NUM_CLIENTS) as threads:
         for result in schema.get_all_operations():
@@ -97,15 +97,16 @@ def test_requests_made_from_the_document_are_answered_as_it_says(
         }
         assert cases[200] >= _MIN_SERVED_SHARE * sum(cases.values()), f"{path}: {cases}"
     assert client.get("/health").status_code == 200
-    metrics = server.get_metrics()
-    for name in (
+    gauges = (
         "sensorium:http_requests_in_flight",
         "sensorium:num_requests_preparing",
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",
-    ):
-        assert metrics[name] == 0, name
+    )
+    wait_until(
+        lambda: not any(map(server.get_metrics().__getitem__, gauges)), "nothing is left of them"
+    )
     assert "Traceback" not in server.output
 
 

@@ -39,7 +39,7 @@ from tests.integration.serving import (
 )
 
 pytestmark = pytest.mark.xdist_group("server")
-LONG = 900
+LONG = 3900  # no machine is so fast that it ends before something has happened to it
 Start = Callable[..., ServerProcess]
 
 
@@ -56,7 +56,7 @@ def start(folder: Path, tiny_model: Callable[[str], str]) -> Iterator[Start]:
     servers: list[ServerProcess] = []
 
     def make(*flags: str, model: str | None = None, is_ready: bool = True) -> ServerProcess:
-        flags = ("--max-model-len", "1024", "--mm-processor-pool-size", "0", *flags)
+        flags = ("--max-model-len", "4096", "--mm-processor-pool-size", "0", *flags)
         server = ServerProcess(model or tiny_model("qwen2_5_vl"), *flags, TMPDIR=str(folder))
         servers.append(server)
         if is_ready:
@@ -97,7 +97,7 @@ def is_refused(server: ServerProcess) -> bool:
 
 
 def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: Path) -> None:
-    server = start("--api-server-count", "2")
+    server = start("--api-server-count", "2", "--shutdown-timeout", "120")
     pids = server.get_process_ids()
 
     async def stop() -> list[Reply]:
@@ -106,7 +106,7 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: P
             for i in range(6)
         ]
         crowd = Crowd(server, bodies)
-        await crowd.wait_until_running(6)
+        await crowd.wait_until_taken()
         server.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(wait_until, lambda: is_refused(server), "it takes nobody")
         return await crowd.finish()
@@ -202,8 +202,8 @@ def test_a_killed_parent_takes_all_with_it_and_its_neighbour_lives(
         ]
         crowd = Crowd(server, bodies)
         other = Crowd(omni_server, [{**body, "max_tokens": 200} for body in bodies])
-        await crowd.wait_until_running(4)
         await other.wait_until_streaming()
+        await crowd.wait_until_running(4)
         kill(server.process.pid)
         return await crowd.finish(), await other.finish()
 

@@ -117,7 +117,7 @@ def test_a_signal_drains_frontends_first_and_stops_the_core_last(
 
 def test_who_does_not_drain_in_time_is_killed(server: Supervised) -> None:
     server.behave("frontend", "deaf 1")
-    server.start()
+    server.start(shutdown_timeout=0.1, grace_s=5.0)
     server.read_until_ready()
     server.parent.terminate()
     assert server.end() == 0

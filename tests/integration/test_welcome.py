@@ -140,9 +140,10 @@ CHOOSE_AND_CLICK = """
 """
 IS_SENT_WHOLE = """
   const reader = new FileReader();
+  const isRead = new Promise((resolve) => (reader.onloadend = resolve));
   reader.readAsDataURL(large);
-  return sent[0].body.text().then(
-    (text) => JSON.parse(text).messages[0].content[0].image_url.url === reader.result);
+  return Promise.all([sent[0].body.text(), isRead]).then(
+    ([text]) => JSON.parse(text).messages[0].content[0].image_url.url === reader.result);
 """
 
 
@@ -184,7 +185,7 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
     browser.run(KEEP_REQUESTS)
     browser.click("#record")
     wait_until(lambda: browser.find("#record").text == "Stop recording", "it records")
-    time.sleep(1.0)
+    time.sleep(3.0)  # it beeps once a second, and begins late where much else is going on
     browser.find("#question").send_keys("\n\n")  # what was said is the question
     browser.wait_for_answer(1)
     assert browser.get_texts(".trace .items b") == ["Sound"]
@@ -197,7 +198,7 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
         form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
         samples = memoryview(sound.readframes(sound.getnframes())).cast("h")
     assert form == (16000, 1, 2)
-    assert 8000 < len(samples) < 160000
+    assert 4000 < len(samples) < 60 * 16000
     assert max(samples) > 1000  # the beep
 
 
@@ -211,7 +212,7 @@ def test_a_microphone_that_goes_away_leaves_what_it_gave(
     )
     browser.click("#record")
     wait_until(lambda: browser.find("#record").text == "Stop recording", "it records")
-    time.sleep(0.5)
+    time.sleep(2.0)
     browser.run("stream.getTracks()[0].stop()")
     time.sleep(0.3)
     browser.click("#record")

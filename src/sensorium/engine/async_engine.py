@@ -118,7 +118,7 @@ class AsyncEngine:
             self._identity,
             on_outputs=self._take_outputs,
             on_missing=self._sender.handle_missing,
-            on_forget=self._forget_media,
+            on_forget=self._forget_own_media,
         )
         if info.epoch is not None:  # nothing that an earlier core had is there
             self._sender.handle_missing(MissingItems(mm_hashes=(), epoch=info.epoch))
@@ -371,6 +371,12 @@ class AsyncEngine:
 
     def _forget_media(self) -> None:
         self._sender.clear_cache()
+        self._caches.readonly.clear_cache()
+
+    def _forget_own_media(self) -> None:
+        """What all share, the core has emptied before it said so: what is in it now is new."""
+        if self._caches.store is None:
+            self._sender.clear_cache()
         self._caches.readonly.clear_cache()
 
     async def _flush_evictions(self, sender: MirrorSender) -> None:

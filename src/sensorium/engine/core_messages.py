@@ -105,7 +105,9 @@ class ResetDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
-    """Another frontend has reset the cache of media."""
+    """Another frontend has reset the cache of media. The core has emptied its own, or the one that
+    all share.
+    """
 
 
 FromCore = News | ResetDone | ForgetMedia

@@ -54,12 +54,15 @@ class ChildProcess:
         self,
         name: str,
         process: asyncio.subprocess.Process,
+        connection: socket.socket,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Use `spawn`."""
+        """Use `spawn`. `connection` is another descriptor of what the streams read and write."""
         self.name = name
         self._process = process
+        self._connection = connection
+        self._rest = b""  # what was read from it
         self._reader = reader
         self._writer = writer
 
@@ -87,8 +90,10 @@ class ChildProcess:
         except BaseException:
             ours.close()
             raise
+        ours.setblocking(False)
+        connection = ours.dup()
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
-        return cls(name, process, reader, writer)
+        return cls(name, process, connection, reader, writer)
 
     @property
     def process_id(self) -> int:
@@ -102,14 +107,24 @@ class ChildProcess:
     async def receive(self) -> FromChild | None:
         """The next message. `None`: it is gone, or made no sense and was killed."""
         try:
-            line = await self._reader.readline()
+            line = await self._read_line()
             return decode_line(line) if line else None
-        except ConnectionError:
-            return None
         except (ValueError, msgspec.MsgspecError) as error:  # too long, cut off, or no message
             logger.error("%s said something that can't be read: %s", self.name, error)
             self.kill()
             return None
+
+    async def _read_line(self) -> bytes:
+        """Nothing: there is no more. A write to a child that has ended fails, and its stream is
+        closed with all that was not read yet: that may be the reason of the end.
+        """
+        with suppress(ConnectionError):
+            return await self._reader.readline()
+        with suppress(OSError):
+            while read := self._connection.recv(2**16):
+                self._rest += read
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
 
     async def wait_until_ended(self) -> str:
         """How it ended, in words. It has no more to say: if it lingers, it is killed."""
@@ -118,6 +133,7 @@ class ChildProcess:
         self.kill()
         status = await self._process.wait()
         self._writer.close()  # not before: a child that lives takes it for the parent's end
+        self._connection.close()
         return describe_status(status)
 
     def kill(self) -> None:

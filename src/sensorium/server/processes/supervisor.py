@@ -63,7 +63,9 @@ class ServerFailedError(SensoriumError):
 
 
 class Supervisor:
-    """`run` it once. `commands`, `make_policy`: other processes and another patience, for tests."""
+    """`run` it once. `commands`, `make_policy`, `grace_s`: other processes and more patience, for
+    tests.
+    """
 
     def __init__(
         self,
@@ -71,10 +73,12 @@ class Supervisor:
         *,
         commands: Commands | None = None,
         make_policy: Callable[[], RestartPolicy] = RestartPolicy,
+        grace_s: float = _GRACE_S,
     ) -> None:
         self._options = options
         self._commands = commands or make_commands()
         self._make_policy = make_policy
+        self._grace_s = grace_s
         self._announcer = Announcer(options)
         self._premises: Premises
         self._metrics: SupervisorMetrics
@@ -299,7 +303,7 @@ class Supervisor:
         self._premises.listener.close()
         self._tell_frontends(Drain())
         _, pending = await asyncio.wait(
-            frontends, timeout=self._options.shutdown_timeout + _GRACE_S
+            frontends, timeout=self._options.shutdown_timeout + self._grace_s
         )
         if pending:
             logger.warning("%d frontend(s) did not end in time and are killed", len(pending))
@@ -309,7 +313,7 @@ class Supervisor:
         if self._core is not None:
             self._core.send(Stop())
         if cores:
-            await asyncio.wait(cores, timeout=_GRACE_S)
+            await asyncio.wait(cores, timeout=self._grace_s)
 
     async def _end_all(self, keepers: Sequence[asyncio.Task[None]]) -> None:
         self._stop.set()

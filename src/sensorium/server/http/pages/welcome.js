@@ -5,10 +5,12 @@ import { drawTrace, make } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
 let model; // what the server calls it
+let complaint = ""; // why that was not found out
 let messages = []; // what was said, with all media
 let shown = []; // media of the conversation
 let attached = []; // media of the next question
 let running; // the AbortController of the answer that comes
+let isBeginning = false; // with an example that was clicked
 let reading = Promise.resolve(); // done when all files that came are attached, or refused
 let recording; // while it records: the promise of what ends it
 
@@ -50,9 +52,10 @@ async function findModel() {
     $("model").textContent = model;
     if (document.activeElement === $("key")) $("question").focus();
     $("key-row").hidden = true;
-    notify("");
+    if ($("notice").textContent === complaint) notify(""); // another's words stay
   } catch (error) {
-    notify(explain(error, []));
+    complaint = explain(error, []);
+    notify(complaint);
   }
 }
 
@@ -210,11 +213,18 @@ function fitQuestion() {
 for (const example of EXAMPLES) {
   const canvas = Object.assign(drawExample(example), { ariaHidden: "true" });
   const button = Object.assign(make("button", "", canvas, example.question), { type: "button" });
-  button.onclick = () => canvas.toBlob(async (blob) => {
-    const media = [await readMedia(new File([blob], example.name, { type: "image/png" }))];
-    if (running) forget(media); // it was clicked twice
-    else await ask(example.question, media);
-  });
+  button.onclick = async () => {
+    if (running || isBeginning) return; // it was clicked twice
+    isBeginning = true;
+    try {
+      const blob = await new Promise((resolve) => canvas.toBlob(resolve));
+      const media = [await readMedia(new File([blob], example.name, { type: "image/png" }))];
+      if (running) forget(media); // something else was asked meanwhile
+      else ask(example.question, media);
+    } finally {
+      isBeginning = false;
+    }
+  };
   $("examples").append(make("li", "", button));
 }
 
