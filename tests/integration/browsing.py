@@ -23,7 +23,7 @@ _FLAGS = (
     # A microphone that beeps, and is allowed.
     *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 )
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 _HAS_BEGUN = (
     "return ['model', 'notice'].some((id) => document.getElementById(id).textContent !== '')"
 )

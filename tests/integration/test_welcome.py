@@ -59,7 +59,7 @@ def test_files_come_with_rules_and_only_when_they_changed(
     assert "http" not in policy
     assert "unsafe" not in policy
     assert page.headers["cache-control"] == "no-cache"
-    head = httpx.head(omni_server.get_url(path))
+    head = httpx.head(omni_server.get_url(path), timeout=60.0)
     assert (head.status_code, head.content) == (200, b"")
     for name in ("etag", "content-length", "content-type", "content-security-policy"):
         assert head.headers[name] == page.headers[name]

@@ -5,6 +5,7 @@ import { drawTrace, make } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
 let model; // what the server calls it
+let numAsked = 0; // how often it was asked for that
 let complaint = ""; // why that was not found out
 let messages = []; // what was said, with all media
 let shown = []; // media of the conversation
@@ -46,14 +47,17 @@ async function* stream(body, signal) {
 }
 
 async function findModel() {
+  const own = ++numAsked;
   try {
     const { data } = await (await call("v1/models")).json();
+    if (own !== numAsked) return; // it was asked again, with another key
     model = data[0].id;
     $("model").textContent = model;
     if (document.activeElement === $("key")) $("question").focus();
     $("key-row").hidden = true;
     if ($("notice").textContent === complaint) notify(""); // another's words stay
   } catch (error) {
+    if (own !== numAsked) return;
     complaint = explain(error, []);
     notify(complaint);
   }
