@@ -51,7 +51,7 @@ class ProcessPool:
         inherited_fds: Sequence[int] = (),
         max_queued: int = 64,
         max_retries: int = 1,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = 300.0,
         grace_s: float = 2.0,
     ) -> None:
         """`handler` is "package.module:factory" (`handler.Handler`). `inherited_fds` have the same

@@ -50,7 +50,9 @@ from sensorium.types.sampling import GenerationDefaults
 
 _SYNC_S = 1.0
 _BACKLOG = 2048
-_TELLING_S = 2  # for answers to those whose time is over
+_TELLING_S = 10  # for answers to those whose time is over
+# Longer than clients keep connections that they don't use: else one is closed as they use it again.
+_KEEP_ALIVE_S = 75
 Messages = asyncio.Queue[ToFrontend]
 
 
@@ -233,6 +235,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=options.access_log,
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + _TELLING_S,
     )
 

@@ -54,7 +54,7 @@ from sensorium.server.processes.restarts import RestartPolicy
 from sensorium.types.errors import SensoriumError
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 5.0  # beyond the time in which requests may end, for the processes themselves
+_GRACE_S = 20.0  # beyond the time in which requests may end, for the processes themselves
 _CORE_LOST = "the engine has ended; another one is being started"
 
 

@@ -58,4 +58,4 @@ def test_uvicorn_gets_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> N
     options = ServeOptions(model="m", access_log=False, shutdown_timeout=1.5)
     config = make_config(options, app)
     assert (config.access_log, config.server_header) == (False, False)
-    assert config.timeout_graceful_shutdown == 4  # and time to tell those who are not done
+    assert config.timeout_graceful_shutdown == 12  # and time to tell those who are not done
