@@ -67,7 +67,7 @@ class ServerProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
         while self.url is None:
             if self.process.poll() is not None:
-                self._reader.join(10)
+                self._reader.join(60)
                 raise AssertionError(
                     f"the server ended with {self.process.returncode}:\n{self.output}"
                 )
@@ -155,7 +155,7 @@ class ServerProcess:
         self._close()
 
     def _close(self) -> None:
-        self._reader.join(10)
+        self._reader.join(60)
         if self.process.stdout is not None and not self._reader.is_alive():
             self.process.stdout.close()
 

@@ -237,7 +237,7 @@ def drip(start: bytes, chunk: bytes) -> Behaviour:
 
     def send(visit: Visit) -> None:
         visit.send(start)
-        visit.drip(itertools.repeat(chunk, 1000), 0.02)
+        visit.drip(itertools.repeat(chunk), 0.02)
 
     return send
 
@@ -440,7 +440,7 @@ def test_bad_neighbours_do_not_spoil_a_good_item(
     server.on("/html", BROKEN["html"][0])
     server.on("/good", reply(200, b"picture"))
     names = ["slow", "html", "good", "missing"]
-    loader = make_loader(deadline_s=3.0)  # also that of the three that take no time
+    loader = make_loader(deadline_s=5.0)  # also that of the three that take no time
     loaded = loader.load_all([(f"http://{HOST}/{name}", "image") for name in names])
     results = [entry.outcome for entry in loaded]
     reasons = [getattr(result, "reason", None) for result in results]

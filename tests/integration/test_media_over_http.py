@@ -297,7 +297,7 @@ def test_who_asks_at_the_same_time_shares_a_refusal_too(
 def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     server: MediaServer, network: Network
 ) -> None:
-    loader = network.loader(deadline_s=1.5)
+    loader = network.loader(deadline_s=3.0)
     server.on("/", lambda visit: visit.drip([b"x"], 1000))
     early = threading.Thread(target=Crowd(loader, 1).run)
     early.start()

@@ -38,7 +38,7 @@ from tests.integration.pool_tensors import make_tensors
 
 ROOT = Path(__file__).parent.parent.parent
 HANDLERS = "tests.integration.pool_handlers"
-SOON_S = 30.0
+SOON_S = 120.0
 MakePool = Callable[..., ProcessPool]
 
 
@@ -248,7 +248,7 @@ def test_a_job_whose_worker_is_killed_runs_again(make_pool: MakePool, tmp_path: 
 
 def test_a_job_whose_worker_is_killed_twice_is_refused(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool()
-    job = begin(pool, tmp_path, "sleep 20")
+    job = begin(pool, tmp_path, "sleep 300")
     first = pool.get_process_ids()
     os.kill(first[0], signal.SIGKILL)
     wait_until(lambda: len(list(tmp_path.glob("sleeping-*"))) == 2)
@@ -279,8 +279,8 @@ def test_a_job_over_its_deadline_is_ended_and_not_tried_again(
     first = int(ask(pool, "pid"))
     start = time.monotonic()
     with pytest.raises(RequestError, match="in time"):
-        ask(pool, "sleep 20", deadline_s=2.0)
-    assert time.monotonic() - start < 18.0
+        ask(pool, "sleep 300", deadline_s=4.0)
+    assert time.monotonic() - start < 100.0
     assert not is_running(first)
     assert ask(pool, "double 3") == "6"
     assert len(list(tmp_path.glob("sleeping-*"))) == 1
@@ -295,8 +295,13 @@ def test_a_job_over_its_deadline_is_ended_and_not_tried_again(
     ],
 )
 def test_a_worker_that_can_not_start_fails_the_jobs_with_its_reason(
-    make_pool: MakePool, tmp_path: Path, factory: str, reason: str
+    make_pool: MakePool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    factory: str,
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(slot, "_MAX_PAUSE_S", 600.0)  # in which jobs are refused at once
     pool = make_pool(factory=factory)
     job = pool.submit(b"double 1", deadline_s=SOON_S)
     with pytest.raises(ModelError, match=f"^media can't be processed: {reason}"):
@@ -467,10 +472,10 @@ def test_a_job_that_waits_past_its_deadline_is_refused_though_no_worker_is_free(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
     pool = make_pool()
-    blocker = begin(pool, tmp_path, "sleep 20")
+    blocker = begin(pool, tmp_path, "sleep 300")
     job = pool.submit(b"touch late", deadline_s=0.1)
     with pytest.raises(CapacityError):
-        job.future.result(15.0)
+        job.future.result(SOON_S)
     assert not blocker.future.done()
     pool.close()
     assert not (tmp_path / "late").exists()

@@ -68,7 +68,7 @@ def pooled(_llms: Callable[[str], LLM]) -> Iterator[LlmOf]:
 
     def get(cache_type: str) -> LLM:
         llm = used[cache_type] = _llms(cache_type)
-        assert get_pool(llm).wait_until_ready(60.0)
+        assert get_pool(llm).wait_until_ready(240.0)
         return llm
 
     yield get

@@ -119,7 +119,7 @@ def test_the_welcome_page_asks_for_the_key(server: ServerProcess, browser: Brows
 def test_pages_of_an_allowed_origin_may_ask(server: ServerProcess) -> None:
     preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
     preflight["Access-Control-Request-Headers"] = "authorization, content-type"
-    allowed = httpx.options(server.get_url(CHAT), headers=preflight)
+    allowed = httpx.options(server.get_url(CHAT), headers=preflight, timeout=60.0)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in allowed.headers["access-control-allow-headers"].lower()

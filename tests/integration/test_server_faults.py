@@ -88,14 +88,16 @@ def is_healthy(server: ServerProcess) -> bool:
     return server.get("/health").status_code == 200
 
 
-def wait_until_back(server: ServerProcess) -> None:
-    """Each frontend hears of the core by itself: so many at once that all of them are asked."""
-    questions = [make_body(f"are you there, {index}", max_tokens=1) for index in range(12)]
-    wait_until(
-        lambda: all(reply.is_good for reply in ask_all(server, questions)),
-        "the core is back",
-        START_TIMEOUT_S,
-    )
+def ask_until_back(server: ServerProcess, questions: Sequence[Any]) -> list[Reply]:
+    """Each frontend hears of the core by itself, so that one may still refuse what others serve."""
+    replies: list[Reply] = []
+
+    def are_good() -> bool:
+        replies[:] = ask_all(server, questions)
+        return all(reply.is_good for reply in replies)
+
+    wait_until(are_good, "the core is back", START_TIMEOUT_S)
+    return replies
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,9 @@ def test_a_killed_core_fails_its_requests_clearly_and_comes_back(
         assert all(reply.is_lost_clearly for reply in replies), replies
         statuses = [reply.status for reply in replies]
         assert statuses == [503, 200] * (len(replies) // 2)
-        wait_until_back(server)
+        texts = get_texts(ask_until_back(server, questions))
         print(f"the core was back after {time.monotonic() - lost:.1f} s")
-        assert get_texts(ask_all(server, questions)) == expected
+        assert texts == expected
         wait_until_idle(server)
         num_files.append([count_open_files(pid) for pid in server.find_children("frontend_main")])
         check_counters_never_fall(before, server.get_metrics())
@@ -148,7 +150,7 @@ def test_without_a_core_requests_are_refused_and_who_still_loads_media_stays(
         assert response.status_code == 503
         assert response.headers["retry-after"]
         assert response.json()["error"]["code"] == "engine_lost"
-        wait_until_back(server)
+        ask_until_back(server, [make_body(f"are you there, {i}", max_tokens=1) for i in range(12)])
         is_back.set()
         assert late.result(60).is_good
     host.close()
