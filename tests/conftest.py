@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ settings.load_profile("repeatable")
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes, which share the cores
         torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
     else:
         config.pluginmanager.register(ParityTable(ROOT / "build" / "parity.json"))
 

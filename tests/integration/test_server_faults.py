@@ -206,10 +206,15 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
 @pytest.mark.slow
 def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: ServerProcess) -> None:
     server = fault_server
-    workers = server.find_children("pool.worker")
     wait_until(
-        lambda: server.get_metrics()["sensorium:pool_workers"] == len(workers), "the pool is ready"
+        lambda: (
+            server.get_metrics()["sensorium:pool_workers"]
+            == len(server.find_children("pool.worker"))
+            == len(server.find_children("frontend_main"))
+        ),
+        "each frontend has its worker",
     )
+    workers = server.find_children("pool.worker")
     before = server.get_metrics()
 
     async def lose_workers() -> list[Reply]:
