@@ -6,7 +6,6 @@ import shutil
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.integration.media_hosts import (
     be_silent,
     reply,
 )
+from tests.integration.perceiving import wait_until
 
 HOST = "media.example"
 URL = f"http://{HOST}/"
@@ -62,13 +62,6 @@ def loader(network: Network, clock: Clock) -> Iterator[MediaLoader]:
     loader = network.loader(clock=clock, deadline_s=WAIT_S)
     yield loader
     loader.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < ends_at, "it never came true"
-        time.sleep(0.005)
 
 
 def head_of(visit: Visit) -> dict[str, str]:
