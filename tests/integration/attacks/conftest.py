@@ -1,0 +1,8 @@
+"""Puts the attacks themselves, which the benchmark uses too, on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
