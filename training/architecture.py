@@ -20,6 +20,7 @@ POSITIONS_PER_SECOND = 25
 # in which column a token stands.
 ROPE_SECTIONS = [1] * 32
 ROPE_THETA = 1e3
+STRING_LIMIT = 32  # characters of a string that a JSON schema leaves free
 
 SPECIAL_NAMES = {
     "image_token": "<|IMAGE|>",
@@ -126,5 +127,7 @@ def save_stock(directory: Path, model: Any, tokenizer: Any) -> None:
     model.generation_config._from_model_config = False
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+    # The model never saw JSON, and would fill its context with a string that has no bound.
+    model.generation_config.structured_string_limit = STRING_LIMIT
     model.save_pretrained(directory)
     make_processor(tokenizer).save_pretrained(directory)

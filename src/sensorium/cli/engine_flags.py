@@ -21,6 +21,7 @@ _NAMES = (
     "attention_backend",
     "limit_mm_per_prompt",
     "gpu_memory_utilization",
+    "structured_string_limit",
     "seed",
 )
 
@@ -63,6 +64,14 @@ def add_prompt_flags(group: argparse._ArgumentGroup) -> None:
         default={},
         metavar="COUNTS",
         help="most items in one prompt, as JSON or image=4,video=1 (default: no limit)",
+    )
+    group.add_argument(
+        "--structured-string-limit",
+        type=at_least(0),
+        metavar="N",
+        help="bound answers that follow a JSON schema: strings that it leaves free have at most N "
+        "characters, and numbers and lists are bounded too; 0: no limit (default: what the model's "
+        "generation_config.json says, which is no limit for most models)",
     )
     group.add_argument(
         "--seed",

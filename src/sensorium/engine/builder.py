@@ -37,7 +37,7 @@ from sensorium.layers.kv_layout import group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
 from sensorium.models.families import ADAPTERS, EMBEDS
-from sensorium.models.generation_config import get_generation_defaults
+from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.loading import (
     get_model_class,
     load_config,
@@ -186,6 +186,7 @@ def build_core(
         eos_token_ids=get_generation_defaults(
             adapter.model, options.generation_config
         ).eos_token_ids,
+        max_string_length=resolve_string_limit(options, loaded),
     )
     core, config = build_engine_core(
         adapter,
@@ -206,6 +207,12 @@ def build_core(
         generation_config=options.generation_config,
         needs_trial=hf_config.model_type not in ADAPTERS,
     )
+
+
+def resolve_string_limit(options: EngineOptions, loaded: LoadedConfig) -> int | None:
+    """Return how long strings may be that a schema leaves free, or `None` if they have no limit."""
+    asked = options.structured_string_limit
+    return load_string_limit(str(loaded.checkpoint)) if asked is None else asked or None
 
 
 def build_frontend(

@@ -45,6 +45,8 @@ class EngineOptions:
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_utilization: float = 0.9
     generation_config: str = "auto"
+    # Characters of a string that a JSON schema leaves free; 0: no limit; `None`: the model's own.
+    structured_string_limit: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,6 +82,9 @@ class EngineOptions:
                 "gpu_memory_utilization must be above 0 and at most 1, "
                 f"not {self.gpu_memory_utilization!r}"
             )
+        limit = self.structured_string_limit
+        if limit is not None and not _is_count(limit, at_least=0):
+            raise ModelError(f"structured_string_limit must be an integer >= 0, not {limit!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ModelError(f"seed must be an integer, not {self.seed!r}")
         self._check_media_limits()

@@ -71,6 +71,7 @@ class InputProcessor:
         trust_injected: bool = False,
         seed: int,
         grammars: GrammarCompiler | None = None,
+        max_string_length: int | None = None,  # where `grammars` are made here
     ) -> None:
         self.processor = processor
         self.perceiver = perceiver
@@ -89,6 +90,7 @@ class InputProcessor:
         )
         self._seeds = random.Random(seed)
         self._grammars = grammars
+        self._max_string_length = max_string_length
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
@@ -167,7 +169,9 @@ class InputProcessor:
             return
         if self._grammars is None:
             self._grammars = GrammarCompiler(
-                lambda: self.processor.tokenizer, eos_token_ids=self.defaults.eos_token_ids
+                lambda: self.processor.tokenizer,
+                eos_token_ids=self.defaults.eos_token_ids,
+                max_string_length=self._max_string_length,
             )
         self._grammars.compile(params.structured_outputs)
 

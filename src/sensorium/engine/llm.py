@@ -62,6 +62,8 @@ class LLM:
     - `generation_config`: "auto": what a request leaves open is as in the checkpoint's
       `generation_config.json`; "none": that counts only for its end-of-sequence tokens, so that a
       silent request samples at temperature 1, and bans no tokens;
+    - `structured_string_limit`: bounds answers that follow a JSON schema, whose free strings get at
+      most so many characters; by default the model's directory sets it, which few do; 0: no limit;
     - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
 
@@ -98,6 +100,7 @@ class LLM:
         trust_remote_code: bool = False,
         gpu_memory_utilization: float = 0.9,
         generation_config: str = "auto",
+        structured_string_limit: int | None = None,
         use_tqdm_on_load: bool = True,
         seed: int = 0,
         **media: Unpack[MediaKwargs],
@@ -118,6 +121,7 @@ class LLM:
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             gpu_memory_utilization=gpu_memory_utilization,
             generation_config=generation_config,
+            structured_string_limit=structured_string_limit,
             seed=seed,
         )
         with blame_checkpoint(str(model)):

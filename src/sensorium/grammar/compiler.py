@@ -39,10 +39,12 @@ class GrammarCompiler:
         *,
         vocab_size: int = 0,
         eos_token_ids: Sequence[int] = (),
+        max_string_length: int | None = None,  # of strings that a schema leaves free
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._max_string_length = max_string_length
         self._compiled: OrderedDict[StructuredOutputsParams, Matcher | str] = OrderedDict()
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
@@ -98,7 +100,7 @@ class GrammarCompiler:
         name = f"structured_outputs.{params.kind}"
         began = time.thread_time()
         try:
-            grammar = make_grammar(params)
+            grammar = make_grammar(params, max_string_length=self._max_string_length)
         except RequestError as error:
             return str(error)
         except UnicodeEncodeError:

@@ -9,29 +9,51 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from sensorium.grammar.closed_schemas import Schema, close_objects
+from sensorium.grammar.finite_schemas import make_finite
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import MAX_CHARACTERS, StructuredOutputsParams
 
 # What people and printers write: a blank, or a new line and its indentation. Some models would fill
 # the context with blanks if they might.
 _WHITESPACE = r"[\x20\x09]|\x0D?\x0A[\x20\x09]{0,32}"
+# Blanks as `json.dumps` writes them, where an answer has to end even if its model never would.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_GBNF_CHARACTERS = 2**15  # it is read in Python, with the interpreter locked
 _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
 
 
-def make_grammar(params: StructuredOutputsParams) -> str:
-    """As `LLMatcher` takes it. Raises a `RequestError` that names the field for what isn't even
-    JSON or GBNF; the rest is for the compiler to find.
+def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | None = None) -> str:
+    """Return the grammar as `LLMatcher` takes it.
+
+    Raise a `RequestError` that names the field for what isn't even JSON or GBNF; the compiler finds
+    the rest. With `max_string_length`, answers that follow a schema are bounded in all parts.
     """
     if params.kind == "regex":
         return str(LLMatcher.grammar_from_regex(params.regex or ""))
     if params.kind in ("json", "json_object"):
-        return str(LLMatcher.grammar_from_json_schema(_get_schema(params)))
+        return str(LLMatcher.grammar_from_json_schema(_get_schema(params, max_string_length)))
     return str(LLMatcher.grammar_from_lark(_get_lark(params)))
 
 
+def prepare_schema(schema: Schema, max_string_length: int | None) -> Schema:
+    """Return the schema that answers are held to: closed, and bounded if there is a limit.
+
+    Raise a `RequestError` if the schema is nested too deeply.
+    """
+    try:
+        closed = close_objects(schema)
+        return closed if max_string_length is None else make_finite(closed, max_string_length)
+    except RecursionError as error:
+        raise RequestError("structured_outputs.json is nested too deeply") from error
+
+
 def make_grammar_after(
-    params: StructuredOutputsParams, end_tag: str, *, token_id: int | None = None
+    params: StructuredOutputsParams,
+    end_tag: str,
+    *,
+    token_id: int | None = None,
+    max_string_length: int | None = None,
 ) -> StructuredOutputsParams:
     """Free text first, up to and with `end_tag`, then what `params` ask for: for prompts that have
     opened a model's reasoning. Blanks may stand between. `token_id`: of the tag, where it is a
@@ -41,20 +63,20 @@ def make_grammar_after(
     rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
     if token_id is None:
         rules.append(f"reasoning[lazy]: TEXT {_quote(end_tag)}\nTEXT: /(.|\\n)*/")
-    rules.append(f"answer: {_embed(params)}")
+    rules.append(f"answer: {_embed(params, max_string_length)}")
     return StructuredOutputsParams(grammar="\n".join(rules))
 
 
-def _embed(params: StructuredOutputsParams) -> str:
+def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> str:
     """As the right side of a rule."""
     if params.kind in ("json", "json_object"):
-        return f"%json {_get_schema(params)}"
+        return f"%json {_get_schema(params, max_string_length)}"
     if params.kind == "regex":
         return f"/{regex_to_lark(params.regex or '', use_ascii='')}/"
     return f"%lark {{\n{_get_lark(params)}\n}}"
 
 
-def _get_schema(params: StructuredOutputsParams) -> str:
+def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) -> str:
     """The schema's text, with our options where it has none of its own."""
     try:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
@@ -67,9 +89,10 @@ def _get_schema(params: StructuredOutputsParams) -> str:
         if not isinstance(own, dict):
             raise RequestError("structured_outputs.json: x-guidance must be an object")
         if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
-            own = {**own, "whitespace_pattern": _WHITESPACE}
-        schema = {**schema, "x-guidance": own}
+            blanks = {"whitespace_pattern": _WHITESPACE} if max_string_length is None else SPACING
+            own = {**own, **blanks}
         _check_patterns(schema)
+        schema = {**prepare_schema(schema, max_string_length), "x-guidance": own}
     elif schema is not False:
         raise RequestError("structured_outputs.json must be an object, or true or false")
     try:

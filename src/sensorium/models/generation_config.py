@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from sensorium.models.checkpoint import read_json
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 
@@ -56,6 +58,22 @@ def load_generation_defaults(directory: str, generation_config: str = "auto") ->
             directory, config_file_name="config.json", _from_model_config=True
         )
     return _make_defaults(config, generation_config)
+
+
+def load_string_limit(directory: str) -> int | None:
+    """Return how long strings may be that a schema leaves free, if the model's directory says so.
+
+    `structured_string_limit` is a key of our own in `generation_config.json`, for models that
+    don't end such strings by themselves.
+    """
+    limit = read_json(Path(directory) / "generation_config.json").get("structured_string_limit")
+    if limit is None:
+        return None
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise _blame_config(
+            RequestError(f"structured_string_limit must be an integer >= 1, not {limit!r}")
+        )
+    return limit
 
 
 def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:

@@ -35,11 +35,13 @@ class ModelAnswerFormat:
         reasoning: ReasoningTags | None = None,
         vocabulary: Vocabulary | None = None,
         shows_tools: bool = False,
+        max_string_length: int | None = None,  # of strings that a schema leaves free
     ) -> None:
         self._calls = calls
         self._reasoning = reasoning
         self._vocabulary = vocabulary or Vocabulary()
         self._shows_tools = shows_tools
+        self._max_string_length = max_string_length
         tags = () if reasoning is None else (reasoning.open, reasoning.close, "<|channel>")
         wanted = (*(calls or syntax.HERMES).special_tokens, *tags)
         special = self._vocabulary.special_tokens
@@ -69,7 +71,7 @@ class ModelAnswerFormat:
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
         if not context.demands_call:
             return None
-        lark = Lark(self._vocabulary.special_tokens)
+        lark = Lark(self._vocabulary.special_tokens, max_string_length=self._max_string_length)
         lark.add("start", "")
         is_single = not context.parallel_tool_calls or not isinstance(context.tool_choice, str)
         calls = (self._calls or syntax.HERMES).write_calls
@@ -87,7 +89,9 @@ class ModelAnswerFormat:
             return wanted
         close = self._reasoning.close
         token_id = self._vocabulary.special_tokens.get(close)
-        return make_grammar_after(wanted, close, token_id=token_id)
+        return make_grammar_after(
+            wanted, close, token_id=token_id, max_string_length=self._max_string_length
+        )
 
     def _write_reasoning(self, lark: Lark, context: AnswerContext) -> str:
         """What may come before the calls."""
@@ -112,9 +116,13 @@ def make_answer_format(
     *,
     tool_call_parser: str = names.AUTO,
     reasoning_parser: str = names.AUTO,
+    max_string_length: int | None = None,
 ) -> ModelAnswerFormat:
-    """`template`: the text of the model's chat template, or of all that it has. Raises a
-    `RequestError` that lists the names if one is unknown.
+    """Return how this model writes its answers.
+
+    `template` is the text of the model's chat template, or of all that it has. Strings that a
+    schema of a tool leaves free get at most `max_string_length` characters. Raise a `RequestError`
+    that lists the names if one is unknown.
     """
     _check_name("tool_call_parser", tool_call_parser, names.TOOL_CALL_PARSERS)
     _check_name("reasoning_parser", reasoning_parser, names.REASONING_PARSERS)
@@ -130,6 +138,7 @@ def make_answer_format(
         reasoning=REASONING.get(reasoning_name),
         vocabulary=vocabulary,
         shows_tools="tools" in template or vocabulary.is_mistral,
+        max_string_length=max_string_length,
     )
 
 

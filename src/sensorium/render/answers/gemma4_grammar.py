@@ -86,7 +86,7 @@ class Gemma4Grammar:
 
     def _add_list(self, item: str, least: Any, most: Any) -> str:
         low = least if isinstance(least, int) and least > 0 else 0
-        high = most if isinstance(most, int) else None
+        high = most if isinstance(most, int) else self._get_most(low, 8)
         if high == 0:
             return self._lark.add_new("list", '"[]"')
         more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
@@ -95,11 +95,16 @@ class Gemma4Grammar:
 
     def _add_text(self, least: Any = None, most: Any = None) -> str:
         low = least if isinstance(least, int) and least > 0 else 0
-        high = most if isinstance(most, int) else None
+        high = most if isinstance(most, int) else self._get_most(low, 1)
         text = _TEXT
         if low or high is not None:
             text = f"{_CHARACTER}{{{low},{'' if high is None else high}}}"
         return self._lark.add_new("text", f"{self._quote} /{text}/ {self._quote}")
+
+    def _get_most(self, least: int, share: int) -> int | None:
+        """Return the bound of what the schema leaves free; `None` where answers are not bounded."""
+        limit = self._lark.max_string_length
+        return None if limit is None else max(least, limit // share, 1)
 
     def _add_any(self) -> str:
         if self._any is None:

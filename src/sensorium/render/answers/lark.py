@@ -6,16 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sensorium.grammar.translation import SPACING, prepare_schema
+
 Schema = Mapping[str, Any] | bool
-# Whitespace as `json.dumps` writes it: a model that is free to choose may never stop.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Lark:
-    """A grammar that grows. `special_tokens`: ids by text; a grammar reaches them by id alone."""
+    """A grammar that grows."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._special_tokens = special_tokens
+    def __init__(
+        self, special_tokens: Mapping[str, int], *, max_string_length: int | None = None
+    ) -> None:
+        self._special_tokens = special_tokens  # text -> id, by which alone a grammar reaches it
+        self.max_string_length = max_string_length  # of strings that a schema leaves free
         self._rules: dict[str, str] = {}
 
     def write(self) -> str:
@@ -52,8 +55,9 @@ class Lark:
 
     def write_json(self, schema: Schema, *, is_lenient: bool = False) -> str:
         """A value that follows the schema. `is_lenient`: words that can't be followed are left."""
-        options = {**_SPACING, "lenient": is_lenient}
-        body = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+        options = {**SPACING, "lenient": is_lenient}
+        prepared = prepare_schema(schema, self.max_string_length)
+        body = prepared if isinstance(prepared, Mapping) else {} if prepared else {"not": {}}
         return "%json " + json.dumps({**body, "x-guidance": options})
 
     def add_ordered(

@@ -45,8 +45,9 @@ class CallSyntax:
 
 
 def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments, which are always an object."""
-    return {**(tool["function"].get("parameters") or {}), "type": "object"}
+    """Return the schema of the arguments, an object. A tool that declares none takes none."""
+    declared = tool["function"].get("parameters") or {"properties": {}}
+    return {**declared, "type": "object"}
 
 
 def _is_lenient(tool: Mapping[str, Any]) -> bool:

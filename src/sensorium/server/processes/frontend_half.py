@@ -15,7 +15,7 @@ import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.builder import build_frontend, load_source
+from sensorium.engine.builder import build_frontend, load_source, resolve_string_limit
 from sensorium.engine.core_info import CoreInfo
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.perception import Perception, build_caches, build_readonly_caches
@@ -74,6 +74,7 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
     source = make_source(options, use_tqdm=False)
     with blame_checkpoint(options.model):
         loaded = load_source(source)
+        string_limit = resolve_string_limit(engine_options, loaded)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         frontend = build_frontend(
             source,
@@ -93,6 +94,7 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
             media_io_kwargs=media.media_io_kwargs,
             trust_injected=options.trust_injected,
             seed=engine_options.seed + start.index,
+            max_string_length=string_limit,
         )
         info = make_render_info(options, engine_options, loaded) if is_alone else None
     template = load_chat_template(options.chat_template)
@@ -102,7 +104,9 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
         identity=start.identity,
         chat_template=template,
     )
-    answers = _make_answer_format(options, frontend.processor, template)
+    answers = _make_answer_format(
+        options, frontend.processor, template, max_string_length=string_limit
+    )
     if options.warmup:
         engine.renderer.warmup()  # before the pool starts: what it warms is this process
     pool = frontend.perception.pool
@@ -112,7 +116,11 @@ def build_frontend_half(start: StartFrontend) -> FrontendHalf:
 
 
 def _make_answer_format(
-    options: ServeOptions, processor: MultiModalProcessor, chat_template: str | None
+    options: ServeOptions,
+    processor: MultiModalProcessor,
+    chat_template: str | None,
+    *,
+    max_string_length: int | None,
 ) -> AnswerFormat:
     tokenizer = processor.tokenizer
     return make_answer_format(
@@ -120,6 +128,7 @@ def _make_answer_format(
         chat_template or get_template_text(processor.hf_processor, tokenizer),
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
+        max_string_length=max_string_length,
     )
 
 

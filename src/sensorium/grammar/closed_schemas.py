@@ -1,0 +1,152 @@
+"""Closes the objects of a JSON schema: keys that it does not declare are not allowed.
+
+JSON Schema allows every key that a schema does not mention. Users of other servers expect the
+opposite, and a model that may invent keys often never stops. So an object whose keys are declared
+gets `additionalProperties: false`, unless the schema itself says what other keys may hold.
+
+A schema can declare the keys of one object in several places (`allOf`, or `anyOf` beside
+`properties`). Such an object is closed once, where these places come together, over all the keys
+that any of them declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Schema = Any  # an object, true or false; what else a client sends is refused by the compiler
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
+_SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties")
+_BRANCHES = ("allOf", "anyOf", "oneOf")
+_OWN_RULES = ("additionalProperties", "unevaluatedProperties")
+
+
+def close_objects(root: Schema) -> Schema:
+    """Return the schema with its objects closed. `RecursionError` if it is nested too deeply."""
+    return _Closing(root).close(root)
+
+
+def map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
+    """Return a copy of the schema with the schemas of its items and properties changed."""
+    result = dict(schema)
+    for key in SCHEMA_MAPS:
+        if isinstance(schema.get(key), Mapping):
+            result[key] = {name: change(value) for name, value in schema[key].items()}
+    for key in _SINGLE_SCHEMAS:
+        if isinstance(schema.get(key), Mapping):
+            result[key] = change(schema[key])
+    for key in ("prefixItems", "items"):  # older drafts have the prefix under `items`
+        if isinstance(schema.get(key), list):
+            result[key] = [change(value) for value in schema[key]]
+    return result
+
+
+def resolve_reference(root: Schema, reference: str) -> Schema | None:
+    """Return the schema that a reference within `root` points to, or `None`."""
+    if not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return None
+    return found
+
+
+class _Closing:
+    """One pass over the schema `root`."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+
+    def close(self, schema: Schema) -> Schema:
+        """Close the objects that this schema describes."""
+        return self._close(schema, is_part=False)
+
+    def _close(self, schema: Schema, *, is_part: bool) -> Schema:
+        """`is_part`: the keys are closed by the schema around this one."""
+        if not isinstance(schema, Mapping):
+            return schema
+        schema = _move_reference(schema)
+        result = map_children(schema, self.close)
+        for key in _BRANCHES:
+            if isinstance(schema.get(key), list):
+                are_parts = is_part or key == "allOf" or _has_keys(schema)
+                result[key] = [self._close_branch(entry, are_parts) for entry in schema[key]]
+        names = None if is_part else self._collect_names(schema)
+        if names is not None:
+            own = result.get("properties", {})
+            result["properties"] = {**own, **{name: True for name in names if name not in own}}
+            result["additionalProperties"] = False
+        return result
+
+    def _close_branch(self, branch: Schema, is_part: bool) -> Schema:
+        """A part is copied, since its definition may be closed on its own for others."""
+        if is_part and isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
+            found = resolve_reference(self._root, branch["$ref"])
+            if isinstance(found, Mapping):
+                rest = {key: value for key, value in branch.items() if key != "$ref"}
+                branch = {**found, **rest}
+        return self._close(branch, is_part=is_part)
+
+    def _collect_names(self, schema: Mapping[str, Any]) -> list[str] | None:
+        """Return all keys that are declared for this object, or `None` if it stays as it is."""
+        if any(key in schema for key in _OWN_RULES):
+            return None
+        if not _has_keys(schema):
+            return None
+        names = _list_names(schema)
+        is_declared = "properties" in schema or "patternProperties" in schema
+        for key in _BRANCHES:
+            for branch in schema[key] if isinstance(schema.get(key), list) else ():
+                found = self._collect_part(branch)
+                if found is None:
+                    return None
+                is_declared |= bool(found)
+                names += found
+        return list(dict.fromkeys(names)) if is_declared else None
+
+    def _collect_part(self, branch: Schema) -> list[str] | None:
+        """Return the keys that a part declares; `None` if it speaks of other keys itself."""
+        if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
+            branch = resolve_reference(self._root, branch["$ref"])
+        if not isinstance(branch, Mapping):
+            return []
+        if any(key in branch for key in (*_OWN_RULES, "patternProperties")):
+            return None
+        names = _list_names(branch)
+        for key in _BRANCHES:
+            for entry in branch[key] if isinstance(branch.get(key), list) else ():
+                found = self._collect_part(entry)
+                if found is None:
+                    return None
+                names += found
+        return names
+
+
+def _has_keys(schema: Mapping[str, Any]) -> bool:
+    """Return whether the schema speaks of an object's keys, beside or without alternatives."""
+    properties = schema.get("properties")
+    is_pattern = isinstance(schema.get("patternProperties"), Mapping)
+    return isinstance(properties, Mapping) or is_pattern or isinstance(schema.get("allOf"), list)
+
+
+def _list_names(schema: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a schema describes or demands."""
+    properties, required = schema.get("properties"), schema.get("required")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    demanded = required if isinstance(required, list) else []
+    return [*names, *(name for name in demanded if isinstance(name, str))]
+
+
+def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Turn a reference that stands beside declared keys into one more part of `allOf`."""
+    if not isinstance(schema.get("$ref"), str) or not _has_keys(schema):
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "$ref"}
+    others = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    return {**rest, "allOf": [*others, {"$ref": schema["$ref"]}]}
