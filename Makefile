@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CLIENTS := .venv-clients
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
@@ -33,7 +34,13 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
-test: $(READY)
+# Client libraries of others, which the server is tried with. Their pins are not ours.
+$(CLIENTS)/.ready: tests/integration/clients/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+test: $(READY) $(CLIENTS)/.ready
 	$(BIN)/python -m pytest --numprocesses $(NUM_TESTERS) --maxprocesses 4 --dist loadgroup
 	$(BIN)/python scripts/make_models_doc.py --check
 
@@ -75,4 +82,4 @@ serve: $(READY)
 	$(BIN)/sensorium serve --port 8000
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -136,8 +136,12 @@ class LLM:
             engine = build_engine(source, options=options, media=media_options)
         self.config, self.core, self.perception = engine.config, engine.core, engine.perception
         self.input_processor = _make_input_processor(engine, options, media_options)
-        self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._num_threads = media_options.mm_processor_pool_size
+        self._prepare_requests(engine)
+
+    def _prepare_requests(self, engine: Engine) -> None:
+        """Make what follows requests from their arrival to their end."""
+        self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._outputs = OutputProcessor(engine.processor.tokenizer)
         self._siblings, self._ids = Siblings(partial(_release, self._sender)), count()
 

@@ -22,7 +22,8 @@ _MAX_PATTERN_LENGTH = 256
 _MAX_INTEGER = 10**15 - 1  # every JSON reader holds it exactly
 _MAX_NUMBER = 10**9
 _FRACTION = 0.001  # numbers are multiples of it, which bounds their digits
-_NO_RUNS_OF_BLANKS = r"^(\S+(\s\S+)*)?$"
+_WORDS = r"^\S+(\s\S+)*$"  # without runs of blanks
+_NO_WORDS_OR_SOME = r"^(\S+(\s\S+)*)?$"
 _KEY = r"^[A-Za-z_][A-Za-z0-9_]{0,15}$"
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # Keywords that tell the type of a value where `type` does not.
@@ -63,7 +64,8 @@ class _Narrowing:
             return narrowed
         return {**narrowed, "$defs": self._definitions}
 
-    def _narrow(self, schema: Schema, depth: int, level: int) -> Schema:
+    def _narrow(self, schema: Schema, depth: int, level: int, *, is_part: bool = False) -> Schema:
+        """`is_part`: the keys of an object are bounded by the schema around this one."""
         if schema is True:
             return self._make_any(depth)
         if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
@@ -77,21 +79,25 @@ class _Narrowing:
             if name is None:
                 return False
             result["$ref"] = name
-        for key in ("allOf", "anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                result[key] = [self._narrow(entry, depth, level) for entry in schema[key]]
-        self._bound(result, types, depth, level)
+        self._narrow_branches(result, depth, level, is_part=is_part)
+        self._bound_scalars(result, types)
+        if types:
+            result["type"] = types if len(types) > 1 else types[0]
+        if "array" in types:
+            self._bound_list(result, depth, level)
+        if "object" in types:
+            self._bound_object(result, depth, level, is_part=is_part)
         return result
 
-    def _bound(self, schema: dict[str, Any], types: list[str], depth: int, level: int) -> None:
-        """Bound a value of each of these types; a schema without types has alternatives."""
-        if types:
-            schema["type"] = types if len(types) > 1 else types[0]
-        self._bound_scalars(schema, types)
-        if "array" in types:
-            self._bound_list(schema, depth, level)
-        if "object" in types:
-            self._bound_object(schema, depth, level)
+    def _narrow_branches(
+        self, schema: dict[str, Any], depth: int, level: int, *, is_part: bool
+    ) -> None:
+        for key in ("allOf", "anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                are_parts = is_part or key == "allOf" or "properties" in schema
+                schema[key] = [
+                    self._narrow(entry, depth, level, is_part=are_parts) for entry in schema[key]
+                ]
 
     def _define(self, reference: str, depth: int, level: int) -> str | None:
         """Return a reference to the narrowed definition; `None` where it would go too deep."""
@@ -119,8 +125,9 @@ class _Narrowing:
             most = self._max_string_length if is_free else _MAX_PATTERN_LENGTH
             least = _get_count(schema, "minLength")
             schema.setdefault("maxLength", max(most, least))
-            if is_free:
-                schema["pattern"] = _NO_RUNS_OF_BLANKS
+            # The compiler can't join a pattern with a length that must be reached, or a large one.
+            if is_free and least <= 1 and _get_count(schema, "maxLength") <= _MAX_PATTERN_LENGTH:
+                schema["pattern"] = _WORDS if schema.pop("minLength", 0) else _NO_WORDS_OR_SOME
         if "number" in types:
             schema.setdefault("multipleOf", _FRACTION)
             _bound_range(schema, _MAX_NUMBER)
@@ -140,12 +147,22 @@ class _Narrowing:
         most = max(self._max_entries[min(depth, _MAX_DEPTH)], _get_count(schema, "minItems"))
         schema.setdefault("maxItems", most)
 
-    def _bound_object(self, schema: dict[str, Any], depth: int, level: int) -> None:
+    def _bound_object(
+        self, schema: dict[str, Any], depth: int, level: int, *, is_part: bool
+    ) -> None:
         """Free keys are left out beside declared ones, and few and short on their own."""
+        is_joined = any(key in schema for key in _APPLICATORS)
         for key in ("properties", "patternProperties"):
             if isinstance(schema.get(key), Mapping):
-                entries = schema[key].items()
-                schema[key] = {name: self._narrow(value, depth, level) for name, value in entries}
+                schema[key] = {
+                    # A key that another part describes is bounded there.
+                    name: value
+                    if value is True and is_joined
+                    else self._narrow(value, depth, level)
+                    for name, value in schema[key].items()
+                }
+        if is_part:
+            return
         values = schema.get("additionalProperties", True)
         if schema.get("properties"):
             schema.pop("patternProperties", None)

@@ -1,0 +1,1 @@
+"""Client libraries of others, in an environment of their own, against the default server."""

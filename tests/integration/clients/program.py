@@ -1,0 +1,114 @@
+"""Asks a server through one client library, and prints what came of it as JSON.
+
+Run by the interpreter of the clients' own environment: `program.py URL CLIENT CASE`. It imports
+nothing of ours, and a library only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+MODEL = "sensorium-mini"
+QUESTION = "What is three plus four?"
+
+
+class Caption(BaseModel):
+    """A picture's caption: a free string, a number and a list of free strings."""
+
+    text: str
+    score: int
+    tags: list[str]
+
+
+def ask_openai(url: str, case: str) -> Any:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    if case == "text":
+        answer = client.chat.completions.create(model=MODEL, messages=messages)
+        return answer.choices[0].message.content
+    if case == "schema":
+        parsed = client.chat.completions.parse(
+            model=MODEL, messages=messages, response_format=Caption
+        )
+        return parsed.choices[0].message.parsed
+    from openai import pydantic_function_tool
+
+    called = client.chat.completions.parse(
+        model=MODEL,
+        messages=messages,
+        tools=[pydantic_function_tool(Caption)],
+        tool_choice="required",
+    )
+    calls: Any = called.choices[0].message.tool_calls
+    return calls[0].function.parsed_arguments
+
+
+def ask_langchain(url: str, case: str) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    options: Any = {"base_url": url, "api_key": "none", "model": MODEL, "max_retries": 0}
+    model = ChatOpenAI(**options)
+    if case == "text":
+        return model.invoke(QUESTION).content
+    methods = {"schema": "json_schema", "tool": "function_calling"}
+    method: Any = methods[case]
+    return model.with_structured_output(Caption, method=method).invoke(QUESTION)
+
+
+def ask_instructor(url: str, case: str) -> Any:
+    import instructor
+    from openai import OpenAI
+
+    mode = instructor.Mode.TOOLS if case == "tool" else instructor.Mode.JSON_SCHEMA
+    client = instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    if case == "text":
+        answer: Any = client.chat.completions.create(
+            model=MODEL, messages=messages, response_model=None
+        )
+        return answer.choices[0].message.content
+    return client.chat.completions.create(
+        model=MODEL, messages=messages, response_model=Caption, max_retries=0
+    )
+
+
+def ask_pydantic_ai(url: str, case: str) -> Any:
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="none"))
+    kinds: Any = {"text": str, "schema": NativeOutput(Caption), "tool": ToolOutput(Caption)}
+    return Agent(model, output_type=kinds[case], retries=0).run_sync(QUESTION).output
+
+
+CLIENTS: dict[str, Callable[[str, str], Any]] = {
+    "openai": ask_openai,
+    "langchain": ask_langchain,
+    "instructor": ask_instructor,
+    "pydantic-ai": ask_pydantic_ai,
+}
+
+
+def main() -> None:
+    url, client, case = sys.argv[1:]
+    result = CLIENTS[client](url, case)
+    if case == "text":
+        if not isinstance(result, str) or not result:
+            raise SystemExit(f"no text: {result!r}")
+        print(json.dumps(result))
+    else:
+        if not isinstance(result, Caption):
+            raise SystemExit(f"no caption: {result!r}")
+        print(result.model_dump_json())
+
+
+if __name__ == "__main__":
+    main()
