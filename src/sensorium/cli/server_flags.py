@@ -15,6 +15,7 @@ _NAMES = (
     "port",
     "api_server_count",
     "shutdown_timeout",
+    "core_stall_timeout",
     "max_concurrent_requests",
     "max_body_mb",
     "chat_template",
@@ -33,12 +34,14 @@ _LISTS = ("served_model_name", "api_key", "allowed_origins")
 
 
 def add_server_flags(command: argparse.ArgumentParser, *, has_engine: bool = True) -> None:
-    _add_listening(command.add_argument_group("server"))
+    server = command.add_argument_group("server")
+    _add_listening(server)
     requests = command.add_argument_group("requests")
     _add_requests(requests)
     _add_models(requests)
     _add_answers(requests)
     if has_engine:
+        _add_watching(server)
         requests.add_argument(
             "--trust-injected",
             action="store_true",
@@ -93,6 +96,18 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         default=30.0,
         metavar="SECONDS",
         help="that requests get to end after SIGTERM (default 30)",
+    )
+
+
+def _add_watching(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--core-stall-timeout",
+        type=between(0.0, _MAX_TIMEOUT_S),
+        default=60.0,
+        metavar="SECONDS",
+        help="without progress of the engine after which /health is 503; after twice that the "
+        "engine is killed and started again. A step that takes longer but goes on does not count, "
+        "nor does compiling kernels (default 60; 0: never)",
     )
 
 

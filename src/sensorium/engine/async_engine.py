@@ -69,6 +69,7 @@ class AsyncEngine:
         chat_template: str | None = None,
     ) -> None:
         self.info: CoreInfo | None = None
+        self.is_stalled = False  # whether the core is there and makes no progress
         self._inputs = inputs
         self._perceiver = perception.perceiver
         self._caches = perception.caches
@@ -139,6 +140,7 @@ class AsyncEngine:
     def disconnect(self, reason: str) -> None:
         """The core is gone, with all that it had."""
         client, self._client = self._client, None
+        self.is_stalled = False  # what is said of one core is not true of the next
         if client is None:
             return
         for request_id in list(self._readers):

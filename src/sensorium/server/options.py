@@ -43,6 +43,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_key: tuple[str, ...] = ()
     api_server_count: int = 1
     shutdown_timeout: float = 30.0
+    # Seconds without progress after which a core counts as stalled; 0: it is not watched.
+    core_stall_timeout: float = 60.0
     max_concurrent_requests: int = 512
     max_body_mb: int = 512
     allowed_origins: tuple[str, ...] = ()

@@ -56,6 +56,7 @@ class ScriptedEngine:
     """
 
     is_connected: bool = True
+    is_stalled: bool = False
     info: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=64))
     prepare: Callable[[Any], Any] | None = None
     between: Callable[[int], Any] | None = None

@@ -1,4 +1,6 @@
-"""What the parent of all processes counts: how often it had to start one again."""
+"""What the parent of all processes counts: how often it had to start one again, and how often the
+core made no progress.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +17,6 @@ class SupervisorMetrics:
 
     def count_restart(self, kind: Literal["core", "frontend"]) -> None:
         self._metrics.counter("sensorium:process_restarts_total", kind).inc()
+
+    def count_stall(self) -> None:
+        self._metrics.counter("sensorium:core_stalls_total").inc()

@@ -39,6 +39,8 @@ from sensorium.server.options import (
 from sensorium.server.processes.control import (
     Channel,
     CoreDown,
+    CoreResumed,
+    CoreStalled,
     CoreUp,
     Drain,
     Serving,
@@ -209,6 +211,8 @@ async def _obey(
             await engine.connect(message.info)
         elif isinstance(message, CoreDown):
             engine.disconnect(message.reason)
+        elif isinstance(message, CoreStalled | CoreResumed):
+            engine.is_stalled = isinstance(message, CoreStalled)
         elif isinstance(message, Drain):
             server.should_exit = True
             ends.append(asyncio.create_task(_close_late(engine, shutdown_timeout_s)))

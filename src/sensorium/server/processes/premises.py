@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from sensorium.server.options import ServeOptions
+from sensorium.server.processes.pulse import Pulse
 from sensorium.types.errors import RequestError
 
 # A socket's path has 107 characters at most (man 7 unix); its name needs some of them.
@@ -29,6 +30,7 @@ class Premises:
             self.shm_fd = _reserve_memory(options)
             if self.shm_fd is not None:
                 stack.callback(os.close, self.shm_fd)
+            self.pulse = stack.enter_context(Pulse.create())
             self.directory = _make_directory()
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
             self.metrics_directory = self.directory / "metrics"

@@ -38,6 +38,8 @@ from sensorium.server.processes.child_process import (
 from sensorium.server.processes.control import (
     CoreDown,
     CoreReady,
+    CoreResumed,
+    CoreStalled,
     CoreUp,
     Drain,
     Failed,
@@ -50,6 +52,7 @@ from sensorium.server.processes.control import (
 )
 from sensorium.server.processes.load_log import log_load
 from sensorium.server.processes.premises import Premises
+from sensorium.server.processes.pulse import StallWatch, get_look_interval
 from sensorium.server.processes.restarts import RestartPolicy
 from sensorium.types.errors import SensoriumError
 
@@ -86,6 +89,7 @@ class Supervisor:
         self._children: set[ChildProcess] = set()
         self._core: ChildProcess | None = None
         self._core_info: CoreInfo | None = None  # of a core that is ready
+        self._is_core_stalled = False
         self._frontends: dict[str, ChildProcess] = {}  # by identity
         self._serving: set[str] = set()
         self._is_ready = False
@@ -153,15 +157,51 @@ class Supervisor:
             socket_dir=str(premises.directory),
             life=life,
             shm_fd=premises.shm_fd,
+            pulse_fd=premises.pulse.fd if self._options.core_stall_timeout else None,
         )
-        self._core = core = await self._spawn("core", self._commands.core, start)
+        premises.pulse.clear()
+        inherited_fds = () if start.pulse_fd is None else (start.pulse_fd,)
+        command = self._commands.core
+        self._core = core = await self._spawn("core", command, start, inherited_fds=inherited_fds)
+        watch = asyncio.create_task(self._watch_core(core))
 
         def forget() -> None:
+            watch.cancel()
             self._core = self._core_info = None
+            self._is_core_stalled = False
             self._tell_frontends(CoreDown(_CORE_LOST))
             Path(start.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
         return await self._follow(core, self._on_core_message, forget)
+
+    async def _watch_core(self, core: ChildProcess) -> None:
+        """Tell the frontends when a core that is ready makes no progress, and kill it if that goes
+        on. `forget` of its life cancels this.
+        """
+        limit_s = self._options.core_stall_timeout
+        watch = StallWatch(limit_s)
+        while limit_s:
+            await asyncio.sleep(get_look_interval(limit_s))
+            if self._core_info is None:
+                continue
+            verdict = watch.look(time.monotonic(), self._premises.pulse.read())
+            if verdict == "lost":
+                logger.error("the core made no progress for %g s and is killed", 2 * limit_s)
+                core.kill()
+                return
+            if (verdict == "stalled") != self._is_core_stalled:
+                self._note_stall(is_stalled=verdict == "stalled")
+
+    def _note_stall(self, *, is_stalled: bool) -> None:
+        self._is_core_stalled = is_stalled
+        if not is_stalled:
+            logger.warning("the core moves again")
+            self._tell_frontends(CoreResumed())
+            return
+        self._metrics.count_stall()
+        limit_s = self._options.core_stall_timeout
+        logger.error("the core has made no progress for %g s", limit_s)
+        self._tell_frontends(CoreStalled())
 
     def _make_frontend_life(self, index: int) -> Callable[[int], Awaitable[str]]:
         async def live(life: int) -> str:
@@ -184,6 +224,8 @@ class Supervisor:
         self._frontends[identity] = frontend
         if self._core_info is not None:
             frontend.send(CoreUp(self._core_info))
+            if self._is_core_stalled:
+                frontend.send(CoreStalled())
 
         def forget() -> None:
             del self._frontends[identity]
@@ -249,7 +291,9 @@ class Supervisor:
             self._announcer.announce_core(message.info.description)
         self._tell_frontends(CoreUp(message.info))
 
-    def _tell_frontends(self, message: CoreUp | CoreDown | Drain) -> None:
+    def _tell_frontends(
+        self, message: CoreUp | CoreDown | CoreStalled | CoreResumed | Drain
+    ) -> None:
         for frontend in self._frontends.values():
             frontend.send(message)
 
