@@ -10,7 +10,7 @@ from sensorium.server.metrics.metric_set import MetricSet
 
 
 class SupervisorMetrics:
-    """Made after `use_directory`: the parent's own environment doesn't name the directory."""
+    """To be made after `use_directory`: the environment of the parent does not name it."""
 
     def __init__(self, model_name: str) -> None:
         self._metrics = MetricSet(model_name)

@@ -25,6 +25,8 @@ from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
+from sensorium.server.metrics.memory import CORE
+from sensorium.server.metrics.metric_set import write_as
 from sensorium.server.options import (
     ServeOptions,
     make_engine_options,
@@ -57,6 +59,7 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
             epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
             description=describe_core(built, options, model_type=loaded.hf_config.model_type),
         )
+    write_as(CORE)
     metrics = CoreMetrics(options.model_names[0])
     metrics.sync(built.core)
     if start.pulse_fd is None:

@@ -30,6 +30,8 @@ from sensorium.server.http.app import make_app
 from sensorium.server.http.http_protocol import LimitedHttpProtocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.metrics.memory import get_frontend_name
+from sensorium.server.metrics.metric_set import write_as
 from sensorium.server.options import (
     ServeOptions,
     make_engine_options,
@@ -160,6 +162,7 @@ async def _serve(
     start: StartFrontend, half: FrontendHalf, messages: Messages, tell_serving: Callable[[], None]
 ) -> None:
     options, perception, engine = start.options, half.perception, half.engine
+    write_as(get_frontend_name(start.index))
     metrics = FrontendMetrics(options.model_names[0])
 
     def sync() -> None:

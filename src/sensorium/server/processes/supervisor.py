@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from sensorium.engine.core_info import CoreInfo
-from sensorium.server.metrics.collect import mark_dead
+from sensorium.server.metrics.collect import clear_gauges
+from sensorium.server.metrics.memory import CORE, PARENT, get_frontend_name
 from sensorium.server.metrics.metric_set import use_directory
 from sensorium.server.metrics.supervisor import SupervisorMetrics
 from sensorium.server.options import ServeOptions
@@ -102,7 +103,7 @@ class Supervisor:
         """
         with Premises(self._options) as self._premises, self._handling_signals():
             self._announcer.announce_start()
-            use_directory(self._premises.metrics_directory)
+            use_directory(self._premises.metrics_directory, writer=PARENT)
             self._metrics = SupervisorMetrics(self._options.model_names[0])
             self._environment = make_environment(self._premises.metrics_directory)
             cores = []
@@ -162,7 +163,7 @@ class Supervisor:
         premises.pulse.clear()
         inherited_fds = () if start.pulse_fd is None else (start.pulse_fd,)
         command = self._commands.core
-        self._core = core = await self._spawn("core", command, start, inherited_fds=inherited_fds)
+        self._core = core = await self._spawn(CORE, command, start, inherited_fds=inherited_fds)
         watch = asyncio.create_task(self._watch_core(core))
 
         def forget() -> None:
@@ -219,7 +220,7 @@ class Supervisor:
             socket_dir=str(premises.directory),
             shm_fd=premises.shm_fd,
         )
-        name, command = f"frontend-{index}", self._commands.frontend
+        name, command = get_frontend_name(index), self._commands.frontend
         frontend = await self._spawn(name, command, start, inherited_fds=[start.listen_fd])
         self._frontends[identity] = frontend
         if self._core_info is not None:
@@ -278,7 +279,7 @@ class Supervisor:
         forget()
         end = await child.wait_until_ended()
         self._children.discard(child)
-        mark_dead(child.process_id, self._premises.metrics_directory)
+        clear_gauges(child.name, self._premises.metrics_directory)
         return failure or f"the process of {child.name} ended with {end}"
 
     def _on_core_message(self, message: FromChild) -> None:
