@@ -23,7 +23,6 @@ from tests.integration.serving import (
     START_TIMEOUT_S,
     ServerProcess,
     get_descendants,
-    is_alive,
     kill,
     serve,
     wait_until,
@@ -54,8 +53,10 @@ def get_counts(server: ServerProcess) -> tuple[float, float]:
     return ended, metrics["vllm:generation_tokens_total"]
 
 
-def is_healthy(server: ServerProcess) -> bool:
-    return server.get("/health").status_code == 200
+def is_answered(neighbours: Neighbours) -> bool:
+    """Each frontend learns of a core by itself: one may still refuse what another answers."""
+    answers = [neighbours.ask("text") for _ in range(4)]
+    return not neighbours.list_faults(answers)
 
 
 def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
@@ -83,10 +84,8 @@ def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
             # Even a process that has to be started again finds what it needs.
             (core,) = server.find_children("core_main")
             kill(core)
-            wait_until(lambda: not is_alive(core), "the core has ended")
-            wait_until(lambda: is_healthy(server), "the core is back", START_TIMEOUT_S)
-            answer = neighbours.ask("text")
-            assert (answer.status, answer.content) == (200, neighbours.expected["text"])
+            wait_until(lambda: is_answered(neighbours), "the core is back", START_TIMEOUT_S)
+            assert server.find_children("core_main") != [core]
             assert get_counts(server)[0] >= ended + 1
 
 

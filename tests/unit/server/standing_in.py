@@ -61,6 +61,7 @@ class ScriptedEngine:
     prepare: Callable[[Any], Any] | None = None
     between: Callable[[int], Any] | None = None
     calls: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    groups: list[str | None] = field(default_factory=list)
     resets: list[str] = field(default_factory=list)
     num_open: int = 0
     num_started: int = 0
@@ -72,8 +73,9 @@ class ScriptedEngine:
         return SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str
+        self, prompt: Any, params: SamplingParams, *, request_id: str, group: str | None = None
     ) -> AsyncGenerator[RequestDelta, None]:
+        self.groups.append(group)
         self.calls.append((prompt, params))
         self.num_open += 1
         self.num_started += 1

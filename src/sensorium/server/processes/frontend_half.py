@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -27,7 +28,7 @@ from sensorium.render.answers.interface import AnswerFormat
 from sensorium.render.chat_options import load_chat_template
 from sensorium.render.own_templates import get_template_text
 from sensorium.server.http.app import make_app
-from sensorium.server.http.http_protocol import LimitedHttpProtocol
+from sensorium.server.http.unread import WatchedHttpProtocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.memory import get_frontend_name
@@ -237,7 +238,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",  # it is there already
-        http=LimitedHttpProtocol,
+        http=partial(WatchedHttpProtocol, stream_timeout_s=options.stream_timeout),  # type: ignore[arg-type]
         backlog=_BACKLOG,
         log_config=None,
         access_log=options.access_log,
