@@ -48,13 +48,14 @@ def open_stream(url: str, *, n: int, max_tokens: int) -> socket.socket:
 
 
 def is_ended(connection: socket.socket) -> bool:
-    """Read what is left for a client that did not read, and return whether the server cut it off."""
+    """Read what is left, and return whether the server ended the stream before its last chunk."""
+    rest = b""
     try:
-        while connection.recv(2**16):
-            pass
+        while chunk := connection.recv(2**16):
+            rest = (rest + chunk)[-100:]
     except ConnectionError:
         return True
-    return False
+    return not rest.endswith(b"0\r\n\r\n")
 
 
 @contextmanager

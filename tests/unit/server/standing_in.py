@@ -237,6 +237,7 @@ class StandInOptions:
     api_server_count: int = 1
     max_concurrent_requests: int = 64
     max_body_mb: int = 64
+    max_n: int = 128
     allowed_origins: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
     is_render_only: bool = False

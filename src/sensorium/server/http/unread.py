@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import struct
 from typing import Any
 
 from sensorium.server.http.http_protocol import LimitedHttpProtocol
@@ -19,6 +22,7 @@ _LOOKS_PER_TIMEOUT = 8
 # Of the time between two looks at most so many intervals count: a loop that was itself held up has
 # sent nothing meanwhile.
 _MAX_GAP_LOOKS = 2
+_LINGER_NOT = struct.pack("ii", 1, 0)  # struct linger: on, for no time
 
 
 class UnreadWatch:
@@ -69,9 +73,16 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
         if watch.look(self.loop.time(), self.transport.get_write_buffer_size()):
             logger.info("a client read nothing for %g s: it is cut off", self._stream_timeout_s)
             self._next_look = None
-            self.transport.abort()
+            self._cut_off()
             return
         self._look_later(watch)
+
+    def _cut_off(self) -> None:
+        """End the connection, and let the kernel drop what it still holds for the client."""
+        number = self.transport.get_extra_info("socket").fileno()
+        with socket.socket(fileno=os.dup(number)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        self.transport.abort()
 
     def _stop_looking(self) -> None:
         if self._next_look is not None:
