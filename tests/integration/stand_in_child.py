@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sensorium.engine.core_info import CoreInfo
+from sensorium.server.metrics.memory import CORE
+from sensorium.server.metrics.metric_set import MetricSet, write_as
 from sensorium.server.processes.child import (
     follow_parent,
     open_channel,
@@ -72,9 +74,12 @@ def work(behaviours: set[str]) -> NoReturn:
             os._exit(0)
 
 
-def write_metrics() -> None:
-    path = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]) / f"gauge_livesum_{os.getpid()}.db"
-    path.write_bytes(b"")
+def write_metrics(life: int) -> None:
+    """The first life says that a request runs; later ones leave that as they find it."""
+    write_as(CORE)
+    gauge = MetricSet("a-model").gauge("vllm:num_requests_running")
+    if life == 1:
+        gauge.set(1)
 
 
 def run_core() -> None:
@@ -92,7 +97,7 @@ def run_core() -> None:
 
     follow_parent(channel, handle, socket_dir=start.socket_dir)
     behaviours |= behave("core", start.life, channel)
-    write_metrics()
+    write_metrics(start.life)
     Path(start.endpoint.removeprefix("ipc://")).touch()
     description = (("model", start.options.model), ("KV cache", "9 blocks"))
     info = CoreInfo(
@@ -123,7 +128,6 @@ def run_frontend() -> None:
 
     follow_parent(channel, handle, socket_dir=start.socket_dir)
     behaviours |= behave("frontend", life, channel)
-    write_metrics()
     while not start.options.is_render_only and not is_up.wait(0.05):
         if STOPPED.is_set():
             os._exit(0)

@@ -125,6 +125,7 @@ class SchedulerDriver:
         assert all(r in self.scheduler.running for r in first), "the first one is preempted"
         assert bool(self.open) != output.is_empty, "a step does something while there are requests"
         self._check_budgets(output)
+        self._check_seats()
         return output
 
     def finish_step(
@@ -191,6 +192,15 @@ class SchedulerDriver:
         assert statistics.num_used_embeds <= statistics.capacity
         assert set(self.encoder_cache.request_cached_ids) <= set(self.open)
         assert set(self.scheduler.requests) == set(self.open)
+
+    def _check_seats(self) -> None:
+        """No call keeps more than half of the seats from a request whose call has less."""
+        scheduler = self.scheduler
+        share = max(1, self.limits.max_num_seqs // 2)
+        held = Counter(request.group for request in scheduler.running)
+        is_full = len(scheduler.running) == self.limits.max_num_seqs
+        if is_full and max(held.values()) > share:
+            assert all(held[request.group] >= share for request in scheduler.waiting)
 
     def _check_budgets(self, output: SchedulerOutput) -> None:
         limits = self.limits

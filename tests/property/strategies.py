@@ -71,6 +71,7 @@ def make_request(
     cache_salt: str | None = None,
     adapter: str | None = None,
     priority: int = 0,
+    group: str | None = None,
     sampling_params: SamplingParams | None = None,
     is_encoder_decoder: bool = False,
 ) -> EngineCoreRequest:
@@ -96,6 +97,7 @@ def make_request(
         cache_salt=cache_salt,
         adapter=adapter,
         priority=priority,
+        group=group,
     )
 
 
@@ -105,6 +107,7 @@ def core_requests(
     *,
     request_ids: st.SearchStrategy[str] = st.sampled_from(REQUEST_IDS),  # noqa: B008
     is_encoder_decoder: bool = False,
+    groups: tuple[str | None, ...] = (None,),
 ) -> EngineCoreRequest:
     return make_request(
         draw(request_ids),
@@ -114,6 +117,7 @@ def core_requests(
         cache_salt=draw(st.sampled_from((None, None, None, "salt"))),
         adapter=draw(st.sampled_from((None, None, None, "adapter"))),
         priority=draw(st.integers(0, 2)),
+        group=draw(st.sampled_from(groups)),
         sampling_params=draw(sampling_params()),
         is_encoder_decoder=is_encoder_decoder,
     )

@@ -32,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id in free_ids[:count]:
             strategy = core_requests(
                 request_ids=st.just(request_id),
+                groups=(None, None, "call", "other call"),
                 is_encoder_decoder=self.live.limits.is_encoder_decoder,
             )
             self.live.add(data.draw(strategy))

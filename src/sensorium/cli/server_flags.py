@@ -7,6 +7,7 @@ from typing import Any
 
 from sensorium.cli.parsing import at_least, between, parse_file
 from sensorium.render.answers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from sensorium.types.sampling import MAX_N
 
 MAX_FRONTENDS = 64
 _MAX_TIMEOUT_S = 86_400.0
@@ -15,8 +16,11 @@ _NAMES = (
     "port",
     "api_server_count",
     "shutdown_timeout",
+    "core_stall_timeout",
     "max_concurrent_requests",
     "max_body_mb",
+    "max_n",
+    "stream_timeout",
     "chat_template",
     "trust_request_chat_template",
     "trust_injected",
@@ -33,12 +37,21 @@ _LISTS = ("served_model_name", "api_key", "allowed_origins")
 
 
 def add_server_flags(command: argparse.ArgumentParser, *, has_engine: bool = True) -> None:
-    _add_listening(command.add_argument_group("server"))
+    server = command.add_argument_group("server")
+    _add_listening(server)
     requests = command.add_argument_group("requests")
     _add_requests(requests)
     _add_models(requests)
     _add_answers(requests)
     if has_engine:
+        _add_watching(server)
+        requests.add_argument(
+            "--max-n",
+            type=at_least(1, MAX_N),
+            default=MAX_N,
+            metavar="N",
+            help=f"completions that a request may ask for of one prompt (default {MAX_N})",
+        )
         requests.add_argument(
             "--trust-injected",
             action="store_true",
@@ -96,6 +109,18 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_watching(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--core-stall-timeout",
+        type=between(0.0, _MAX_TIMEOUT_S),
+        default=60.0,
+        metavar="SECONDS",
+        help="without progress of the engine after which /health is 503; after twice that the "
+        "engine is killed and started again. A step that takes longer but goes on does not count, "
+        "nor does compiling kernels (default 60; 0: never)",
+    )
+
+
 def _add_requests(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name",
@@ -118,6 +143,14 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         default=512,
         metavar="MIB",
         help="of one request; media as base64 counts (default 512)",
+    )
+    group.add_argument(
+        "--stream-timeout",
+        type=between(0.0, _MAX_TIMEOUT_S),
+        default=60.0,
+        metavar="SECONDS",
+        help="in which a client reads nothing of what waits for it, after which its connection "
+        "and its request are ended (default 60; 0: never)",
     )
     group.add_argument(
         "--chat-template",

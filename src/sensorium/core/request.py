@@ -39,6 +39,7 @@ class Request:
     ) -> None:
         self.core_request = core_request
         self.request_id: str = core_request.request_id
+        self.group: str = core_request.group or core_request.request_id
         self.mm_features: tuple[MultiModalFeatureSpec, ...] = core_request.mm_features
         self.sampling_params: SamplingParams = core_request.sampling_params
         self.rank = rank

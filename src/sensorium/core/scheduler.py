@@ -7,8 +7,9 @@ Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
-  4. Nothing is given out of order. Only tokens are kept for a span that found too few of them in
-     the last step, from those ahead of it: they go on in the next step.
+  4. Nothing is given out of order, with two exceptions. Tokens are kept for a span that found too
+     few of them in the last step, from those ahead of it: they go on in the next step. While others
+     wait, requests of one call are passed over beyond its share of the seats (`seat_shares`).
   5. The first running request is never preempted: everyone behind it can be preempted for it.
   6. A step is empty only if there are no requests.
 """
@@ -25,6 +26,7 @@ from sensorium.core.counters import SchedulerCounters
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
 from sensorium.core.request import Rank, Request, RequestStatus
+from sensorium.core.seat_shares import SeatShares
 from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.core.stopping import get_stop
 from sensorium.core.window_planner import WindowPlanner
@@ -67,6 +69,7 @@ class Scheduler:
         self._policy = policy
         self._clock = clock
         self._planner = WindowPlanner(limits, encoder_cache)
+        self._shares = SeatShares(limits.max_num_seqs)
         self._num_arrivals = 0
         self._stopped: list[str] = []
         # The request whose span found too few tokens in the last step, and how many it needs.
@@ -124,16 +127,30 @@ class Scheduler:
         return self._make_output(step)
 
     def _fill_step(self) -> Step:
+        self._make_room_for_others()
         step = self._begin_step()
         for request in tuple(self.running):
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, step)
         step.num_reserved_tokens = 0
         while self.waiting and self._can_start(step):
-            if not self._schedule_waiting(self.waiting[0], step):
+            if not self._schedule_waiting(self._shares.get_next(self.waiting), step):
                 break
         self._deferred = step.deferred
         return step
+
+    def _make_room_for_others(self) -> None:
+        """Preempt what one call holds beyond its share, if requests of others find no seat. Before
+        the step gives out anything: what has work in a step is not preempted in it.
+        """
+        if not self.waiting:
+            return
+        blocked_rank = None if self._blocked is None else self._blocked[0]
+        is_next_blocked = self._shares.get_next(self.waiting).rank == blocked_rank
+        for request in self._shares.get_surplus(
+            self.running, self.waiting, is_next_blocked=is_next_blocked
+        ):
+            self._preempt(request)
 
     def _begin_step(self) -> Step:
         """A step with tokens kept for the span that found too few of them in the last one."""
@@ -183,6 +200,7 @@ class Scheduler:
     def _start(self, request: Request, num_cached_tokens: int, step: Step) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=_rank_of)
+        self._shares.take(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_cached_tokens
         if request.num_cached_tokens is None:
@@ -465,4 +483,5 @@ class Scheduler:
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request)
         if request.status is RequestStatus.RUNNING:
+            self._shares.release(request)
             self._stopped.append(request.request_id)

@@ -33,7 +33,12 @@ from sensorium.engine.renderer import Prepared, Renderer
 from sensorium.engine.siblings import Siblings
 from sensorium.multimodal.cache.mirror_sender import MirrorSender
 from sensorium.multimodal.perceiver import PerceivedItem
-from sensorium.types.errors import CapacityError, EngineLostError, SensoriumError
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    InvariantError,
+    SensoriumError,
+)
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
@@ -44,7 +49,26 @@ from sensorium.types.transfer import MissingItems, Transfer
 logger = logging.getLogger(__name__)
 _FLUSH_S = 1.0  # how long the core may keep what is evicted, while nothing is sent
 _SENT = "sent"  # among the stages of a request under way: when it was sent
-_News = RequestDelta | RequestOutput | Exception
+
+
+class _Reader:
+    """The one who waits for a request. What is new stays with `OutputProcessor` until it is taken,
+    so that a reader that is slow, or reads nothing, makes nothing grow but the text itself.
+    """
+
+    def __init__(self) -> None:
+        self._is_changed = asyncio.Event()
+        self.output: RequestOutput | None = None  # of one that is not streamed
+        self.last: RequestDelta | None = None  # what was new when it failed
+        self.error: Exception | None = None
+
+    def wake(self) -> None:
+        self._is_changed.set()
+
+    async def wait(self) -> None:
+        """Until there is something new, or its end."""
+        await self._is_changed.wait()
+        self._is_changed.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +93,7 @@ class AsyncEngine:
         chat_template: str | None = None,
     ) -> None:
         self.info: CoreInfo | None = None
+        self.is_stalled = False  # whether the core is there and makes no progress
         self._inputs = inputs
         self._perceiver = perception.perceiver
         self._caches = perception.caches
@@ -82,7 +107,7 @@ class AsyncEngine:
         self._outputs = OutputProcessor(inputs.processor.tokenizer)
         self._siblings = Siblings(self._release)
         self._client: CoreClient | None = None
-        self._readers: dict[str, asyncio.Queue[_News]] = {}  # by the id in the core
+        self._readers: dict[str, _Reader] = {}  # by the request's id in the core
         self._num_preparing = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_flushing = False
@@ -139,6 +164,7 @@ class AsyncEngine:
     def disconnect(self, reason: str) -> None:
         """The core is gone, with all that it had."""
         client, self._client = self._client, None
+        self.is_stalled = False  # what is said of one core is not true of the next
         if client is None:
             return
         for request_id in list(self._readers):
@@ -159,28 +185,36 @@ class AsyncEngine:
         self, prompt: Prompt | Chat, params: SamplingParams, *, request_id: str
     ) -> RequestOutput:
         """The whole answer. Cancelling it ends the request."""
-        async with self._run(prompt, params, is_streamed=False) as news:
-            entry = await news.get()
-            if isinstance(entry, Exception):
-                raise entry
-            output = entry if isinstance(entry, RequestOutput) else _get_final(entry)
-            return _finish(output, request_id)
+        async with self._run(prompt, params, is_streamed=False, group=None) as (_, reader):
+            await reader.wait()
+            if reader.output is not None:
+                return _finish(reader.output, request_id)
+            raise reader.error or InvariantError("a request woke its reader before its end")
 
     async def stream(
-        self, prompt: Prompt | Chat, params: SamplingParams, *, request_id: str
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
-        """The answer as it grows, the last of it with `final`. Closing it ends the request."""
-        async with self._run(prompt, params, is_streamed=True) as news:
+        """The answer as it grows, the last of it with `final`. Closing it ends the request.
+
+        Each delta has all that came since the one before was taken. `group`: the call that this
+        prompt belongs to with others, unique among all calls.
+        """
+        async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             while True:
-                delta = await news.get()
-                if isinstance(delta, Exception):
-                    raise delta
-                if isinstance(delta, RequestOutput):
-                    continue  # a streamed request has its end in its last delta
-                final = None if delta.final is None else _finish(delta.final, request_id)
-                yield replace(delta, request_id=request_id, final=final)
-                if final is not None:
-                    return
+                await reader.wait()
+                delta = reader.last or self._outputs.take_delta(core_id)
+                if delta is not None:
+                    final = None if delta.final is None else _finish(delta.final, request_id)
+                    yield replace(delta, request_id=request_id, final=final)
+                    if final is not None:
+                        return
+                if reader.error is not None:
+                    raise reader.error
 
     @asynccontextmanager
     async def render(
@@ -220,36 +254,42 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def _run(
-        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool
-    ) -> AsyncIterator[asyncio.Queue[_News]]:
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        is_streamed: bool,
+        group: str | None,
+    ) -> AsyncIterator[tuple[str, _Reader]]:
+        """A request with its id in the core."""
         self._get_client()
         request_id = f"{self._identity}.{next(self._ids)}"
         self._num_preparing += 1
         try:
             prepared = await self._preparation.prepare(request_id, prompt, params)
-            news = self._start(prepared, is_streamed=is_streamed)
+            reader = self._start(prepared, is_streamed=is_streamed, group=group)
         finally:
             self._num_preparing -= 1
         try:
-            yield news
+            yield request_id, reader
         finally:
             self._abort(request_id)
 
-    def _start(self, prepared: Prepared, *, is_streamed: bool) -> asyncio.Queue[_News]:
-        """The request is on its way; refusals are news too."""
+    def _start(self, prepared: Prepared, *, is_streamed: bool, group: str | None) -> _Reader:
+        """The request is on its way; a refusal comes to its reader, too."""
         request, items = prepared.processed.request, prepared.processed.items
+        request = replace(request, group=group)
         request_id = request.request_id
-        news: asyncio.Queue[_News] = asyncio.Queue()
         try:
             self._get_client()
             self._outputs.add_request(request, prepared.processed.prompt, is_streamed=is_streamed)
         except BaseException:
             self._release(items)
             raise
-        self._readers[request_id] = news
+        reader = self._readers[request_id] = _Reader()
         first, has_siblings = self._siblings.add(request, items)
         self._spawn(self._bring(request_id, (first,), items, prepared.stages, is_kept=has_siblings))
-        return news
+        return reader
 
     async def _bring(
         self,
@@ -334,18 +374,20 @@ class AsyncEngine:
             parent_id = children[0].request_id.rpartition("#")[0]
             self._spawn(self._bring(parent_id, children, items, None, is_kept=False))
         for output in finished:
-            self._tell(output.request_id, output)
-        for delta in self._outputs.take_deltas():
-            self._tell(delta.request_id, delta)
-
-    def _tell(self, request_id: str, news: _News) -> None:
-        reader = self._readers.get(request_id)
-        if reader is not None:
-            reader.put_nowait(news)
+            reader = self._readers.get(output.request_id)
+            if reader is not None:
+                reader.output = output
+                reader.wake()
+        for request_id in self._outputs.changed_ids:
+            if request_id in self._readers:
+                self._readers[request_id].wake()
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """End a request with an error; what the core has of it is given up."""
-        self._tell(request_id, error)
+        reader = self._readers.get(request_id)
+        if reader is not None:
+            reader.last, reader.error = self._outputs.take_delta(request_id), error
+            reader.wake()
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
@@ -392,12 +434,6 @@ class AsyncEngine:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _get_final(delta: RequestDelta) -> RequestOutput:
-    if delta.final is None:
-        raise RuntimeError("a request that is not streamed has news before its end")
-    return delta.final
 
 
 def _finish(output: RequestOutput, request_id: str) -> RequestOutput:

@@ -39,20 +39,36 @@ OnStep = Callable[[EngineCore, Sequence[EngineCoreOutput]], None]
 _MAX_MESSAGES = 64  # taken between two steps, so that a crowd of new requests doesn't stop the rest
 # A device that has failed fails every step from then on; a fresh process may not.
 _MAX_FAILED_STEPS = 8
+_IDLE_S = 1.0
 
 
 def _ignore(core: EngineCore, outputs: Sequence[EngineCoreOutput]) -> None:
     del core, outputs
 
 
+def _note_nothing() -> None:
+    """A loop that is not watched."""
+
+
 class CoreLoop:
     """`on_step` is called after each step, before its news is sent, and when messages have changed
-    something without one.
+    something without one. `on_progress` is called by the thread that computes, between the things
+    that it does, and at least every `idle_s` seconds while there is nothing to do.
     """
 
-    def __init__(self, core: EngineCore, endpoint: str, *, on_step: OnStep = _ignore) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        endpoint: str,
+        *,
+        on_step: OnStep = _ignore,
+        on_progress: Callable[[], None] = _note_nothing,
+        idle_s: float = _IDLE_S,
+    ) -> None:
         self._core = core
         self._on_step = on_step
+        self._on_progress = on_progress
+        self._idle_ms = max(1, round(1000 * idle_s))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # A router drops what it can't deliver; here it says so, and nothing is too much: what is
@@ -84,7 +100,8 @@ class CoreLoop:
         poller.register(self._wake_fd, zmq.POLLIN)
         try:
             while not self._is_stopped:
-                poller.poll(0 if self._core.has_requests else None)
+                poller.poll(0 if self._core.has_requests else self._idle_ms)
+                self._on_progress()
                 self._run_calls()
                 self._receive()
                 self._send_news(self._step())
@@ -124,6 +141,7 @@ class CoreLoop:
                 continue
             self._frontends.add(frontend.bytes)
             self._handle(frontend.bytes, first.buffer, [frame.buffer for frame in rest])
+            self._on_progress()
 
     def _handle(self, frontend: bytes, first: memoryview, rest: list[memoryview]) -> None:
         message = decode_to_core(first)

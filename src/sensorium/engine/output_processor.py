@@ -66,6 +66,11 @@ class OutputProcessor:
         state.stages = stages or {}
 
     @property
+    def changed_ids(self) -> tuple[str, ...]:
+        """The callers' ids of streamed requests that have something to take."""
+        return tuple(self._news)
+
+    @property
     def request_ids(self) -> tuple[str, ...]:
         """The callers' ids of the requests that have not ended."""
         return tuple(self._states)
@@ -124,6 +129,11 @@ class OutputProcessor:
             self._news[state.request.request_id] = state
         else:
             finished.append(state.final)
+
+    def take_delta(self, request_id: str) -> RequestDelta | None:
+        """What one streamed request has got since the last time, however long ago that was."""
+        state = self._news.pop(request_id, None)
+        return None if state is None else _take_delta(state)
 
     def take_deltas(self) -> list[RequestDelta]:
         """What the streamed requests have got since the last time. The last of each has `final`."""

@@ -37,6 +37,7 @@ def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
             request,
             request_id=child_id,
             sibling=index,
+            group=request.group or request.request_id,
             sampling_params=first
             if index == 0
             else replace(first, seed=_derive_seed(params.seed, index), prompt_logprobs=None),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from typing import TextIO
 
 import msgspec
 
@@ -15,6 +17,16 @@ _QUIET = logging.WARNING
 # What the engine resolved is announced by the parent, for people.
 _TOLD_ELSEWHERE = "sensorium.engine.builder"
 _ACCESS_LOGGER = "uvicorn.access"
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to stderr. A disk that is full, or a terminal that is gone, costs the line and nothing
+    else: no error of its own is written after it, and none reaches the request that logs.
+    """
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class TextFormatter(logging.Formatter):
@@ -61,7 +73,7 @@ def set_up_logging(
     process: str, *, log_format: LogFormat, log_level: LogLevel, access_log: bool = False
 ) -> None:
     """For this whole process, which `process` names: "parent", "core", "frontend-0"."""
-    handler = logging.StreamHandler()
+    handler = _Handler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     level = logging.getLevelNamesMapping()[log_level.upper()]
     root = logging.getLogger()

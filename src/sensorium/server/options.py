@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from sensorium.types.errors import RequestError
+from sensorium.types.sampling import MAX_N
 
 if TYPE_CHECKING:
     from sensorium.engine.builder import Source
@@ -43,8 +44,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_key: tuple[str, ...] = ()
     api_server_count: int = 1
     shutdown_timeout: float = 30.0
+    # Seconds without progress after which a core counts as stalled; 0: it is not watched.
+    core_stall_timeout: float = 60.0
     max_concurrent_requests: int = 512
     max_body_mb: int = 512
+    max_n: int = MAX_N  # completions of one prompt
+    stream_timeout: float = 60.0  # seconds in which a client reads nothing; 0: it may
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     trust_request_chat_template: bool = False

@@ -42,6 +42,8 @@ class EngineCoreRequest:
     adapter: str | None = None
     priority: int = 0
     sibling: int = 0
+    # The call that it belongs to, with other prompts or completions; None: it has none of them.
+    group: str | None = None
 
     @property
     def encoder_key_suffix(self) -> str:

@@ -56,10 +56,12 @@ class ScriptedEngine:
     """
 
     is_connected: bool = True
+    is_stalled: bool = False
     info: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=64))
     prepare: Callable[[Any], Any] | None = None
     between: Callable[[int], Any] | None = None
     calls: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    groups: list[str | None] = field(default_factory=list)
     resets: list[str] = field(default_factory=list)
     num_open: int = 0
     num_started: int = 0
@@ -71,8 +73,9 @@ class ScriptedEngine:
         return SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str
+        self, prompt: Any, params: SamplingParams, *, request_id: str, group: str | None = None
     ) -> AsyncGenerator[RequestDelta, None]:
+        self.groups.append(group)
         self.calls.append((prompt, params))
         self.num_open += 1
         self.num_started += 1
@@ -234,6 +237,7 @@ class StandInOptions:
     api_server_count: int = 1
     max_concurrent_requests: int = 64
     max_body_mb: int = 64
+    max_n: int = 128
     allowed_origins: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
     is_render_only: bool = False

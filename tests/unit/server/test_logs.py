@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -76,6 +77,30 @@ def test_levels_are_ours_and_libraries_stay_quiet(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("_restored_logging")
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_full_disk_costs_lines_and_raises_nothing(log_format: str) -> None:
+    """A device of the kernel takes nothing, as a disk that is full."""
+    script = (
+        "import logging, sys\nfrom sensorium.server.logs import set_up_logging\n"
+        f"set_up_logging('core', log_format={log_format!r}, log_level='info')\n"
+        "for number in range(1000):\n"
+        "    logging.getLogger('sensorium').info('line %d', number)\n"
+        "print('done', flush=True)\nimport os\nlogging.shutdown()\nos._exit(0)\n"
+    )
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, timeout=120
+        )
+    assert (result.returncode, result.stdout) == (0, b"done\n")
+
+
+@pytest.mark.usefixtures("_restored_logging")
+def test_a_record_that_makes_no_sense_is_still_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("core", log_format="text", log_level="info")
+    logging.getLogger("sensorium").info("%d", "no number")
+    assert "Logging error" in capsys.readouterr().err
+
+
 def test_the_access_log_can_be_off(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("frontend-0", log_format="text", log_level="info", access_log=False)
     logging.getLogger("uvicorn.access").info("a request")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from sensorium.layers.attention.backend import LayerCache, StepLayout, store_new
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import InvariantError
+from sensorium.utils.long_work import long_work
 from sensorium.utils.to_device import to_device
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -72,7 +74,9 @@ class _Wrapper:
 
     def plan(self, step_index: int, *arguments: Any, **options: Any) -> None:
         self._copied.synchronize()  # steps that sample nothing let the host run ahead
-        self.kernel.plan(*arguments, **options)
+        # The first plan of a kind compiles its kernels where the trial at the start did not.
+        with long_work() if self.step_index is None else nullcontext():
+            self.kernel.plan(*arguments, **options)
         self._copied.record(torch.cuda.current_stream(self.kernel.device))
         self.step_index = step_index
 

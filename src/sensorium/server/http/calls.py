@@ -94,7 +94,9 @@ async def receive_call(
     def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
         request = read_request(kind, body)
         check_model(request.model, context.options.model_names)
-        return request, prepare(request)
+        prompts, params = prepare(request)
+        check_n(params.n, context.options.max_n, is_nested=isinstance(request, GenerateRequest))
+        return request, (prompts, params)
 
     max_bytes = context.options.max_body_mb * MEBIBYTE
     request, (prompts, params) = await read_body(
@@ -133,6 +135,16 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
             param="model",
             code="model_not_found",
             reason="not_found",
+        )
+
+
+def check_n(n: int, max_n: int, *, is_nested: bool) -> None:
+    """Raise an `ApiError` if more completions of a prompt are asked for than the server makes."""
+    if n > max_n:
+        param = "sampling_params.n" if is_nested else "n"
+        raise ApiError(
+            f"{param} is {n}: this server makes {max_n} completions of a prompt at most (--max-n)",
+            param=param,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class Generation:
     prompts: Sequence[Prompt | Chat]
     params: SamplingParams
     arrived: float
+    # What all requests of this call have in common in the core; nobody else's have it.
+    group: str = field(default_factory=lambda: uuid.uuid4().hex)
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     clocks: dict[int, RequestClock] = field(default_factory=dict)
 
@@ -75,7 +78,9 @@ class Generation:
         clock.mark("parse")
         self.clocks[index] = clock
         request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
-        news = self.engine.stream(self.prompts[index], self.params, request_id=request_id)
+        news = self.engine.stream(
+            self.prompts[index], self.params, request_id=request_id, group=self.group
+        )
         end: FinishReason | None = FinishReason.ABORT  # of a request that is given up here
         try:
             async for delta in news:

@@ -19,15 +19,12 @@ def make_health_router(context: Context) -> APIRouter:
 
     @router.get("/health", responses=make_responses(None, 503))
     async def health() -> Response:
-        """Whether the engine is there."""
+        """Whether the engine is there, and moves on."""
         if not context.engine.is_connected:
-            raise ApiError(
-                "the engine is not there",
-                status=503,
-                code="engine_lost",
-                reason=None,
-                headers={"retry-after": str(RETRY_AFTER_S)},
-            )
+            raise _make_unhealthy("the engine is not there", code="engine_lost")
+        if context.engine.is_stalled:
+            words = "the engine makes no progress; it is started again if that goes on"
+            raise _make_unhealthy(words, code="engine_stalled")
         return JSONResponse({})
 
     @router.get("/ping", responses=make_responses(None))
@@ -52,3 +49,13 @@ def make_health_router(context: Context) -> APIRouter:
         return Response(body, headers={"content-type": content_type})
 
     return router
+
+
+def _make_unhealthy(message: str, *, code: str) -> ApiError:
+    return ApiError(
+        message,
+        status=503,
+        code=code,
+        reason=None,
+        headers={"retry-after": str(RETRY_AFTER_S)},
+    )

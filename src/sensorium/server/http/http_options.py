@@ -24,6 +24,9 @@ class HttpOptions(Protocol):
     def max_body_mb(self) -> int: ...
 
     @property
+    def max_n(self) -> int: ...
+
+    @property
     def allowed_origins(self) -> tuple[str, ...]: ...
 
     @property

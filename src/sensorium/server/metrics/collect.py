@@ -1,6 +1,6 @@
 """Reads what all processes of a server have written.
 
-Counters of dead processes stay; their gauges are gone once the parent has told (`mark_dead`).
+Counters of dead processes stay; their gauges are 0 once the parent has seen their end.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from sensorium.server.metrics.definitions import ALIASES
+from sensorium.server.metrics.memory import get_path
 
 
 class Source(Protocol):
@@ -39,7 +41,7 @@ class Files:
 def _get_size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # its process was marked as dead meanwhile
+    except FileNotFoundError:  # the server is ending
         return 0
 
 
@@ -70,9 +72,19 @@ def render(source: Source) -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-def mark_dead(process_id: int, directory: Path) -> None:
-    """This process has ended: what it said of itself is no longer true."""
-    mark_process_dead(process_id, str(directory))  # type: ignore[no-untyped-call]
+def clear_gauges(writer: str, directory: Path) -> None:
+    """Set the gauges of a process that has ended to 0. Its files keep their layout: a reader may
+    be in the middle of them, and the next process of this name goes on with them.
+    """
+    path = get_path(directory, "gauge_livesum", writer)
+    if not _get_size(path):
+        return
+    gauges = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+    try:
+        for key, _, _ in list(gauges.read_all_values()):  # type: ignore[no-untyped-call]
+            gauges.write_value(key, 0.0, 0.0)  # type: ignore[no-untyped-call]
+    finally:
+        gauges.close()  # type: ignore[no-untyped-call]
 
 
 class _WithAliases:

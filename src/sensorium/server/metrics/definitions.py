@@ -275,6 +275,7 @@ _OF_HTTP = (
         labels=("kind",),
         values=_each(PROCESS_KINDS),
     ),
+    _count("sensorium:core_stalls_total", "Times that the core made no progress for too long."),
     _count(
         "http_requests_total",
         "Requests by route, method and class of status.",

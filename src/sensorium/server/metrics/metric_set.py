@@ -1,7 +1,8 @@
 """The metrics of the table, as this process writes them.
 
-With a directory (`PROMETHEUS_MULTIPROC_DIR`, or `use_directory`) values lie in files there, which
-all processes of a server write and any of them reads: then there may be one set per process.
+With a directory (`PROMETHEUS_MULTIPROC_DIR`, or `use_directory`) values lie in files there
+(`memory`), which all processes of a server write and any of them reads: then there may be one set
+per process.
 Without one a process knows its own values only, which is good enough for a test.
 
 All gauges are sums over the processes that live. Each process has all series of the table, so none
@@ -22,12 +23,18 @@ _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _Metric = Counter | Gauge | Histogram
 
 
-def use_directory(directory: Path) -> None:
-    """Let the metrics that this process makes from now on lie there. A process that was started
-    with the variable set has no need of it.
+def use_directory(directory: Path, *, writer: str) -> None:
+    """Let the metrics that this process makes from now on lie there, in the files of `writer`. One
+    process at a time may write under a name.
     """
     os.environ[_VARIABLE] = str(directory)
-    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+    write_as(writer)
+
+
+def write_as(writer: str) -> None:
+    """Use the files of `writer` in the directory that this process was started with, if any."""
+    if get_directory() is not None:
+        values.ValueClass = values.MultiProcessValue(lambda: writer)  # type: ignore[no-untyped-call]
 
 
 def get_directory() -> Path | None:

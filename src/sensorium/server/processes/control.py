@@ -29,6 +29,7 @@ class StartCore(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     socket_dir: str
     life: int
     shm_fd: int | None = None
+    pulse_fd: int | None = None  # the page in which it writes that it moves on
 
     @property
     def endpoint(self) -> str:
@@ -68,6 +69,14 @@ class CoreDown(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class CoreStalled(msgspec.Struct, frozen=True, tag=True):
+    """The core is there, and has not moved on for longer than it may."""
+
+
+class CoreResumed(msgspec.Struct, frozen=True, tag=True):
+    """A core that was stalled moves on."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Take no new requests, finish those in flight, then end."""
 
@@ -89,7 +98,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCoreProcess = StartCore | FrontendGone | Stop
-ToFrontend = StartFrontend | CoreUp | CoreDown | Drain
+ToFrontend = StartFrontend | CoreUp | CoreDown | CoreStalled | CoreResumed | Drain
 FromChild = CoreReady | Serving | Failed
 Message = TypeVar("Message")
 

@@ -18,12 +18,15 @@ from sensorium.engine.core_loop import CoreLoop
 from sensorium.engine.media_options import MediaOptions
 from sensorium.engine.memory import format_bytes
 from sensorium.engine.perception import build_caches, build_receiver
+from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.families import FAMILIES
 from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
+from sensorium.server.metrics.memory import CORE
+from sensorium.server.metrics.metric_set import write_as
 from sensorium.server.options import (
     ServeOptions,
     make_engine_options,
@@ -32,6 +35,8 @@ from sensorium.server.options import (
 )
 from sensorium.server.processes.announcement import describe_model
 from sensorium.server.processes.control import StartCore
+from sensorium.server.processes.pulse import Pulse, get_idle_interval
+from sensorium.utils.long_work import listen_for_long_work
 
 
 def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
@@ -54,9 +59,23 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
             epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
             description=describe_core(built, options, model_type=loaded.hf_config.model_type),
         )
+    write_as(CORE)
     metrics = CoreMetrics(options.model_names[0])
     metrics.sync(built.core)
-    return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step), info
+    if start.pulse_fd is None:
+        return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step), info
+    pulse = Pulse.attach(start.pulse_fd)
+    call_before_blocks(built.adapter.model, pulse.beat)
+    listen_for_long_work(pulse.note_long_work)
+    pulse.beat()  # from here on silence counts
+    loop = CoreLoop(
+        built.core,
+        start.endpoint,
+        on_step=metrics.on_step,
+        on_progress=pulse.beat,
+        idle_s=get_idle_interval(options.core_stall_timeout),
+    )
+    return loop, info
 
 
 def _try_core(built: Core, source: Source, loaded: LoadedConfig, media: MediaOptions) -> Core:

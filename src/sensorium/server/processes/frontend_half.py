@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -27,9 +28,11 @@ from sensorium.render.answers.interface import AnswerFormat
 from sensorium.render.chat_options import load_chat_template
 from sensorium.render.own_templates import get_template_text
 from sensorium.server.http.app import make_app
-from sensorium.server.http.http_protocol import LimitedHttpProtocol
+from sensorium.server.http.unread import WatchedHttpProtocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.metrics.memory import get_frontend_name
+from sensorium.server.metrics.metric_set import write_as
 from sensorium.server.options import (
     ServeOptions,
     make_engine_options,
@@ -39,6 +42,8 @@ from sensorium.server.options import (
 from sensorium.server.processes.control import (
     Channel,
     CoreDown,
+    CoreResumed,
+    CoreStalled,
     CoreUp,
     Drain,
     Serving,
@@ -167,6 +172,7 @@ async def _serve(
     start: StartFrontend, half: FrontendHalf, messages: Messages, tell_serving: Callable[[], None]
 ) -> None:
     options, perception, engine = start.options, half.perception, half.engine
+    write_as(get_frontend_name(start.index))
     metrics = FrontendMetrics(options.model_names[0])
 
     def sync() -> None:
@@ -218,6 +224,8 @@ async def _obey(
             await engine.connect(message.info)
         elif isinstance(message, CoreDown):
             engine.disconnect(message.reason)
+        elif isinstance(message, CoreStalled | CoreResumed):
+            engine.is_stalled = isinstance(message, CoreStalled)
         elif isinstance(message, Drain):
             server.should_exit = True
             ends.append(asyncio.create_task(_close_late(engine, shutdown_timeout_s)))
@@ -239,7 +247,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",  # it is there already
-        http=LimitedHttpProtocol,
+        http=partial(WatchedHttpProtocol, stream_timeout_s=options.stream_timeout),  # type: ignore[arg-type]
         backlog=_BACKLOG,
         log_config=None,
         access_log=options.access_log,

@@ -10,7 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from sensorium.server.metrics.memory import MetricMemory, list_writers
 from sensorium.server.options import ServeOptions
+from sensorium.server.processes.pulse import Pulse
 from sensorium.types.errors import RequestError
 
 # A socket's path has 107 characters at most (man 7 unix); its name needs some of them.
@@ -29,12 +31,16 @@ class Premises:
             self.shm_fd = _reserve_memory(options)
             if self.shm_fd is not None:
                 stack.callback(os.close, self.shm_fd)
+            self.pulse = stack.enter_context(Pulse.create())
             self.directory = _make_directory()
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
-            self.metrics_directory = self.directory / "metrics"
-            self.metrics_directory.mkdir()
+            self._metrics = stack.enter_context(_make_metrics(self.directory, options))
             self.url = _make_url(options.host, self.listener)
             self._stack = stack.pop_all()
+
+    @property
+    def metrics_directory(self) -> Path:
+        return self._metrics.directory
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
@@ -77,11 +83,28 @@ def _make_url(host: str, listener: socket.socket) -> str:
 
 def _make_directory() -> Path:
     """For its owner alone."""
-    directory = tempfile.mkdtemp(prefix="sensorium-")
-    if len(directory) > _MAX_DIRECTORY_LENGTH:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="sensorium-", dir=_SHORT_DIRECTORY)
+    try:
+        directory = tempfile.mkdtemp(prefix="sensorium-")
+        if len(directory) > _MAX_DIRECTORY_LENGTH:
+            os.rmdir(directory)
+            directory = tempfile.mkdtemp(prefix="sensorium-", dir=_SHORT_DIRECTORY)
+    except OSError as error:
+        raise _make_no_room_error(error) from error
     return Path(directory)
+
+
+def _make_metrics(directory: Path, options: ServeOptions) -> MetricMemory:
+    try:
+        return MetricMemory(directory / "metrics", list_writers(options.api_server_count))
+    except OSError as error:
+        raise _make_no_room_error(error) from error
+
+
+def _make_no_room_error(error: OSError) -> RequestError:
+    return RequestError(
+        "the server's sockets and metrics find no room in the directory for temporary files "
+        f"(TMPDIR chooses it): {error.strerror or error}"
+    )
 
 
 def _reserve_memory(options: ServeOptions) -> int | None:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from sensorium.engine.core_info import CoreInfo
-from sensorium.server.metrics.collect import mark_dead
+from sensorium.server.metrics.collect import clear_gauges
+from sensorium.server.metrics.memory import CORE, PARENT, get_frontend_name
 from sensorium.server.metrics.metric_set import use_directory
 from sensorium.server.metrics.supervisor import SupervisorMetrics
 from sensorium.server.options import ServeOptions
@@ -38,6 +39,8 @@ from sensorium.server.processes.child_process import (
 from sensorium.server.processes.control import (
     CoreDown,
     CoreReady,
+    CoreResumed,
+    CoreStalled,
     CoreUp,
     Drain,
     Failed,
@@ -50,6 +53,7 @@ from sensorium.server.processes.control import (
 )
 from sensorium.server.processes.load_log import log_load
 from sensorium.server.processes.premises import Premises
+from sensorium.server.processes.pulse import StallWatch, get_look_interval
 from sensorium.server.processes.restarts import RestartPolicy
 from sensorium.types.errors import SensoriumError
 
@@ -86,6 +90,7 @@ class Supervisor:
         self._children: set[ChildProcess] = set()
         self._core: ChildProcess | None = None
         self._core_info: CoreInfo | None = None  # of a core that is ready
+        self._is_core_stalled = False
         self._frontends: dict[str, ChildProcess] = {}  # by identity
         self._serving: set[str] = set()
         self._is_ready = False
@@ -98,7 +103,7 @@ class Supervisor:
         """
         with Premises(self._options) as self._premises, self._handling_signals():
             self._announcer.announce_start()
-            use_directory(self._premises.metrics_directory)
+            use_directory(self._premises.metrics_directory, writer=PARENT)
             self._metrics = SupervisorMetrics(self._options.model_names[0])
             self._environment = make_environment(self._premises.metrics_directory)
             cores = []
@@ -153,15 +158,51 @@ class Supervisor:
             socket_dir=str(premises.directory),
             life=life,
             shm_fd=premises.shm_fd,
+            pulse_fd=premises.pulse.fd if self._options.core_stall_timeout else None,
         )
-        self._core = core = await self._spawn("core", self._commands.core, start)
+        premises.pulse.clear()
+        inherited_fds = () if start.pulse_fd is None else (start.pulse_fd,)
+        command = self._commands.core
+        self._core = core = await self._spawn(CORE, command, start, inherited_fds=inherited_fds)
+        watch = asyncio.create_task(self._watch_core(core))
 
         def forget() -> None:
+            watch.cancel()
             self._core = self._core_info = None
+            self._is_core_stalled = False
             self._tell_frontends(CoreDown(_CORE_LOST))
             Path(start.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
         return await self._follow(core, self._on_core_message, forget)
+
+    async def _watch_core(self, core: ChildProcess) -> None:
+        """Tell the frontends when a core that is ready makes no progress, and kill it if that goes
+        on. `forget` of its life cancels this.
+        """
+        limit_s = self._options.core_stall_timeout
+        watch = StallWatch(limit_s)
+        while limit_s:
+            await asyncio.sleep(get_look_interval(limit_s))
+            if self._core_info is None:
+                continue
+            verdict = watch.look(time.monotonic(), self._premises.pulse.read())
+            if verdict == "lost":
+                logger.error("the core made no progress for %g s and is killed", 2 * limit_s)
+                core.kill()
+                return
+            if (verdict == "stalled") != self._is_core_stalled:
+                self._note_stall(is_stalled=verdict == "stalled")
+
+    def _note_stall(self, *, is_stalled: bool) -> None:
+        self._is_core_stalled = is_stalled
+        if not is_stalled:
+            logger.warning("the core moves again")
+            self._tell_frontends(CoreResumed())
+            return
+        self._metrics.count_stall()
+        limit_s = self._options.core_stall_timeout
+        logger.error("the core has made no progress for %g s", limit_s)
+        self._tell_frontends(CoreStalled())
 
     def _make_frontend_life(self, index: int) -> Callable[[int], Awaitable[str]]:
         async def live(life: int) -> str:
@@ -179,11 +220,13 @@ class Supervisor:
             socket_dir=str(premises.directory),
             shm_fd=premises.shm_fd,
         )
-        name, command = f"frontend-{index}", self._commands.frontend
+        name, command = get_frontend_name(index), self._commands.frontend
         frontend = await self._spawn(name, command, start, inherited_fds=[start.listen_fd])
         self._frontends[identity] = frontend
         if self._core_info is not None:
             frontend.send(CoreUp(self._core_info))
+            if self._is_core_stalled:
+                frontend.send(CoreStalled())
 
         def forget() -> None:
             del self._frontends[identity]
@@ -236,7 +279,7 @@ class Supervisor:
         forget()
         end = await child.wait_until_ended()
         self._children.discard(child)
-        mark_dead(child.process_id, self._premises.metrics_directory)
+        clear_gauges(child.name, self._premises.metrics_directory)
         return failure or f"the process of {child.name} ended with {end}"
 
     def _on_core_message(self, message: FromChild) -> None:
@@ -249,7 +292,9 @@ class Supervisor:
             self._announcer.announce_core(message.info.description)
         self._tell_frontends(CoreUp(message.info))
 
-    def _tell_frontends(self, message: CoreUp | CoreDown | Drain) -> None:
+    def _tell_frontends(
+        self, message: CoreUp | CoreDown | CoreStalled | CoreResumed | Drain
+    ) -> None:
         for frontend in self._frontends.values():
             frontend.send(message)
 

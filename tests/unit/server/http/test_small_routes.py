@@ -39,6 +39,16 @@ def test_health_is_that_of_the_engine() -> None:
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] is None
 
 
+def test_an_engine_that_makes_no_progress_is_not_healthy() -> None:
+    engine = ScriptedEngine(is_stalled=True)
+    with serve(engine) as running, running.client() as client:
+        response = client.get("/health")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == "engine_stalled"
+        engine.is_stalled = False
+        assert client.get("/health").status_code == 200
+
+
 def test_the_version_is_that_of_the_package(server: RunningServer) -> None:
     from importlib.metadata import version
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sensorium.server.metrics.collect import mark_dead
+from sensorium.server.metrics.collect import clear_gauges
 from sensorium.server.metrics.definitions import ALIASES, DEFINITIONS
 from sensorium.types.request import FinishReason
 from tests.unit.server.metrics import writers
@@ -75,7 +75,7 @@ def test_a_killed_process_leaves_its_counters_and_takes_its_gauges(
     tmp_path: Path, pair: list[subprocess.Popen[str]]
 ) -> None:
     writers.kill(pair[1])
-    mark_dead(pair[1].pid, tmp_path)
+    clear_gauges(str(pair[1].pid), tmp_path)
     values = writers.read(tmp_path)
     assert values.get("vllm:request_success_total", finished_reason="abort") == 7
     assert values.get("vllm:time_to_first_token_seconds_count") == 7
@@ -108,7 +108,7 @@ import os, pathlib
 directory = pathlib.Path(os.environ.pop("PROMETHEUS_MULTIPROC_DIR"))
 from sensorium.server.metrics.metric_set import use_directory
 from sensorium.server.metrics.supervisor import SupervisorMetrics
-use_directory(directory)
+use_directory(directory, writer="parent")
 metrics = SupervisorMetrics("tiny")
 metrics.count_restart("core")
 metrics.count_restart("core")

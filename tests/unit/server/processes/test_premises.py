@@ -28,6 +28,12 @@ def test_the_directory_is_for_its_owner_alone_and_goes_with_the_server() -> None
     assert not premises.directory.exists()
 
 
+def test_a_directory_that_takes_nothing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc")
+    with pytest.raises(RequestError, match="find no room in the directory for temporary files"):
+        Premises(ServeOptions(model="m", port=0))
+
+
 def test_paths_of_sockets_stay_short_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

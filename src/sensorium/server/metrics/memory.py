@@ -1,0 +1,65 @@
+"""Where the metrics of all processes lie: anonymous memory that the parent makes before the others.
+
+`prometheus_client` writes mapped files in a directory. On a disk that fills up, the first touch of
+a page that has no block ends the process with SIGBUS. So the files here are links to anonymous
+memory (`memfd_create`), which is reserved when it is made, has no name and needs no disk.
+
+Owns the descriptors. The links lead through `/proc/PID/fd` of the process that made them, so that
+the others inherit nothing. A writer's files outlive it: the next life of the same process goes on
+with their numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+PARENT = "parent"
+CORE = "core"
+# Kinds of files, as `prometheus_client` names them, and how many bytes are reserved for each: about
+# twice what all series of the table take. What is more than that is taken from the system's memory
+# when it is needed.
+_NUM_BYTES = {"counter": 2**16, "gauge_livesum": 2**16, "histogram": 2**18}
+
+
+def get_frontend_name(index: int) -> str:
+    """Return the name under which the `index`-th frontend writes."""
+    return f"frontend-{index}"
+
+
+def list_writers(num_frontends: int) -> list[str]:
+    return [PARENT, CORE, *map(get_frontend_name, range(num_frontends))]
+
+
+def get_path(directory: Path, kind: str, writer: str) -> Path:
+    """Return the path of the file with a writer's values of a kind."""
+    return directory / f"{kind}_{writer}.db"
+
+
+class MetricMemory:
+    """The files of all `writers`, in a directory that this makes. An `OSError` if that fails."""
+
+    def __init__(self, directory: Path, writers: Iterable[str]) -> None:
+        self.directory = directory
+        with ExitStack() as stack:
+            directory.mkdir()
+            for writer in writers:
+                for kind, num_bytes in _NUM_BYTES.items():
+                    fd = os.memfd_create("sensorium-metrics", os.MFD_CLOEXEC)
+                    stack.callback(os.close, fd)
+                    os.posix_fallocate(fd, 0, num_bytes)
+                    get_path(directory, kind, writer).symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """Let go of the memory; it is freed when no process has it mapped."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

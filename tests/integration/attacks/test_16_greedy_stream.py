@@ -1,0 +1,101 @@
+"""Row 16: one request for many completions, and streams that are not read, hold up nobody."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from attacks.greedy_stream import attack, is_ended, open_stream
+from attacks.neighbours import Neighbours
+from tests.integration.serving import ServerProcess, serve, wait_until
+
+pytestmark = pytest.mark.xdist_group("attack-16")
+
+MODEL = "sensorium-mini"
+STREAM_TIMEOUT_S = 8.0
+BOUND_S = 60.0
+RUNNING = "vllm:num_requests_running"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    flags = ("--max-num-seqs", "16", "--max-n", "128", "--stream-timeout", str(STREAM_TIMEOUT_S))
+    with serve(MODEL, *flags) as server:
+        yield server
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    def is_idle() -> bool:
+        metrics = server.get_metrics()
+        return metrics[RUNNING] == metrics["sensorium:http_requests_in_flight"] == 0
+
+    wait_until(is_idle, "the server has nothing to do", 120)
+
+
+def test_neighbours_of_128_completions_that_nobody_reads_are_answered(
+    server: ServerProcess,
+) -> None:
+    neighbours = Neighbours(server.get_url())
+    with attack(server.get_url()):
+        wait_until(lambda: server.get_metrics()[RUNNING] == 16, "it has all seats", 120)
+        answers = neighbours.ask_while(lambda: False, min_rounds=3)
+        assert neighbours.list_faults(answers) == []
+        assert max(answer.seconds for answer in answers) < BOUND_S
+        preempted = server.get_metrics()["vllm:num_preemptions_total"]
+        assert preempted <= len(answers)
+    wait_until_idle(server)
+
+
+def test_a_stream_that_is_not_read_is_ended_and_its_request_with_it(server: ServerProcess) -> None:
+    aborted = 'vllm:request_success_total{finished_reason="abort"}'
+    before = server.get_metrics()[aborted]
+    # More than the kernel and the connection's buffer take together.
+    with open_stream(server.get_url(), n=64, max_tokens=4000) as connection:
+        wait_until(lambda: server.get_metrics()[RUNNING] > 0, "it runs", 120)
+        wait_until_idle(server)
+        assert server.get_metrics()[aborted] - before == 64
+        assert is_ended(connection)
+    server.wait_for_output("a client read nothing for 8 s")
+
+
+def read_slowly(connection: socket.socket, seconds: float) -> int:
+    """Read a few kilobytes four times a second, for so long; return their number."""
+    num_bytes, deadline = 0, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        chunk = connection.recv(2**14)
+        assert chunk, "the server has ended a stream that is read"
+        num_bytes += len(chunk)
+        time.sleep(0.25)
+    return num_bytes
+
+
+def test_a_client_that_reads_slowly_keeps_its_stream(server: ServerProcess) -> None:
+    with open_stream(server.get_url(), n=16, max_tokens=4000) as connection:
+        num_bytes = read_slowly(connection, 3 * STREAM_TIMEOUT_S)
+        assert num_bytes > 2**14
+        assert server.get_metrics()["sensorium:http_requests_in_flight"] == 1
+    wait_until_idle(server)
+
+
+def test_more_completions_than_the_server_makes_are_refused() -> None:
+    with serve(MODEL, "--max-n", "4") as server:
+        chat = {"messages": [{"role": "user", "content": "hello"}], "n": 5, "max_tokens": 1}
+        for path, body, param in (
+            ("/v1/chat/completions", chat, "n"),
+            ("/v1/completions", {"prompt": "hello", "n": 5, "max_tokens": 1}, "n"),
+            (
+                "/inference/v1/generate",
+                {"token_ids": [1, 2], "sampling_params": {"n": 5, "max_tokens": 1}},
+                "sampling_params.n",
+            ),
+        ):
+            response = server.post(path, body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param
+            assert "at most (--max-n)" in error["message"]
+        response = server.post("/v1/chat/completions", {**chat, "n": 4})
+        assert len(response.json()["choices"]) == 4
