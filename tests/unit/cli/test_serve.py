@@ -97,9 +97,9 @@ def test_several_frontends_share_their_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("num_frontends", "num_cores", "expected"),
-    [(1, 1, 1), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 1)],
+    [(1, 1, 2), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 2)],
 )
-def test_the_pool_is_a_part_of_the_cores_divided_among_frontends(
+def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_least(
     num_frontends: int, num_cores: int, expected: int
 ) -> None:
     assert serve.choose_pool_size(num_frontends, num_cores) == expected
