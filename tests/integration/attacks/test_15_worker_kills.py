@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from attacks.neighbours import PICTURE, make_new_picture, make_picture_part
 
+from attacks.neighbours import PICTURE, make_new_picture, make_picture_part
 from tests.integration.serving import ServerProcess, kill, wait_until
 
 pytestmark = pytest.mark.xdist_group("attack_15")
