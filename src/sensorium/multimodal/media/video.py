@@ -135,7 +135,9 @@ def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimi
 def _check_work(
     num_frames: int, metadata: Metadata, limits: MediaLimits, budget: WorkBudget
 ) -> None:
-    """Of those that have to be decoded, by what the container says of them."""
+    """Raise `RequestError` if the frames that have to be decoded are too many pixels in all, by the
+    sizes in the container, and `CostlyItemError` if they are more work than the budget has.
+    """
     width, height = metadata["width"], metadata["height"]
     if num_frames * width * height > limits.max_decoded_pixels:
         raise RequestError(
@@ -154,7 +156,9 @@ def _read_frames(
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
         for frame in container.decode(_get_stream(container, limits)):
             check_num_pixels(frame.width, frame.height, limits)
-            num_pixels += frame.width * frame.height  # which may be more than the container says
+            num_pixels += (
+                frame.width * frame.height
+            )  # a frame may be larger than the container claims
             if num_pixels > limits.max_decoded_pixels:
                 raise RequestError(
                     f"its frames have more than {limits.max_decoded_pixels} pixels in all, "

@@ -217,8 +217,9 @@ class Slot:
 
 
 def _make_loss(job: PoolJob) -> SensoriumError:
-    """The item is at fault only if every worker that had it crashed by itself. A worker that was
-    killed from outside, once or more, says nothing about the item: the caller may try again.
+    """Return the error for a job that has lost all its workers. The item is at fault only if every
+    one of them crashed by itself. A worker that was killed from outside proves nothing against the
+    item, so the caller may try again.
     """
     if job.num_crashes == job.num_lost:
         return RequestError(f"the process that worked on it crashed ({job.num_lost} times)")
