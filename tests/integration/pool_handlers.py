@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sensorium.multimodal.pool.handler import CostlyJobError
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 
@@ -21,9 +22,13 @@ class Servant:
     def __init__(self, settings: bytes) -> None:
         self._directory = Path(settings.decode())
         self._num_acknowledged = 0
+        self._max_cost_s = 0.0
 
-    def __call__(self, job: bytes, block: memoryview) -> tuple[bytes, dict[str, Any]]:
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, dict[str, Any]]:
         word, _, argument = job.decode().partition(" ")
+        self._max_cost_s = max_cost_s
         result = getattr(self, f"do_{word}")(argument, block)
         return result if isinstance(result, tuple) else (str(result).encode(), {})
 
@@ -81,6 +86,17 @@ class Servant:
         while not (self._directory / argument).exists() and time.monotonic() < ends_at:
             time.sleep(0.005)
         return argument
+
+    def do_be_long(self, argument: str, block: memoryview) -> str:
+        """Work of a minute by its own estimate, which ends when the test makes a file."""
+        if self._max_cost_s < 60.0:
+            (self._directory / f"costly-{argument}").touch()
+            raise CostlyJobError(60.0)
+        (self._directory / f"long-{argument}").touch()
+        return self.do_wait_for("release", block)
+
+    def do_eat(self, _: str, __: memoryview) -> None:
+        raise MemoryError
 
     def do_abort(self, _: str, __: memoryview) -> None:
         os.abort()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sensorium import RequestError
+from sensorium import CapacityError, RequestError
 from sensorium.multimodal.perceiver import Perceiver
 from tests.integration.perceiving import (
     CACHE_TYPES,
@@ -224,8 +224,8 @@ def test_an_item_that_takes_too_long_is_refused(
     llm, backend = llm_of("lru"), EndlessBackend()
     perceiver = llm.perception.perceiver
     monkeypatch.setattr(perceiver, "backend", backend)
-    limits = replace(perceiver.limits, process_deadline_s=0.02)
+    limits = replace(perceiver.limits, process_deadline_s=0.02, process_wait_s=0.02)
     monkeypatch.setattr(perceiver, "limits", limits)
-    with pytest.raises(RequestError, match="image 0: it could not be processed in time"):
+    with pytest.raises(CapacityError, match="it could not be processed in time"):
         process(llm, make_prompt(make_new_png()))
     assert backend.num_cancelled == 1

@@ -17,7 +17,7 @@ from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.errors import CapacityError, RequestError
 from tests.media_files import make_pixels, write_image
 
 pytestmark = pytest.mark.xdist_group("pool_perception")
@@ -100,7 +100,7 @@ def test_a_pool_that_can_not_start_is_told_as_before(
     """Nothing goes on in this process as if it were meant to."""
     monkeypatch.setattr("sensorium.engine.perception._HANDLER", "json:no_such_factory")
     with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, pool):
-        with pytest.raises(ModelError):
+        with pytest.raises(CapacityError):
             pool.wait_until_ready(READY_S)
-        with pytest.raises(ModelError, match="media can't be processed"):
+        with pytest.raises(CapacityError, match="media can't be processed"):
             perceive(perception.perceiver, make_item())

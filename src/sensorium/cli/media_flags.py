@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sensorium.engine.media_options import MediaKwargs
 
 _MEBIBYTE = 2**20
+_MEGAPIXEL = 10**6
 _MAX_GIBIBYTES = 2.0**20
 _MAX_POOL_SIZE = 128
 _NAMES = (
@@ -76,7 +77,8 @@ def _add_cache_kind(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
 
 def _add_processing(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
     most = (
-        "of each frontend; 0: its own (default: half of the cores, 4 at most, divided among them)"
+        "of each frontend; 0: its own (default: half of the cores, 4 at most, divided among "
+        "them, and 2 at least)"
     )
     group.add_argument(
         "--mm-processor-pool-size",
@@ -85,6 +87,24 @@ def _add_processing(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
         metavar="N",
         help="processes that decode and process media"
         + (f", {most}" if is_server else " (default 0: this one)"),
+    )
+    group.add_argument(
+        "--media-process-deadline",
+        type=float,
+        metavar="SECONDS",
+        help="for decoding and processing an item, from the start of that work (default 120)",
+    )
+    group.add_argument(
+        "--media-process-wait",
+        type=float,
+        metavar="SECONDS",
+        help="for which an item may wait until a process is free for it (default 120)",
+    )
+    group.add_argument(
+        "--max-decoded-megapixels",
+        type=at_least(1),
+        metavar="N",
+        help="a video whose frames to decode have more pixels in all is refused (default 20000)",
     )
     group.add_argument(
         "--mm-hasher-algorithm",
@@ -143,9 +163,17 @@ def make_llm_media(arguments: argparse.Namespace) -> MediaKwargs:
 
 
 def _make_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    limits = {"allow_private_addresses": arguments.allow_private_media_addresses}
+    limits: dict[str, Any] = {
+        "allow_private_addresses": arguments.allow_private_media_addresses,
+    }
     if arguments.max_media_mb is not None:
         limits["max_bytes"] = arguments.max_media_mb * _MEBIBYTE
     if arguments.media_deadline is not None:
         limits["deadline_s"] = arguments.media_deadline
+    if arguments.media_process_deadline is not None:
+        limits["process_deadline_s"] = arguments.media_process_deadline
+    if arguments.media_process_wait is not None:
+        limits["process_wait_s"] = arguments.media_process_wait
+    if arguments.max_decoded_megapixels is not None:
+        limits["max_decoded_pixels"] = arguments.max_decoded_megapixels * _MEGAPIXEL
     return limits

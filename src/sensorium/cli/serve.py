@@ -17,6 +17,7 @@ from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import ModelError
 
+_MIN_POOL_SIZE = 2
 _MAX_POOL_SIZE = 4
 _MAX_SHM_MEMBERS = 256  # processes that may share the memory of a cache
 _DESCRIPTION = """Serve a model over HTTP, by OpenAI's API. One process computes, others serve;
@@ -129,9 +130,10 @@ def _choose_pool(arguments: argparse.Namespace) -> None:
 
 
 def choose_pool_size(num_frontends: int, num_cores: int) -> int:
-    """Processes that each frontend has for media: a part of the cores, divided among them."""
-    total = max(1, min(_MAX_POOL_SIZE, num_cores // 2))
-    return max(1, total // num_frontends)
+    """Processes that each frontend has for media: a part of the cores, divided among them, and two
+    at least, so that a picture does not wait for the end of a long video.
+    """
+    return max(_MIN_POOL_SIZE, min(_MAX_POOL_SIZE, num_cores // 2) // num_frontends)
 
 
 def _get_num_cores() -> int:

@@ -17,6 +17,7 @@ from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.embeds_backend import EmbedsBackend
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import (
+    EARLY_COST_S,
     EarlyBackend,
     InProcessBackend,
     ItemBackend,
@@ -130,13 +131,14 @@ def build_perception(
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     pool = _build_pool(options, store, directory, trust_remote_code, warm_modalities)
-    in_process = InProcessBackend(ItemWorker(processor, limits))
+    worker = ItemWorker(processor, limits)
 
     def make_backend(*, keep: bool) -> ItemBackend:
         if pool is None:
-            return in_process
-        late = PoolBackend(pool, processor, keep=keep, deadline_s=limits.process_deadline_s)
-        return EarlyBackend(pool, in_process, late) if starts_early else late
+            return InProcessBackend(worker)
+        late = PoolBackend(pool, processor, limits, keep=keep)
+        early = InProcessBackend(worker, max_cost_s=EARLY_COST_S)
+        return EarlyBackend(pool, early, late) if starts_early else late
 
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
     readonly_layouts = layouts if has_sized_images(processor) else None

@@ -4,19 +4,26 @@ other is there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from sensorium.multimodal.item_cost import estimate_cost_s
 from sensorium.multimodal.item_messages import decode_reply, encode_job
 from sensorium.multimodal.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.pool.jobs import PoolReply
+from sensorium.multimodal.media.work_budget import CostlyItemError
+from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.times import ItemTimes
 from sensorium.types.transfer import ShmReference
+
+EARLY_COST_S = SHORT_S  # of items that a frontend processes itself before its pool is there
+_KILL_DELAY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +45,17 @@ class ItemBackend(Protocol):
 class InProcessBackend:
     """`start` returns when the item is done."""
 
-    def __init__(self, worker: ItemWorker) -> None:
+    def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
         self._worker = worker
+        self._max_cost_s = max_cost_s
 
     def start(self, job: ItemJob, media: object) -> Flight:
+        """Raise `CostlyItemError` for an item that is more work than `max_cost_s`."""
+        cost_s = estimate_cost_s(job.modality, media, self._worker.limits)
+        if cost_s is not None and cost_s > self._max_cost_s:
+            raise CostlyItemError(cost_s)
         plain = media.data if isinstance(media, MediaBytes) else media
-        item, times = self._worker.process(job, plain)
+        item, times = self._worker.process(job, plain, max_cost_s=self._max_cost_s)
         return FinishedFlight(FinishedItem(result=item, times=times))
 
 
@@ -51,14 +63,15 @@ class PoolBackend:
     """`keep`: results are put into the shared store that the pool's processes know."""
 
     def __init__(
-        self, pool: ProcessPool, processor: MultiModalProcessor, *, keep: bool, deadline_s: float
+        self, pool: ProcessPool, processor: MultiModalProcessor, limits: MediaLimits, *, keep: bool
     ) -> None:
         self._pool = pool
         self._processor = processor
+        self._limits = limits
         self._keep = keep
-        self._deadline_s = deadline_s
 
     def start(self, job: ItemJob, media: object) -> Flight:
+        cost_s = estimate_cost_s(job.modality, media, self._limits)
         message, blocks = encode_job(job, media, processor=self._processor, keep=self._keep)
 
         def as_result(reply: PoolReply) -> FinishedItem:
@@ -73,15 +86,24 @@ class PoolBackend:
             )
             return FinishedItem(result=item, times=decoded.times)
 
-        return self._pool.submit(message, blocks, deadline_s=self._deadline_s, on_reply=as_result)
+        return self._pool.submit(
+            message,
+            blocks,
+            wait_s=self._limits.process_wait_s,
+            # A decoder ends by itself at its deadline; it is killed only if it does not.
+            deadline_s=self._limits.process_deadline_s + _KILL_DELAY_S,
+            cost_s=cost_s,
+            on_reply=as_result,
+        )
 
 
 class EarlyBackend:
     """In the caller's thread until the pool has a worker that is ready, and in the pool from then
     on. For frontends that serve before their pool is there: nobody waits for its imports.
 
-    What holds in process holds here: limits on size are kept, but work that has begun can't be
-    cut off by a deadline, nor is a crash of a decoder the worker's alone.
+    What is long work waits for the pool all the same. What holds in process holds here: limits on
+    size are kept, but a processor's work that has begun can't be cut off by a deadline, nor is a
+    crash of a decoder the worker's alone.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -90,5 +112,9 @@ class EarlyBackend:
         self._late = late
 
     def start(self, job: ItemJob, media: object) -> Flight:
-        backend = self._early if self._pool.is_starting else self._late
-        return backend.start(job, media)
+        if self._pool.is_starting:
+            try:
+                return self._early.start(job, media)
+            except CostlyItemError:  # the pool starts with this job, if it has not yet
+                pass
+        return self._late.start(job, media)

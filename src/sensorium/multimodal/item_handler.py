@@ -17,6 +17,8 @@ from sensorium.multimodal.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.memory_limit import limit_memory_growth
+from sensorium.multimodal.media.work_budget import CostlyItemError
+from sensorium.multimodal.pool.handler import CostlyJobError
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalKwargsItem
@@ -88,9 +90,14 @@ class ItemHandler:
         self._worker = worker
         self._store = store
 
-    def __call__(self, job: bytes, block: memoryview) -> tuple[bytes, MultiModalKwargsItem]:
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
         item_job, media, keep = decode_job(job, block)
-        item, times = self._worker.process(item_job, media)
+        try:
+            item, times = self._worker.process(item_job, media, max_cost_s=max_cost_s)
+        except CostlyItemError as error:
+            raise CostlyJobError(error.cost_s) from error
         if item.layout is None:
             raise InvariantError("an item was processed and has no layout")
         reference = None

@@ -23,7 +23,7 @@ from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import Flight, SingleFlight
-from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.multimodal import ItemLayout, ProcessedItem
 
 # Processors that were held against themselves over many sizes: tests/integration/test_layouts.py.
@@ -103,10 +103,10 @@ class SizeLayouts:
             return self._backend.start(blank, Image.new("RGB", size))
 
         try:
-            timeout_s = 2 * self._limits.process_deadline_s
+            timeout_s = self._limits.flight_timeout_s
             finished = self._flights.get(key, start, timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:
-            raise RequestError("it could not be processed in time") from error
+        except TimeoutError as error:  # whose fault it is can't be seen from here
+            raise CapacityError("it could not be processed in time") from error
         result = finished.result
         if not isinstance(result, ProcessedItem) or result.layout is None:
             raise InvariantError("a blank image was processed to no layout")

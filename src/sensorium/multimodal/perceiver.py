@@ -299,10 +299,10 @@ class _ItemCall:
         began = time.monotonic()
         try:
             # A flight has a deadline of its own, but may begin anew.
-            timeout_s = 2 * perceiver.limits.process_deadline_s
+            timeout_s = perceiver.limits.flight_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:
-            raise RequestError("it could not be processed in time") from error
+        except TimeoutError as error:  # whose fault it is can't be seen from here
+            raise CapacityError("it could not be processed in time") from error
         if not waiter.is_leader:
             self.times.add({"wait": time.monotonic() - began})
         elif finished is not None:

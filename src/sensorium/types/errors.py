@@ -4,7 +4,7 @@ SensoriumError
 ├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
 │   ├── MediaFetchError    the caller or its host: the media can't be had (HTTP 422)
 │   ├── MissingMediaError  the caller: media said to be cached is not (HTTP 409)
-│   ├── FailedRequestError us: a step of the engine failed, with this request in it (HTTP 500)
+│   ├── FailedRequestError us: a step of the engine, or the work on an item, failed (HTTP 500)
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    nobody: no room right now, worth trying again (HTTP 429 / 503)
 │   └── EngineLostError    us: the engine ended while it had the request (HTTP 503)
@@ -39,7 +39,9 @@ class MissingMediaError(RequestError):
 
 
 class FailedRequestError(RequestError):
-    """A step of the engine failed, and the request with it; the same request may succeed later."""
+    """A step of the engine or the work on an item failed, and the request with it, by our fault;
+    the same request may succeed later.
+    """
 
 
 def add_label(error: RequestError, label: str | None) -> RequestError:
@@ -57,6 +59,11 @@ class ModelError(RequestError):
 
 class CapacityError(SensoriumError):
     """There is no room at this moment; the same request may succeed later."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        # After how many seconds it is worth trying again.
+        self.retry_after_s = retry_after_s
 
 
 class EngineLostError(CapacityError):

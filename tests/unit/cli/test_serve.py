@@ -63,12 +63,15 @@ def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--mm-shm-cache-max-object-size-mb=9", "--mm-processor-pool-size=0"),
         *("--mm-hasher-algorithm=sha512", "--mm-processor-kwargs", '{"a": 1}', "--max-media-mb=3"),
         *("--allowed-media-domains=x.org", "--allow-private-media-addresses", "--media-deadline=2"),
+        *("--media-process-deadline=7", "--media-process-wait=8.5", "--max-decoded-megapixels=9"),
     )
     media = make_media_options(options)
     assert (media.capacity_bytes, media.has_shared_memory) == (2**29, True)
     assert (media.max_object_bytes, media.mm_processor_pool_size) == (9 * 2**20, 0)
     limits = media.get_limits()
     assert (limits.max_bytes, limits.deadline_s) == (3 * 2**20, 2.0)
+    assert (limits.process_deadline_s, limits.process_wait_s) == (7.0, 8.5)
+    assert limits.max_decoded_pixels == 9_000_000
     assert (limits.allow_private_addresses, limits.allowed_domains) == (True, {"x.org"})
 
 
@@ -97,9 +100,9 @@ def test_several_frontends_share_their_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("num_frontends", "num_cores", "expected"),
-    [(1, 1, 1), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 1)],
+    [(1, 1, 2), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 2)],
 )
-def test_the_pool_is_a_part_of_the_cores_divided_among_frontends(
+def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_least(
     num_frontends: int, num_cores: int, expected: int
 ) -> None:
     assert serve.choose_pool_size(num_frontends, num_cores) == expected
@@ -124,6 +127,8 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends(
         (["m", "--mm-processor-cache-gb", "-1"], "from 0 to"),
         (["m", "--mm-processor-kwargs", "[]"], "a JSON object is needed"),
         (["m", "--media-deadline", "0"], "deadline_s must be a number above 0"),
+        (["m", "--media-process-wait", "-1"], "process_wait_s must be a number above 0"),
+        (["m", "--max-decoded-megapixels", "0"], "at least 1, not 0"),
         (["m", "--allowed-local-media-path", "/nowhere"], "'/nowhere' is not a directory"),
         (["m", "--chat-template", "/nowhere"], "there is no file '/nowhere'"),
         (["m", "--api-server-count=2", "--mm-processor-cache-type=lru"], "needs --mm-processor-c"),

@@ -48,7 +48,10 @@ def test_an_empty_path_does_not_open_the_working_directory() -> None:
         ("max_redirects", -1),
         ("deadline_s", math.nan),
         ("deadline_s", math.inf),
+        ("max_edge", 0),
+        ("max_decoded_pixels", 0.5),
         ("process_deadline_s", 0),
+        ("process_wait_s", math.inf),
         ("max_duration_s", "long"),
     ],
 )

@@ -20,6 +20,7 @@ from sensorium.multimodal.media.av_container import (
     refuse_if_longer,
 )
 from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.work_budget import WorkBudget, estimate_sound_s
 from sensorium.types.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,17 +33,20 @@ _COVER_PIXELS = 16_000_000  # of a picture in a sound file, which nobody looks a
 _PIECE = 1 << 16  # samples; short frames are gathered, since each resampling call costs
 
 
-def decode_audio(data: bytes, *, sampling_rate: int, limits: MediaLimits) -> Samples:
+def decode_audio(
+    data: bytes, *, sampling_rate: int, limits: MediaLimits, budget: WorkBudget | None = None
+) -> Samples:
     """Of several tracks the first."""
+    budget = budget or WorkBudget()
     with open_container(data, _KIND, max_pixels=_COVER_PIXELS) as container:
         if not container.streams.audio:
             raise RequestError("there is no sound in this file")
         stream = container.streams.audio[0]
         stream.codec_context.thread_count = 1
-        check_duration(container, stream, limits.max_duration_s)
+        budget.expect(estimate_sound_s(check_duration(container, stream, limits.max_duration_s)))
         rate = stream.rate
         check_rate(rate)
-        mono = _read_mono(container.decode(stream), rate, limits.max_duration_s)
+        mono = _read_mono(container.decode(stream), rate, limits.max_duration_s, budget)
         if container.format.name == "ogg" and stream.duration is not None:
             mono = _trim_end(mono, stream.duration * (stream.time_base or 0) * rate)
         mono = _gather(mono)
@@ -72,13 +76,16 @@ def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
     return np.concatenate(list(_resample_pieces([samples], rate, new_rate)))
 
 
-def _read_mono(frames: Iterator[AudioFrame], rate: int, max_duration_s: float) -> Iterator[Samples]:
+def _read_mono(
+    frames: Iterator[AudioFrame], rate: int, max_duration_s: float, budget: WorkBudget
+) -> Iterator[Samples]:
     num_samples = 0
     for frame in frames:
         if frame.sample_rate != rate:
             raise RequestError("the sampling rate of this sound changes on its way")
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
+        budget.spend(estimate_sound_s(frame.samples / rate))
         values = frame.to_ndarray()
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T

@@ -58,14 +58,17 @@ def get_decoder_options(max_pixels: int) -> dict[str, str]:
     return {"max_pixels": str(2 * max_pixels)}
 
 
-def check_duration(container: InputContainer, stream: Stream, max_duration_s: float) -> None:
-    """What the header says; it may say nothing, and it may lie."""
+def check_duration(container: InputContainer, stream: Stream, max_duration_s: float) -> float:
+    """Return the seconds that the header claims, which may be 0, or a lie. Raise `RequestError` if
+    they are too many.
+    """
     durations = [0.0]
     if container.duration is not None:
         durations.append(container.duration / _MICROSECONDS)
     if stream.duration is not None and stream.time_base is not None:
         durations.append(float(stream.duration * stream.time_base))
     refuse_if_longer(max(durations), max_duration_s)
+    return max(durations)
 
 
 def refuse_if_longer(duration_s: float, max_duration_s: float) -> None:

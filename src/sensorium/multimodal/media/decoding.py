@@ -14,6 +14,7 @@ from sensorium.multimodal.media.audio import decode_audio
 from sensorium.multimodal.media.images import WHITE, Colour, decode_image
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.video import ChooseFrames, decode_video
+from sensorium.multimodal.media.work_budget import WorkBudget
 from sensorium.types.errors import InvariantError, RequestError
 
 _VERSION = 1
@@ -72,19 +73,22 @@ def decode(
     limits: MediaLimits,
     sampling_rate: int | None = None,
     choose_frames: ChooseFrames | None = None,
+    budget: WorkBudget | None = None,
 ) -> tuple[object, dict[str, Any] | None]:
     """The item, and of a video what is known of its frames. `options` are resolved ones; a sound
-    needs `sampling_rate`, a video `choose_frames`.
+    needs `sampling_rate`, a video `choose_frames`. Without a `budget` it may take any time.
     """
+    budget = budget or WorkBudget()
     if len(data) > limits.max_bytes:
         raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
     if modality == "image":
         background = cast("Colour", tuple(options["background"]))
-        return decode_image(data, limits=limits, background=background), None
+        return decode_image(data, limits=limits, background=background, budget=budget), None
     if modality == "audio" and sampling_rate is not None:
-        return decode_audio(data, sampling_rate=sampling_rate, limits=limits), None
+        samples = decode_audio(data, sampling_rate=sampling_rate, limits=limits, budget=budget)
+        return samples, None
     if modality == "video" and choose_frames is not None:
-        return decode_video(data, choose_frames=choose_frames, limits=limits)
+        return decode_video(data, choose_frames=choose_frames, limits=limits, budget=budget)
     raise InvariantError(f"{modality} can't be decoded without being told how")
 
 

@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image
 
+from sensorium.multimodal.media.image_header import read_webp_size
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.refusals import refuse_damaged
+from sensorium.multimodal.media.work_budget import WorkBudget, estimate_frames_s
 from sensorium.types.errors import RequestError
 
 # Formats whose decoders read nothing but the bytes they are given and start no other program.
@@ -38,12 +40,20 @@ WHITE = (255, 255, 255)
 Colour = tuple[int, int, int]
 
 
-def decode_image(data: bytes, *, limits: MediaLimits, background: Colour = WHITE) -> Image.Image:
+def decode_image(
+    data: bytes,
+    *,
+    limits: MediaLimits,
+    background: Colour = WHITE,
+    budget: WorkBudget | None = None,
+) -> Image.Image:
     """An RGB image, turned as its EXIF data says; of several frames the first."""
     with refuse_damaged(_KIND):
         check_webp_size(data, limits)
         with open_image(data) as image:
             check_num_pixels(*image.size, limits)
+            if budget is not None:
+                budget.expect(estimate_frames_s(1, *image.size))
             try:
                 image.load()
             except Image.DecompressionBombError as error:
@@ -54,8 +64,14 @@ def decode_image(data: bytes, *, limits: MediaLimits, background: Colour = WHITE
 
 
 def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:
+    """Raise `RequestError` if a picture or a frame of that size is too large."""
     if width * height > limits.max_pixels:
         raise RequestError(f"{_too_many_pixels(limits)} (this one: {width} x {height})")
+    if max(width, height) > limits.max_edge:
+        raise RequestError(
+            f"it is {width} x {height} pixels large, and {limits.max_edge} is the limit for its "
+            "width and for its height"
+        )
 
 
 def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
@@ -91,19 +107,10 @@ def check_webp_size(data: bytes, limits: MediaLimits) -> None:
     """WebP's decoder allocates its canvas when it is made, so its header is read here."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return
-    kind, header = data[12:16], data[20:30]
-    if len(header) < 10:
+    size = read_webp_size(data)
+    if size is None:
         raise RequestError(f"this is not {_KIND} that can be read: truncated or damaged")
-    if kind == b"VP8X":
-        width = int.from_bytes(header[4:7], "little") + 1
-        height = int.from_bytes(header[7:10], "little") + 1
-    elif kind == b"VP8L":
-        sizes = int.from_bytes(header[1:5], "little")
-        width, height = (sizes & 0x3FFF) + 1, (sizes >> 14 & 0x3FFF) + 1
-    else:
-        width = int.from_bytes(header[6:8], "little") & 0x3FFF
-        height = int.from_bytes(header[8:10], "little") & 0x3FFF
-    check_num_pixels(width, height, limits)
+    check_num_pixels(*size, limits)
 
 
 def _too_many_pixels(limits: MediaLimits) -> str:

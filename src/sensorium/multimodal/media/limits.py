@@ -13,8 +13,10 @@ _MAX_DEADLINE_S = 1e8  # three years; the system's clocks take little more
 _COUNTS = {
     "max_bytes": 1,
     "max_pixels": 1,
+    "max_edge": 1,
     "max_frames": 1,
     "max_video_pixels": 1,
+    "max_decoded_pixels": 1,
     "max_process_bytes": 1,
     "max_redirects": 0,
 }
@@ -22,6 +24,7 @@ _TIMES = {
     "max_duration_s": float("inf"),
     "deadline_s": _MAX_DEADLINE_S,
     "process_deadline_s": _MAX_DEADLINE_S,
+    "process_wait_s": _MAX_DEADLINE_S,
 }
 
 
@@ -30,9 +33,11 @@ class MediaLimits:
     """Safe by default: no local files, no private addresses.
 
     `max_bytes`: of an encoded item, wherever it comes from. `max_pixels`: of an image, or of one
-    frame. `max_frames`, `max_video_pixels`: that are kept of a video, after sampling.
-    `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an item, from the first
-    look-up to the last byte. `process_deadline_s`: for decoding and processing it.
+    frame. `max_edge`: of its width and of its height. `max_frames`, `max_video_pixels`: that are
+    kept of a video, after sampling. `max_decoded_pixels`: of all frames of a video that have to be
+    decoded to get at those. `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an
+    item, from the first look-up to the last byte. `process_deadline_s`: for decoding and processing
+    it, from the start of that work. `process_wait_s`: for waiting until a process is free for it.
     `max_process_bytes`: that a process of the pool may take for it.
     `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
     `*.example.com`: all below it); none named means any public one.
@@ -42,11 +47,14 @@ class MediaLimits:
 
     max_bytes: int = 256 * _MEBIBYTE
     max_pixels: int = 100_000_000
+    max_edge: int = 65_535  # the largest that JPEG and GIF can express
     max_frames: int = 2048
     max_video_pixels: int = 1_000_000_000
+    max_decoded_pixels: int = 20_000_000_000  # 1 to 2 minutes of work; 5 minutes of 1080p at 30 fps
     max_duration_s: float = 4 * 3600.0
     deadline_s: float = 30.0
     process_deadline_s: float = 120.0
+    process_wait_s: float = 120.0
     max_process_bytes: int = 8 * 2**30
     max_redirects: int = 5
     allowed_domains: frozenset[str] = field(default_factory=frozenset)
@@ -62,3 +70,8 @@ class MediaLimits:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value <= most:
                 raise ModelError(f"media limits: {name} must be a number above 0, {most:g} at most")
+
+    @property
+    def flight_timeout_s(self) -> float:
+        """The longest that an item can be on its way: it may wait and be worked on twice."""
+        return 2 * (self.process_wait_s + self.process_deadline_s)

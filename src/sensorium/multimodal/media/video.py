@@ -1,8 +1,8 @@
 """Encoded videos to the frames that were chosen, and what processors want to know of them.
 
 The clip is looked through once without decoding, to count its frames; then decoded in order up to
-the last chosen frame. Only chosen frames are kept, in an array that is allocated once, after its
-size was checked.
+the last chosen frame. How many pixels that will be is checked before the first one is decoded. Only
+chosen frames are kept, in an array that is allocated once, after its size was checked.
 
 A clip may end before its packets said it would (hidden frames, a cut file). The frames are then
 chosen again among those that are there, and decoded again: what comes out is what a clip of that
@@ -25,6 +25,7 @@ from sensorium.multimodal.media.av_container import (
 )
 from sensorium.multimodal.media.images import check_num_pixels
 from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.media.work_budget import WorkBudget, estimate_frames_s
 from sensorium.types.errors import InvariantError, RequestError
 
 if TYPE_CHECKING:
@@ -41,13 +42,19 @@ ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
 
 
 def decode_video(
-    data: bytes, *, choose_frames: ChooseFrames, limits: MediaLimits
+    data: bytes,
+    *,
+    choose_frames: ChooseFrames,
+    limits: MediaLimits,
+    budget: WorkBudget | None = None,
 ) -> tuple[Frames, Metadata]:
     """The chosen frames of the first video track."""
-    metadata = _read_metadata(data, limits)
+    budget = budget or WorkBudget()
+    metadata = _read_metadata(data, limits, budget)
     for _ in range(2):
         indices = _check_indices(choose_frames(dict(metadata)), metadata, limits)
-        frames, num_decoded = _read_frames(data, indices, limits)
+        _check_work(indices[-1] + 1, metadata, limits, budget)
+        frames, num_decoded = _read_frames(data, indices, limits, budget)
         if frames is not None:
             height, width = frames.shape[1:3]
             return frames, {**metadata, "width": width, "height": height, "frames_indices": indices}
@@ -57,7 +64,7 @@ def decode_video(
     raise RequestError("there are no frames in this video that can be read")
 
 
-def _read_metadata(data: bytes, limits: MediaLimits) -> Metadata:
+def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Metadata:
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
         stream = _get_stream(container, limits)
         if not (stream.width and stream.height):
@@ -67,9 +74,10 @@ def _read_metadata(data: bytes, limits: MediaLimits) -> Metadata:
             )
         check_num_pixels(stream.width, stream.height, limits)
         check_duration(container, stream, limits.max_duration_s)
-        num_frames = sum(
-            packet.size > 0 and not packet.is_discard for packet in container.demux(stream)
-        )
+        num_frames = 0
+        for packet in container.demux(stream):
+            num_frames += packet.size > 0 and not packet.is_discard
+            budget.check_time()
         if not num_frames:
             raise RequestError("there are no frames in this video")
         rate = stream.average_rate or stream.guessed_rate
@@ -124,13 +132,39 @@ def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimi
         )
 
 
-def _read_frames(data: bytes, indices: list[int], limits: MediaLimits) -> tuple[Frames | None, int]:
+def _check_work(
+    num_frames: int, metadata: Metadata, limits: MediaLimits, budget: WorkBudget
+) -> None:
+    """Raise `RequestError` if the frames that have to be decoded are too many pixels in all, by the
+    sizes in the container, and `CostlyItemError` if they are more work than the budget has.
+    """
+    width, height = metadata["width"], metadata["height"]
+    if num_frames * width * height > limits.max_decoded_pixels:
+        raise RequestError(
+            f"{num_frames} frames of {width} x {height} would have to be decoded, which are "
+            f"{num_frames * width * height} pixels; {limits.max_decoded_pixels} is the limit"
+        )
+    budget.expect(estimate_frames_s(num_frames, width, height))
+
+
+def _read_frames(
+    data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
+) -> tuple[Frames | None, int]:
     """The frames, and how many were decoded: all of them without frames, if it ended too early."""
     kept: Frames | None = None
-    num_kept = num_decoded = 0
+    num_kept = num_decoded = num_pixels = 0
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
         for frame in container.decode(_get_stream(container, limits)):
             check_num_pixels(frame.width, frame.height, limits)
+            num_pixels += (
+                frame.width * frame.height
+            )  # a frame may be larger than the container claims
+            if num_pixels > limits.max_decoded_pixels:
+                raise RequestError(
+                    f"its frames have more than {limits.max_decoded_pixels} pixels in all, "
+                    "which is the limit"
+                )
+            budget.spend(estimate_frames_s(1, frame.width, frame.height))
             if num_decoded == indices[num_kept]:
                 pixels = _to_pixels(frame, kept)
                 if kept is None:

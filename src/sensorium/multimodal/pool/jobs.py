@@ -1,16 +1,21 @@
 """Jobs of the pool, and the bounded queue in which they wait for a worker.
 
+Short jobs pass long ones: a job is taken as if it had come later by the seconds that it is
+estimated to take, ten at most. So a long job is never passed by what came ten seconds after it.
+And long jobs never hold all workers, if there are several: one is left to short ones.
+
 Invariants:
   1. The future of every job that was accepted is settled, once.
   2. A job that was cancelled before a worker took it is never run.
   3. Futures are settled outside the lock, since others' callbacks run then.
+  4. Of several workers, one at least runs no long job.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -18,9 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.multimodal.pool.channel import Buffer
-from sensorium.types.errors import CapacityError, ModelError, RequestError
+from sensorium.types.errors import CapacityError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
+SHORT_S = 0.5  # a job that is estimated to take more is a long one
+_MAX_LAG_S = 10.0  # by which the longest job comes later than a short one
+_MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs, each of which holds up its caller
 _CLOSED = "media can't be processed: the server is stopping"
 
 
@@ -34,14 +42,28 @@ class PoolReply:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PoolJob:
-    """`deadline` is a time of `time.monotonic`. `future` gets the result of `on_reply`."""
+    """A job on its way. The queue and the slot that runs it write its fields."""
 
     job: bytes
     blocks: Sequence[Buffer]
-    deadline: float
+    wait_s: float  # how long it may wait for a worker
+    deadline_s: float  # how long a worker may take, from the start of its work
+    cost_s: float | None  # how long it is estimated to take; None: only the worker can tell
     on_reply: Callable[[PoolReply], Any]
-    future: Future[Any] = field(default_factory=Future)
-    num_tries: int = 0
+    future: Future[Any] = field(default_factory=Future)  # gets the result of `on_reply`
+    submitted: float = field(default_factory=time.monotonic)
+    waits_until: float = math.inf  # of `time.monotonic`; set whenever it begins to wait
+    num_lost: int = 0  # workers that ended while they worked on it
+    num_crashes: int = 0  # those of them that ended by a fault of their own
+
+    @property
+    def is_long(self) -> bool:
+        return self.cost_s is not None and self.cost_s > SHORT_S
+
+    @property
+    def order(self) -> float:
+        """The smallest one is taken first."""
+        return self.submitted + min(self.cost_s or 0.0, _MAX_LAG_S)
 
     def cancel(self) -> bool:
         """A job that waits never runs; of one that runs the result is dropped. False: too late."""
@@ -57,12 +79,16 @@ class PoolJob:
 
 
 class JobQueue:
-    """Safe to use from several threads."""
+    """Jobs that wait for one of `num_workers`. Safe to use from several threads."""
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, *, num_workers: int = 1) -> None:
         self._max_queued = max_queued
+        self._max_long_queued = max(1, max_queued // _MAX_LONG_SHARE)
+        self._has_several_workers = num_workers > 1
+        self._max_long_running = max(1, num_workers - 1)
         self._changed = threading.Condition()
-        self._jobs: deque[PoolJob] = deque()
+        self._jobs: list[PoolJob] = []
+        self._long_workers: set[object] = set()  # those that run a long job
         self._refusal: tuple[str, float] | None = None  # a reason, and until when it holds
         self.is_closed = False
         self.num_done = 0
@@ -72,61 +98,93 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def max_unknown_cost_s(self) -> float:
+        """The work that a job of unknown cost may turn out to be before it has to wait again."""
+        return SHORT_S if self._has_several_workers else math.inf
+
     def add(self, job: PoolJob) -> None:
-        """Waits for room, until the job's deadline."""
+        """Wait for room, for as long as the job may wait, and put it into the queue."""
+        job.waits_until = time.monotonic() + job.wait_s
         job.future.add_done_callback(self._forget)
         with self._changed:
             while True:
                 self._check_open()
-                if len(self._jobs) < self._max_queued:
+                if len(self._jobs) < self._max_queued and self._has_room_for(job):
                     break
-                remaining = job.deadline - time.monotonic()
+                remaining = job.waits_until - time.monotonic()
                 if remaining <= 0.0:
                     raise CapacityError("too many media items wait to be processed")
                 self._changed.wait(min(remaining, 1.0))
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def add_first(self, job: PoolJob) -> None:
-        """A job that was taken and must be run again."""
+    def add_again(self, job: PoolJob) -> None:
+        """Put back a job that was taken. It keeps its order, and may wait as long as at first."""
+        job.waits_until = time.monotonic() + job.wait_s
         with self._changed:
             if not job.future.done():
-                self._jobs.appendleft(job)
+                self._jobs.append(job)
                 self._changed.notify_all()
 
-    def take_job(self, timeout_s: float) -> PoolJob | None:
-        """The next job, if one comes within that time."""
+    def add_as_long(self, job: PoolJob, cost_s: float) -> None:
+        """Put back a job that has turned out to be a long one, or fail it for want of room."""
+        job.cost_s = max(cost_s, SHORT_S * 1.01)
+        with self._changed:
+            has_room = self._has_room_for(job)
+        if has_room:
+            self.add_again(job)
+        else:
+            job.fail(CapacityError("too many long media items wait to be processed"))
+
+    def take_job(self, worker: object, timeout_s: float) -> PoolJob | None:
+        """Take the next job for a worker, if one comes within that time. Call `release` when it
+        has run.
+        """
         self.drop_expired()
         with self._changed:
-            if not self._jobs and not self.is_closed:
+            job = self._choose()
+            if job is None and not self.is_closed:
                 self._changed.wait(timeout_s)
-            while self._jobs and not self.is_closed:
-                job = self._jobs.popleft()
-                self._changed.notify_all()
-                if not job.future.done():
-                    return job
-            return None
+                job = self._choose()
+            if job is None or self.is_closed:
+                return None
+            self._jobs.remove(job)
+            if job.is_long:
+                self._long_workers.add(worker)
+            self._changed.notify_all()
+            return job
+
+    def release(self, worker: object) -> None:
+        """Note that this worker no longer runs the job that it took."""
+        with self._changed:
+            self._long_workers.discard(worker)
+            self._changed.notify_all()
 
     def drop_expired(self) -> None:
+        """Fail the jobs that have waited for too long."""
         now = time.monotonic()
         with self._changed:
-            expired = [job for job in self._jobs if job.deadline <= now]
+            expired = [job for job in self._jobs if job.waits_until <= now]
         for job in expired:
             job.fail(
-                RequestError("it could not be processed in time")
-                if job.num_tries
-                else CapacityError("no time was left to process it: too many media items wait")
+                CapacityError(
+                    f"no process was free to work on it within {job.wait_s:g} seconds: "
+                    "too many media items wait"
+                )
             )
 
     def refuse(self, reason: str, duration_s: float) -> None:
         """No worker can be started: fail what waits, and what comes in that time."""
         with self._changed:
             self._refusal = reason, time.monotonic() + duration_s
-        self._fail_all(lambda: ModelError(reason))
+        self._fail_all(self._make_refusal)
 
-    def get_refusal(self) -> str | None:
+    def get_refusal(self) -> CapacityError | None:
+        """Return the error with which jobs are refused now; `None` if they are not."""
         refusal = self._refusal
-        return refusal[0] if refusal is not None and time.monotonic() < refusal[1] else None
+        is_refused = refusal is not None and time.monotonic() < refusal[1]
+        return self._make_refusal() if is_refused else None
 
     @property
     def was_refused(self) -> bool:
@@ -144,12 +202,30 @@ class JobQueue:
             self._changed.notify_all()
         self._fail_all(lambda: CapacityError(_CLOSED))
 
+    def _choose(self) -> PoolJob | None:
+        has_room = len(self._long_workers) < self._max_long_running
+        jobs = (job for job in self._jobs if not job.future.done())
+        return min(
+            (job for job in jobs if has_room or not job.is_long),
+            key=lambda job: job.order,
+            default=None,
+        )
+
+    def _has_room_for(self, job: PoolJob) -> bool:
+        num_long = sum(waiting.is_long for waiting in self._jobs)
+        return not job.is_long or num_long < self._max_long_queued
+
+    def _make_refusal(self) -> CapacityError:
+        reason, until = self._refusal or ("", 0.0)
+        remaining = math.ceil(until - time.monotonic())
+        return CapacityError(reason, retry_after_s=max(1, remaining))
+
     def _check_open(self) -> None:
         if self.is_closed:
             raise CapacityError(_CLOSED)
-        reason = self.get_refusal()
-        if reason is not None:
-            raise ModelError(reason)
+        refusal = self.get_refusal()
+        if refusal is not None:
+            raise refusal
 
     def _fail_all(self, make_error: Callable[[], Exception]) -> None:
         with self._changed:

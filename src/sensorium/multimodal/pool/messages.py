@@ -6,6 +6,7 @@ import msgspec
 
 from sensorium.types.errors import (
     CapacityError,
+    FailedRequestError,
     MediaFetchError,
     MissingMediaError,
     ModelError,
@@ -13,11 +14,19 @@ from sensorium.types.errors import (
     SensoriumError,
 )
 
-NOT_PROCESSED = "it could not be processed"
+NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
+NO_MEMORY = "it needs more memory to be processed than an item may take"
 _MAX_MESSAGE_LENGTH = 2000
 _KINDS: dict[str, type[SensoriumError]] = {
     kind.__name__: kind
-    for kind in (RequestError, MediaFetchError, MissingMediaError, ModelError, CapacityError)
+    for kind in (
+        RequestError,
+        FailedRequestError,
+        MediaFetchError,
+        MissingMediaError,
+        ModelError,
+        CapacityError,
+    )
 }
 
 
@@ -42,6 +51,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """To the worker; its input is the block beside it."""
 
     job: bytes
+    max_cost_s: float  # a job that is more work is answered by `Costly`; infinite: any may be
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,11 +68,17 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
 
 
+class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker: the job was not done, since it is about `cost_s` seconds of work."""
+
+    cost_s: float
+
+
 class Acknowledge(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """To the worker: its last reply was consumed."""
 
 
-Message = Start | Ready | StartFailed | Job | Reply | Failure | Acknowledge
+Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly | Acknowledge
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

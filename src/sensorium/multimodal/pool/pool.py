@@ -16,7 +16,7 @@ from typing import Any
 from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Buffer
 from sensorium.multimodal.pool.jobs import JobQueue, PoolJob, PoolReply
 from sensorium.multimodal.pool.slot import Slot, WorkerSettings
-from sensorium.types.errors import InvariantError, ModelError
+from sensorium.types.errors import InvariantError
 
 _MAX_JOB_BYTES = MAX_FRAME_BYTES - 1024
 _JOIN_S = 10.0
@@ -70,7 +70,7 @@ class ProcessPool:
         self._grace_s = grace_s
         self._lock = threading.Lock()
         self._is_started = False
-        self._queue = JobQueue(max_queued)
+        self._queue = JobQueue(max_queued, num_workers=size)
         self._slots: list[Slot] = []
         self._slots += [Slot(self._queue, worker_settings, self._slots) for _ in range(size)]
         # Only a flag: a finalizer may run anywhere, also where the queue's lock is held. The
@@ -95,13 +95,13 @@ class ProcessPool:
         return not is_settled and not queue.is_closed
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Whether all workers are ready within that time. `ModelError` if they can't be."""
+        """Whether all workers are ready within that time. `CapacityError` if they can't be."""
         self.start()
         deadline = time.monotonic() + timeout_s
         while not all(slot.is_ready for slot in self._slots):
-            reason = self._queue.get_refusal()
-            if reason is not None:
-                raise ModelError(reason)
+            refusal = self._queue.get_refusal()
+            if refusal is not None:
+                raise refusal
             if time.monotonic() >= deadline or self._queue.is_closed:
                 return False
             time.sleep(0.01)
@@ -113,11 +113,16 @@ class ProcessPool:
         blocks: Sequence[Buffer] = (),
         *,
         deadline_s: float,
+        wait_s: float | None = None,
+        cost_s: float | None = None,
         on_reply: Callable[[PoolReply], Any] = _return_reply,
     ) -> PoolJob:
-        """Waits while the queue is full; `CapacityError` if it still is after `deadline_s`.
+        """Waits while the queue is full; `CapacityError` if it still is after `wait_s`.
 
-        The handler gets the blocks as one; they must not change until the job is settled.
+        A worker may take `deadline_s`, from the start of its work; the job may wait `wait_s` for a
+        worker (`None`: as long as it may work), and longer is a `CapacityError` too. `cost_s` is an
+        estimate of the work; without one, a worker that finds it long puts the job back. The
+        handler gets the blocks as one; they must not change until the job is settled.
         `on_reply` runs in a thread of the pool, before the worker is told that its reply was
         consumed; what it returns is the future's result.
         """
@@ -127,7 +132,9 @@ class ProcessPool:
         pool_job = PoolJob(
             job=job,
             blocks=[memoryview(block).cast("B") for block in blocks if memoryview(block).nbytes],
-            deadline=time.monotonic() + deadline_s,
+            wait_s=deadline_s if wait_s is None else wait_s,
+            deadline_s=deadline_s,
+            cost_s=cost_s,
             on_reply=on_reply,
         )
         self._queue.add(pool_job)

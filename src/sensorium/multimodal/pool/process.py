@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from sensorium.multimodal.pool.channel import (
 )
 from sensorium.multimodal.pool.messages import (
     Acknowledge,
+    Costly,
     Failure,
     Job,
     Message,
@@ -42,11 +44,22 @@ _LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other thing
 _LAST_WORDS_S = 1.0  # for what an ended worker has said and nobody has read yet
 _END_S = 10.0  # from the end of its connection to that of a process
 _ACKNOWLEDGE_S = 30.0  # for a few bytes: only a worker that no longer reads keeps them waiting
+# How a process ends that ran into a fault of its own, with the sign that `subprocess` gives it.
+_CRASHES = frozenset(
+    -number
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+)
 _logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(Exception):
     """The process has ended, or can't be understood."""
+
+    def __init__(self, message: str, *, is_crash: bool = False) -> None:
+        super().__init__(message)
+        # True if the process ended by a fault of its own, such as a bad access to memory. False if
+        # it was ended from outside, which SIGKILL always is, or if the reason is not known.
+        self.is_crash = is_crash
 
 
 class WorkerInterruptedError(Exception):
@@ -103,17 +116,20 @@ class WorkerProcess:
         return message.reason if isinstance(message, StartFailed) else "it made no sense"
 
     def run(
-        self, job: bytes, blocks: Sequence[Buffer], *, deadline: float
-    ) -> tuple[Reply | Failure, memoryview]:
+        self, job: bytes, blocks: Sequence[Buffer], *, deadline: float, max_cost_s: float
+    ) -> tuple[Reply | Failure | Costly, memoryview]:
         """Its answer and the block of the answer. `TimeoutError` after the deadline."""
         try:
-            self._channel.send(encode_message(Job(job)), blocks, deadline=deadline)
+            message_bytes = encode_message(Job(job, max_cost_s))
+            self._channel.send(message_bytes, blocks, deadline=deadline)
             message, block = self._receive(deadline, map_for_long)
         except TimeoutError:
             raise
         except (OSError, ChannelError) as error:
-            raise WorkerLostError(str(error)) from error
-        if not isinstance(message, Reply | Failure):
+            end = self._end()
+            is_crash = self._process.returncode in _CRASHES
+            raise WorkerLostError(f"{error}; it ended with {end}", is_crash=is_crash) from error
+        if not isinstance(message, Reply | Failure | Costly):
             raise WorkerLostError(f"{type(message).__name__} out of turn")
         return message, block
 

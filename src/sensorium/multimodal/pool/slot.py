@@ -7,6 +7,7 @@ can't be started. Knows nothing of the pool but the queue and the other slots.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sensorium.multimodal.pool.jobs import JobQueue, PoolJob, PoolReply
-from sensorium.multimodal.pool.messages import NOT_PROCESSED, Failure, Reply, make_error
+from sensorium.multimodal.pool.messages import (
+    NOT_PROCESSED,
+    Costly,
+    Failure,
+    Reply,
+    make_error,
+)
 from sensorium.multimodal.pool.process import WorkerInterruptedError, WorkerLostError, WorkerProcess
-from sensorium.types.errors import CapacityError, RequestError
+from sensorium.types.errors import CapacityError, FailedRequestError, RequestError, SensoriumError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 _IDLE_CHECK_S = 0.5  # how soon it is seen that an idle worker has died, or the pool was dropped
@@ -57,6 +64,11 @@ class Slot:
         self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its worker could not be started the last time that this was tried."""
+        return self._num_failed_starts > 0
+
+    @property
     def num_restarts(self) -> int:
         return max(0, self._num_starts - 1)
 
@@ -67,6 +79,7 @@ class Slot:
 
     def _work(self) -> None:
         try:
+            self._let_the_first_start()
             while not self._queue.is_closed:
                 if self._process is not None:
                     self._serve(self._process)
@@ -81,6 +94,16 @@ class Slot:
             if self._process is not None:
                 self._process.close(self._settings.grace_s)
             self._queue.close()
+
+    def _let_the_first_start(self) -> None:
+        """Wait until the first worker has started, or has failed to. Two at once would take twice
+        as long on a machine with few cores, and the server needs one as soon as it can be.
+        """
+        first = self._slots[0]
+        while first is not self and not (first.was_ready or first.has_failed):
+            if self._queue.is_closed:
+                return
+            self._queue.wait_until_closed(_IDLE_CHECK_S)
 
     def _may_start(self) -> bool:
         if self._num_failed_starts >= _MAX_START_TRIES and not len(self._queue):
@@ -121,13 +144,16 @@ class Slot:
             self._queue.refuse(f"media can't be processed: {reason}", _MAX_PAUSE_S)
 
     def _serve(self, process: WorkerProcess) -> None:
-        job = self._queue.take_job(_IDLE_CHECK_S)
+        job = self._queue.take_job(self, _IDLE_CHECK_S)
         if not process.is_alive():
             if job is not None:
-                self._queue.add_first(job)
+                self._queue.release(self)
+                self._queue.add_again(job)
             self._lose_process()
             if time.monotonic() - self._ready_at < _SETTLED_S:
                 self._note_failed_start("it ended without a job")
+            else:
+                self._num_failed_starts = 0
         elif job is not None:
             self.is_running = True
             try:
@@ -137,32 +163,47 @@ class Slot:
             except Exception:  # a job fails alone, whatever happens to it here
                 _logger.exception("a job of the pool failed")
                 self._lose_process()
-                job.fail(RequestError(NOT_PROCESSED))
+                job.fail(FailedRequestError(NOT_PROCESSED))
             finally:
                 self.is_running = False
+                self._queue.release(self)
 
     def _run(self, process: WorkerProcess, job: PoolJob) -> None:
-        job.num_tries += 1
         self._num_failed_starts = 0
+        is_unknown = job.cost_s is None
         try:
-            message, block = process.run(job.job, job.blocks, deadline=job.deadline)
+            message, block = process.run(
+                job.job,
+                job.blocks,
+                deadline=time.monotonic() + job.deadline_s,
+                max_cost_s=self._queue.max_unknown_cost_s if is_unknown else math.inf,
+            )
         except TimeoutError:
             self._lose_process()
-            job.fail(RequestError("it could not be processed in time"))
+            reason = f"it could not be processed in time ({job.deadline_s:g} seconds)"
+            job.fail(RequestError(reason))
         except WorkerLostError as error:
             _logger.warning("a worker that processed media was lost: %s", error)
             self._lose_process()
-            if job.num_tries > self._settings.max_retries:
-                job.fail(RequestError(NOT_PROCESSED))
-            else:
-                self._queue.add_first(job)
+            self._try_again(job, error)
         except WorkerInterruptedError:
             job.fail(CapacityError("media can't be processed: the server is stopping"))
             raise
         else:
+            if isinstance(message, Costly):
+                self._queue.add_as_long(job, message.cost_s)
+                return
             _settle(job, message, block)
             if isinstance(message, Reply):
                 process.acknowledge()
+
+    def _try_again(self, job: PoolJob, error: WorkerLostError) -> None:
+        job.num_lost += 1
+        job.num_crashes += error.is_crash
+        if job.num_lost <= self._settings.max_retries:
+            self._queue.add_again(job)
+        else:
+            job.fail(_make_loss(job))
 
     def _lose_process(self) -> None:
         self.is_ready = False
@@ -173,6 +214,18 @@ class Slot:
     def _keep_waiting(self) -> bool:
         self._queue.drop_expired()
         return not self._queue.is_closed
+
+
+def _make_loss(job: PoolJob) -> SensoriumError:
+    """Return the error for a job that has lost all its workers. The item is at fault only if every
+    one of them crashed by itself. A worker that was killed from outside proves nothing against the
+    item, so the caller may try again.
+    """
+    if job.num_crashes == job.num_lost:
+        return RequestError(f"the process that worked on it crashed ({job.num_lost} times)")
+    return CapacityError(
+        f"the process that worked on it was ended from outside ({job.num_lost} times in all)"
+    )
 
 
 def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:

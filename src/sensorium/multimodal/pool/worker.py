@@ -18,10 +18,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
-from sensorium.multimodal.pool.handler import Handler
+from sensorium.multimodal.pool.handler import CostlyJobError, Handler
 from sensorium.multimodal.pool.messages import (
+    NO_MEMORY,
     NOT_PROCESSED,
     Acknowledge,
+    Costly,
     Failure,
     Job,
     Ready,
@@ -32,7 +34,12 @@ from sensorium.multimodal.pool.messages import (
     encode_message,
     make_failure,
 )
-from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.types.errors import (
+    CapacityError,
+    FailedRequestError,
+    RequestError,
+    SensoriumError,
+)
 from sensorium.utils.loading import without_collection
 
 if TYPE_CHECKING:
@@ -121,19 +128,23 @@ def _serve(channel: Channel, handler: Handler) -> None:
     if isinstance(message, Acknowledge):
         handler.acknowledge()
     elif isinstance(message, Job):
-        _answer(channel, handler, message.job, block)
+        _answer(channel, handler, message, block)
     else:
         raise ChannelError(f"{type(message).__name__} out of turn")
 
 
-def _answer(channel: Channel, handler: Handler, job: bytes, block: memoryview) -> None:
+def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview) -> None:
     try:
-        frame, buffers = _encode_reply(*handler(job, block))
+        frame, buffers = _encode_reply(*handler(message.job, block, max_cost_s=message.max_cost_s))
+    except CostlyJobError as error:
+        frame, buffers = encode_message(Costly(error.cost_s)), []
     except (RequestError, CapacityError) as error:
         frame, buffers = encode_message(make_failure(error)), []
+    except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
+        frame, buffers = encode_message(Failure(RequestError.__name__, NO_MEMORY)), []
     except Exception:  # a job fails alone; its caller hears no internals
         _logger.exception("a job of the pool failed")
-        frame, buffers = encode_message(Failure(RequestError.__name__, NOT_PROCESSED)), []
+        frame, buffers = encode_message(Failure(FailedRequestError.__name__, NOT_PROCESSED)), []
     channel.send(frame, buffers)
 
 

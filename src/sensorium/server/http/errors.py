@@ -109,7 +109,7 @@ def _make_capacity_answer(error: CapacityError) -> ErrorAnswer:
         message=str(error),
         code="engine_lost" if is_lost else "no_capacity",
         reason="engine_lost" if is_lost else "capacity",
-        headers={"retry-after": str(RETRY_AFTER_S)},
+        headers={"retry-after": str(error.retry_after_s)},
     )
 
 

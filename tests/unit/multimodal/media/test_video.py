@@ -15,6 +15,7 @@ from PIL import Image
 from sensorium.multimodal.media import video
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.video import Frames, Metadata, decode_video
+from sensorium.multimodal.media.work_budget import WorkBudget
 from sensorium.types.errors import InvariantError, RequestError
 from tests.media_files import (
     get_grey,
@@ -108,7 +109,7 @@ def test_decoding_stops_after_the_last_chosen_frame(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         video, "_to_pixels", lambda frame, kept: converted.append(frame) or convert(frame, kept)
     )
-    _, num_decoded = video._read_frames(write_video(make_clip(30)), [1, 3], LIMITS)
+    _, num_decoded = video._read_frames(write_video(make_clip(30)), [1, 3], LIMITS, WorkBudget())
     assert num_decoded == 4
     assert len(converted) == 2
 
@@ -133,7 +134,7 @@ def test_a_clip_that_ends_early_is_a_shorter_clip() -> None:
         patch.setattr(
             video,
             "_read_metadata",
-            lambda data, limits: {**real(data, limits), "total_num_frames": 99},
+            lambda *arguments: {**real(*arguments), "total_num_frames": 99},
         )
         frames, metadata = decode(data, choose)
     assert asked == [99, 12]
