@@ -15,6 +15,7 @@ from sensorium.render.chat_options import ChatOptions
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
+from sensorium.utils.pausing import Pausing
 
 PLAIN = SamplingParams()
 GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
@@ -27,15 +28,13 @@ class SlowRenderer:
     def __init__(self) -> None:
         self.is_over = threading.Event()
 
-    def render_chat(self, chat: Chat, params: SamplingParams, **_: Any) -> Prepared:
-        del chat, params
-        self.is_over.wait()
-        return Prepared(processed=None, stages={})  # type: ignore[arg-type]
-
-    def render_completion(self, prompt: Prompt, params: SamplingParams, **_: Any) -> Prepared:
+    def render_pausing(
+        self, prompt: Prompt | Chat, params: SamplingParams, **_: Any
+    ) -> Pausing[Prepared]:
         del params
         if prompt != "plain":
             self.is_over.wait()
+        yield from ()
         return Prepared(processed=None, stages={})  # type: ignore[arg-type]
 
 

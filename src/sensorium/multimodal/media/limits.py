@@ -21,6 +21,7 @@ _COUNTS = {
 _TIMES = {
     "max_duration_s": float("inf"),
     "deadline_s": _MAX_DEADLINE_S,
+    "request_deadline_s": _MAX_DEADLINE_S,
     "process_deadline_s": _MAX_DEADLINE_S,
 }
 
@@ -32,7 +33,8 @@ class MediaLimits:
     `max_bytes`: of an encoded item, wherever it comes from. `max_pixels`: of an image, or of one
     frame. `max_frames`, `max_video_pixels`: that are kept of a video, after sampling.
     `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an item, from the first
-    look-up to the last byte. `process_deadline_s`: for decoding and processing it.
+    look-up to the last byte. `request_deadline_s`: for fetching all items of one request together;
+    `None` is twice `deadline_s`. `process_deadline_s`: for decoding and processing it.
     `max_process_bytes`: that a process of the pool may take for it.
     `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
     `*.example.com`: all below it); none named means any public one.
@@ -46,6 +48,7 @@ class MediaLimits:
     max_video_pixels: int = 1_000_000_000
     max_duration_s: float = 4 * 3600.0
     deadline_s: float = 30.0
+    request_deadline_s: float | None = None
     process_deadline_s: float = 120.0
     max_process_bytes: int = 8 * 2**30
     max_redirects: int = 5
@@ -60,5 +63,11 @@ class MediaLimits:
                 raise ModelError(f"media limits: {name} must be an integer >= {least}")
         for name, most in _TIMES.items():
             value = getattr(self, name)
+            if value is None and name == "request_deadline_s":
+                continue
             if type(value) not in (int, float) or not 0 < value <= most:
                 raise ModelError(f"media limits: {name} must be a number above 0, {most:g} at most")
+
+    def get_request_deadline_s(self) -> float:
+        """Return the seconds in which all media of one request must have been fetched."""
+        return 2 * self.deadline_s if self.request_deadline_s is None else self.request_deadline_s
