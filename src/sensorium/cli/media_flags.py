@@ -126,6 +126,12 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--media-deadline", type=float, metavar="SECONDS", help="for fetching an item (default 30)"
     )
+    group.add_argument(
+        "--media-request-deadline",
+        type=float,
+        metavar="SECONDS",
+        help="for fetching all items of one request together (default: twice --media-deadline)",
+    )
 
 
 def make_media_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -148,4 +154,6 @@ def _make_limits(arguments: argparse.Namespace) -> dict[str, Any]:
         limits["max_bytes"] = arguments.max_media_mb * _MEBIBYTE
     if arguments.media_deadline is not None:
         limits["deadline_s"] = arguments.media_deadline
+    if arguments.media_request_deadline is not None:
+        limits["request_deadline_s"] = arguments.media_request_deadline
     return limits

@@ -63,12 +63,14 @@ def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--mm-shm-cache-max-object-size-mb=9", "--mm-processor-pool-size=0"),
         *("--mm-hasher-algorithm=sha512", "--mm-processor-kwargs", '{"a": 1}', "--max-media-mb=3"),
         *("--allowed-media-domains=x.org", "--allow-private-media-addresses", "--media-deadline=2"),
+        "--media-request-deadline=3",
     )
     media = make_media_options(options)
     assert (media.capacity_bytes, media.has_shared_memory) == (2**29, True)
     assert (media.max_object_bytes, media.mm_processor_pool_size) == (9 * 2**20, 0)
     limits = media.get_limits()
     assert (limits.max_bytes, limits.deadline_s) == (3 * 2**20, 2.0)
+    assert limits.request_deadline_s == limits.get_request_deadline_s() == 3.0
     assert (limits.allow_private_addresses, limits.allowed_domains) == (True, {"x.org"})
 
 
@@ -124,6 +126,7 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends(
         (["m", "--mm-processor-cache-gb", "-1"], "from 0 to"),
         (["m", "--mm-processor-kwargs", "[]"], "a JSON object is needed"),
         (["m", "--media-deadline", "0"], "deadline_s must be a number above 0"),
+        (["m", "--media-request-deadline", "0"], "request_deadline_s must be a number above 0"),
         (["m", "--allowed-local-media-path", "/nowhere"], "'/nowhere' is not a directory"),
         (["m", "--chat-template", "/nowhere"], "there is no file '/nowhere'"),
         (["m", "--api-server-count=2", "--mm-processor-cache-type=lru"], "needs --mm-processor-c"),
