@@ -433,3 +433,57 @@ def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: Med
         loader.close()
         assert isinstance(stays.exception(WAIT_S), CapacityError)
     assert loader.statistics().refusals == {}
+
+
+def test_the_request_that_holds_most_bytes_gives_way(network: Network, server: MediaServer) -> None:
+    """It has a large body and waits for another one; a small picture is fetched all the same."""
+    server.on("/large", reply(200, b"x" * 3000))
+    server.on("/silent", be_silent)
+    server.on("/small", reply(200, b"x" * 200))
+    loader = network.loader(deadline_s=3600.0)
+    memory = loader._get_fetcher()._memory
+    memory.max_bytes = 3100
+    with ThreadPoolExecutor(1) as threads:
+        items = [(URL + name, "image") for name in ("large", "silent")]
+        large = threads.submit(loader.load_all, items)
+        wait_until(lambda: memory.num_bytes == 3000)
+        assert len(loader.load(URL + "small", "image").data) == 200
+        with pytest.raises(CapacityError, match="Too much media is being fetched at once"):
+            large.result(WAIT_S)
+    wait_until(lambda: memory.num_bytes == 0)
+    loader.close()
+
+
+def test_slow_fetches_of_a_request_hold_up_no_other_request(
+    network: Network, server: MediaServer
+) -> None:
+    """They are as many as the request's share, and end with it."""
+    for index in range(20):
+        server.on(f"/{index}", be_silent)
+    server.on("/quick", reply(200, b"picture"))
+    loader = network.loader(deadline_s=3600.0)
+    cancelled: Future[None] = Future()
+    items = [(f"{URL}{index}", "image") for index in range(20)]
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(loader.load_all, items, cancelled=cancelled)
+        wait_until(lambda: len(server.visits) == 8)
+        assert loader.load(URL + "quick", "image").data == b"picture"
+        cancelled.set_result(None)
+        with pytest.raises(CancelledError):
+            slow.result(WAIT_S)
+    assert sum(b"/quick" not in visit.head for visit in server.visits) == 8
+    loader.close()
+
+
+def test_the_items_of_a_request_have_one_deadline(network: Network, server: MediaServer) -> None:
+    """Also those whose turn never came; the text names the host that was waited for."""
+    for index in range(20):
+        server.on(f"/{index}", be_silent)
+    loader = network.loader(deadline_s=3600.0, request_deadline_s=0.5)
+    loaded = loader.load_all([(f"{URL}{index}", "image") for index in range(20)])
+    assert {str(entry.outcome) for entry in loaded} == {
+        "media from media.example: not delivered within 0.5 s, the limit for all media of one "
+        "request together"
+    }
+    assert loader.statistics().refusals == {"deadline": 20}
+    loader.close()

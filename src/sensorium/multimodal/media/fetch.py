@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from sensorium.multimodal.media.fetch_memory import RequestBytes
 from sensorium.multimodal.media.refusal import RefusalReason, RefusedMediaError
 
 
@@ -26,9 +27,15 @@ class Fetch:
     """
 
     def __init__(
-        self, host: str, deadline_s: float, *, request: RequestDeadline | None = None
+        self,
+        host: str,
+        deadline_s: float,
+        *,
+        request: RequestDeadline | None = None,
+        held: RequestBytes | None = None,
     ) -> None:
         self.host = host
+        self._held = held  # what the whole request holds
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
         self._request = request if request and request.ends_at < self._ends_at else None
@@ -38,6 +45,11 @@ class Fetch:
         if self._request is not None:
             return self._request.remaining_s()
         return max(0.0, self._ends_at - time.monotonic())
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """Count bytes of the item that have come."""
+        if self._held is not None:
+            self._held.add(num_bytes)
 
     def expired(self) -> RefusedMediaError:
         """Return the refusal of an item whose time, or whose request's time, is over."""

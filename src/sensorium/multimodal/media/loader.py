@@ -111,7 +111,11 @@ class MediaLoader:
         try:
             if started:
                 yield when_all_end(started.values())
-            found = {key: future.result() for key, future in started.items()}
+            found = {
+                address: entry
+                for addresses, future in started.items()
+                for address, entry in zip(addresses, future.result(), strict=True)
+            }
         except CancelledError as error:
             if cancelled is not None and cancelled.done():
                 raise
@@ -119,7 +123,7 @@ class MediaLoader:
         finally:  # also when the work is closed while it pauses
             for future in started.values():
                 future.cancel()
-        loaded = {key: self._account(key[0], entry) for key, entry in found.items()}
+        loaded = {address: self._account(address[0], entry) for address, entry in found.items()}
         return [
             loaded[source, modality]
             if _is_remote(source) and (source, modality) in loaded
@@ -145,17 +149,16 @@ class MediaLoader:
 
     def _start(
         self, remote: Sequence[_Address], cancelled: Future[None] | None
-    ) -> dict[_Address, Future[LoadedMedia]]:
+    ) -> dict[tuple[_Address, ...], Future[list[LoadedMedia]]]:
         """Start to load what has to be waited for; cancel it when `cancelled` completes."""
-        urls = [address for address in remote if _get_scheme(address[0]) != "file"]
+        urls = tuple(address for address in remote if _get_scheme(address[0]) != "file")
         files = [address for address in remote if _get_scheme(address[0]) == "file"]
-        started: dict[_Address, Future[LoadedMedia]] = {}
+        started: dict[tuple[_Address, ...], Future[list[LoadedMedia]]] = {}
         try:
             if urls:
-                fetches = self._get_fetcher().start(urls)
-                started.update(zip(urls, fetches, strict=True))
+                started[urls] = self._get_fetcher().start(urls)
             for file in files:
-                started[file] = self._file_threads.submit(self._read_file, file[0])
+                started[(file,)] = self._file_threads.submit(self._read_file, file[0])
         except RuntimeError as error:  # the word of executors and of the loop for being closed
             raise CapacityError(_CLOSED) from error
         if cancelled is not None:
@@ -173,7 +176,7 @@ class MediaLoader:
             outcome = error
         return self._account(source, _finish(outcome, began))
 
-    def _read_file(self, source: str) -> LoadedMedia:
+    def _read_file(self, source: str) -> list[LoadedMedia]:
         began = time.monotonic()
         limits = self._limits
         outcome: MediaBytes | RequestError
@@ -185,7 +188,7 @@ class MediaLoader:
             )
         except RequestError as error:
             outcome = error
-        return _finish(outcome, began)
+        return [_finish(outcome, began)]
 
     def _account(self, source: MediaSource, loaded: LoadedMedia) -> LoadedMedia:
         """Count what was loaded or refused. Media without a byte is refused here."""
@@ -263,7 +266,7 @@ def _finish(outcome: MediaBytes | RequestError, began: float) -> LoadedMedia:
     return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
 
 
-def _make_cancel(future: Future[LoadedMedia]) -> Callable[[object], None]:
+def _make_cancel(future: Future[list[LoadedMedia]]) -> Callable[[object], None]:
     """Return a callback that cancels the future, but does not keep its result alive."""
     reference = weakref.ref(future)
 

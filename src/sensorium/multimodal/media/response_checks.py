@@ -46,6 +46,7 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, fetch: Fetch) 
         if body.tell() + len(chunk) > max_bytes:
             raise _too_large(max_bytes, fetch)
         body.write(chunk)
+        fetch.add_bytes(len(chunk))
         if num_chunks > _MIN_CHUNKS + body.tell() // _MIN_CHUNK_BYTES:
             raise fetch.refusal("the answer comes in too small pieces", "protocol")
     return body.getvalue()
