@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sensorium.multimodal.media.fetch_shares import FetchShares
+from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError
@@ -486,4 +488,20 @@ def test_the_items_of_a_request_have_one_deadline(network: Network, server: Medi
         "request together"
     }
     assert loader.statistics().refusals == {"deadline": 20}
+    loader.close()
+
+
+def test_a_checked_address_is_dialled_without_another_look_up(
+    server: MediaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real connection: whatever a resolver would say by now is not asked for."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a name was looked up")
+
+    server.on("/", reply(200, b"picture"))
+    limits = MediaLimits(allow_private_addresses=True, deadline_s=WAIT_S)
+    loader = MediaLoader(limits, resolve=lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert loader.load(f"http://{HOST}:{server.port}/", "image").data == b"picture"
     loader.close()
