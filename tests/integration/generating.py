@@ -34,7 +34,7 @@ def render(
 ) -> Body:
     """A body for msgpack: items are bytes. `rename` makes the hashes; `fields` of the prompt."""
     chat = Chat(messages=messages, options=ChatOptions(), fields=fields)  # type: ignore[arg-type]
-    processed = llm.renderer.render_chat(chat, SamplingParams(), skip_mm_cache=True).processed
+    processed = llm.renderer.render(chat, SamplingParams(), skip_mm_cache=True).processed
     features: dict[str, dict[str, list[Any]]] = {
         "mm_hashes": {},
         "mm_placeholders": {},

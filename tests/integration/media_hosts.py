@@ -12,8 +12,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from httpcore import AsyncNetworkStream
+
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
+from sensorium.multimodal.media.pinned_connection import connect_socket
 
 PUBLIC = "93.184.216.34"
 ALSO_PUBLIC = "2606:2800:220:1:248:1893:25c8:1946"
@@ -114,14 +117,14 @@ class Network:
         answers = self._names[host]
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
-    def connect(self, address: str, port: int, timeout_s: float) -> socket.socket:
+    async def connect(self, address: str, port: int, timeout_s: float) -> AsyncNetworkStream:
         self.connected.append((address, port))
-        return socket.create_connection(("127.0.0.1", self._server.port), timeout=timeout_s)
+        return await connect_socket("127.0.0.1", self._server.port, timeout_s)
 
     def loader(self, **options: object) -> MediaLoader:
         """A loader on this network; `options` are those of `MediaLimits`, and `ssl_context`,
-        `clock`, `num_threads` or `response_cache_bytes` of the loader."""
-        names = ("ssl_context", "clock", "num_threads", "response_cache_bytes")
+        `clock`, `shares` or `response_cache_bytes` of the loader."""
+        names = ("ssl_context", "clock", "shares", "response_cache_bytes")
         own = {name: options.pop(name) for name in names if name in options}
         limits = MediaLimits(**options)  # type: ignore[arg-type]
         return MediaLoader(limits, resolve=self.resolve, connect=self.connect, **own)  # type: ignore[arg-type]

@@ -206,11 +206,11 @@ def test_the_next_address_is_tried_when_one_does_not_answer(server: MediaServer)
     connect = network.connect
     allowed_s: list[float] = []
 
-    def connect_to_v4(address: str, port: int, timeout_s: float) -> object:
+    async def connect_to_v4(address: str, port: int, timeout_s: float) -> object:
         allowed_s.append(timeout_s)
-        connection = connect(address, port, timeout_s)
+        connection = await connect(address, port, timeout_s)
         if ":" in address:
-            connection.close()
+            await connection.aclose()
             raise ConnectionRefusedError
         return connection
 
@@ -424,7 +424,7 @@ def test_tls_with_a_port_that_speaks_none_is_refused(
 def test_a_host_that_nobody_listens_at_is_refused(server: MediaServer) -> None:
     network = Network(server, {HOST: [[PUBLIC]]})
 
-    def fail(*_: object) -> None:
+    async def fail(*_: object) -> None:
         raise ConnectionRefusedError(111, f"refused by {PUBLIC}")
 
     network.connect = fail  # type: ignore[method-assign,assignment]

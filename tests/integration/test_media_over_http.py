@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.multimodal.media.fetch_shares import FetchShares
+from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.types.errors import MediaFetchError
+from sensorium.types.errors import CapacityError, MediaFetchError
 from tests.integration.media_hosts import (
     PUBLIC,
     WAIT_S,
@@ -246,8 +249,8 @@ class Crowd:
 
     def answer_all(self, answer: Callable[[Visit], None]) -> Callable[[Visit], None]:
         def wait_then_answer(visit: Visit) -> None:
-            flights = self._loader._get_client()._flights
-            wait_until(lambda: flights.statistics().num_waiting == len(self._threads))
+            shared = self._loader._get_fetcher().client.shared
+            wait_until(lambda: shared.num_waiting == len(self._threads))
             answer(visit)
 
         return wait_then_answer
@@ -296,8 +299,8 @@ def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     early.start()
     wait_until(lambda: bool(server.visits))
     server.on("/", reply(200, b"picture"))
-    client = loader._get_client()
-    client._limits = replace(client._limits, deadline_s=WAIT_S)
+    fetcher = loader._get_fetcher()
+    fetcher._limits = replace(fetcher._limits, deadline_s=WAIT_S)
     assert loader.load(URL, "image").data == b"picture"
     early.join(WAIT_S)
     loader.close()
@@ -308,13 +311,13 @@ def test_who_has_no_time_left_does_not_wait_for_anothers_fetch(
 ) -> None:
     """It joined a flight that ended at an earlier deadline, and meets the next one there."""
     loader = network.loader(deadline_s=WAIT_S)
-    client = loader._get_client()
+    fetcher = loader._get_fetcher()
     server.on("/", be_silent)
     with ThreadPoolExecutor(2) as threads:
-        patient = threads.submit(client.fetch, URL, "image")
+        patient = threads.submit(loader.load, URL, "image")
         wait_until(lambda: bool(server.visits))
-        client._limits = replace(client._limits, deadline_s=1e-9)
-        late = threads.submit(client.fetch, URL, "image")
+        fetcher._limits = replace(fetcher._limits, deadline_s=1e-9)
+        late = threads.submit(loader.load, URL, "image")
         try:
             assert isinstance(late.exception(WAIT_S / 2), MediaFetchError)
             assert not patient.done()
@@ -333,7 +336,7 @@ def test_closing_gives_up_a_fetch_that_waits_for_its_host(
         waiting = threads.submit(loader.load, f"http://{HOST}/a.png", "image")
         wait_until(lambda: bool(server.visits))
         loader.close()
-        assert isinstance(waiting.exception(WAIT_S), MediaFetchError)
+        assert isinstance(waiting.exception(WAIT_S), CapacityError)
 
 
 def test_items_of_one_call_are_loaded_side_by_side(
@@ -409,10 +412,11 @@ def test_tls_is_checked_against_the_name_and_not_the_address(
 
 
 def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: MediaServer) -> None:
-    """Its thread serves the next one at once, and one who waits for the same URL asks again."""
+    """Its turn is another's at once, and one who waits for the same URL asks again."""
     server.on("/silent", be_silent)
     server.on("/", reply(200, b"picture"))
-    loader = network.loader(deadline_s=3600.0, num_threads=2)
+    shares = FetchShares(max_per_request=1, max_shared=0)
+    loader = network.loader(deadline_s=3600.0, shares=shares)
     cancelled: Future[None] = Future()
     silent = [(URL + "silent", "image")]
     with ThreadPoolExecutor(2) as threads:
@@ -429,6 +433,75 @@ def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: Med
         assert not stays.done()
         wait_until(lambda: sum(b"/silent" in visit.head for visit in server.visits) == 2)
         loader.close()
-        (given_up,) = stays.result(WAIT_S)
-        assert isinstance(given_up.outcome, MediaFetchError)
-    assert loader.statistics().refusals == {"deadline": 1}
+        assert isinstance(stays.exception(WAIT_S), CapacityError)
+    assert loader.statistics().refusals == {}
+
+
+def test_the_request_that_holds_most_bytes_gives_way(network: Network, server: MediaServer) -> None:
+    """It has a large body and waits for another one; a small picture is fetched all the same."""
+    server.on("/large", reply(200, b"x" * 3000))
+    server.on("/silent", be_silent)
+    server.on("/small", reply(200, b"x" * 200))
+    loader = network.loader(deadline_s=3600.0)
+    memory = loader._get_fetcher()._memory
+    memory.max_bytes = 3100
+    with ThreadPoolExecutor(1) as threads:
+        items = [(URL + name, "image") for name in ("large", "silent")]
+        large = threads.submit(loader.load_all, items)
+        wait_until(lambda: memory.num_bytes == 3000)
+        assert len(loader.load(URL + "small", "image").data) == 200
+        with pytest.raises(CapacityError, match="Too much media is being fetched at once"):
+            large.result(WAIT_S)
+    wait_until(lambda: memory.num_bytes == 0)
+    loader.close()
+
+
+def test_slow_fetches_of_a_request_hold_up_no_other_request(
+    network: Network, server: MediaServer
+) -> None:
+    """They are as many as the request's share, and end with it."""
+    for index in range(20):
+        server.on(f"/{index}", be_silent)
+    server.on("/quick", reply(200, b"picture"))
+    loader = network.loader(deadline_s=3600.0)
+    cancelled: Future[None] = Future()
+    items = [(f"{URL}{index}", "image") for index in range(20)]
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(loader.load_all, items, cancelled=cancelled)
+        wait_until(lambda: len(server.visits) == 8)
+        assert loader.load(URL + "quick", "image").data == b"picture"
+        cancelled.set_result(None)
+        with pytest.raises(CancelledError):
+            slow.result(WAIT_S)
+    assert sum(b"/quick" not in visit.head for visit in server.visits) == 8
+    loader.close()
+
+
+def test_the_items_of_a_request_have_one_deadline(network: Network, server: MediaServer) -> None:
+    """Also those whose turn never came; the text names the host that was waited for."""
+    for index in range(20):
+        server.on(f"/{index}", be_silent)
+    loader = network.loader(deadline_s=3600.0, request_deadline_s=0.5)
+    loaded = loader.load_all([(f"{URL}{index}", "image") for index in range(20)])
+    assert {str(entry.outcome) for entry in loaded} == {
+        "media from media.example: not delivered within 0.5 s, the limit for all media of one "
+        "request together"
+    }
+    assert loader.statistics().refusals == {"deadline": 20}
+    loader.close()
+
+
+def test_a_checked_address_is_dialled_without_another_look_up(
+    server: MediaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real connection: whatever a resolver would say by now is not asked for."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a name was looked up")
+
+    server.on("/", reply(200, b"picture"))
+    limits = MediaLimits(allow_private_addresses=True, deadline_s=WAIT_S)
+    loader = MediaLoader(limits, resolve=lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert loader.load(f"http://{HOST}:{server.port}/", "image").data == b"picture"
+    loader.close()

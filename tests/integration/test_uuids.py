@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestError
-from sensorium.multimodal.media.loader import LoadedMedia
-from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.media.media_bytes import LoadedMedia, MediaBytes
 from sensorium.types.errors import MediaFetchError, MissingMediaError
+from sensorium.utils.pausing import Pausing
 from tests.integration.perceiving import (
     CACHE_TYPES,
     Calls,
@@ -47,15 +47,14 @@ class Host:
         self.content = content
         self.num_fetches = 0
         loader = llm.perception.loader
-        load_all = loader.load_all
+        load_pausing = loader.load_pausing
 
-        def load(sources: Sequence[tuple[Any, str]], **options: Any) -> list[Any]:
-            return [
-                self._fetch() if source == URL else load_all([(source, modality)], **options)[0]
-                for source, modality in sources
-            ]
+        def load(sources: Sequence[tuple[Any, str]], **options: Any) -> Pausing[list[Any]]:
+            others = [(source, modality) for source, modality in sources if source != URL]
+            found = iter((yield from load_pausing(others, **options)))
+            return [self._fetch() if source == URL else next(found) for source, _ in sources]
 
-        monkeypatch.setattr(loader, "load_all", load)
+        monkeypatch.setattr(loader, "load_pausing", load)
 
     def _fetch(self) -> LoadedMedia:
         self.num_fetches += 1

@@ -146,6 +146,12 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--media-deadline", type=float, metavar="SECONDS", help="for fetching an item (default 30)"
     )
+    group.add_argument(
+        "--media-request-deadline",
+        type=float,
+        metavar="SECONDS",
+        help="for fetching all items of one request together (default: twice --media-deadline)",
+    )
 
 
 def make_media_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -176,4 +182,6 @@ def _make_limits(arguments: argparse.Namespace) -> dict[str, Any]:
         limits["process_wait_s"] = arguments.media_process_wait
     if arguments.max_decoded_megapixels is not None:
         limits["max_decoded_pixels"] = arguments.max_decoded_megapixels * _MEGAPIXEL
+    if arguments.media_request_deadline is not None:
+        limits["request_deadline_s"] = arguments.media_request_deadline
     return limits

@@ -361,7 +361,7 @@ class AsyncEngine:
         lost = frozenset(missing.mm_hashes)
         for index, item in enumerate(own):
             if item.handle.mm_hash in lost and item.handle.kwargs is None:
-                again = await asyncio.to_thread(self._perceiver.perceive_again, item)
+                again = await self._preparation.perceive_again(self._perceiver, item)
                 own[index] = again
                 if item is not items[index]:
                     self._release([item])

@@ -32,6 +32,7 @@ from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
 from sensorium.types.transfer import Payload
+from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
 _MAX_LISTED = 8  # hashes in a message; the error has them all
@@ -126,7 +127,32 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> ProcessedRequest:
-        """Raises a `RequestError` that names what is wrong with the prompt.
+        """Do what `process_pausing` does, and wait for media in this thread."""
+        return run_through(
+            self.process_pausing(
+                request_id,
+                prompt,
+                params,
+                seed=seed,
+                skip_mm_cache=skip_mm_cache,
+                needs_tensors=needs_tensors,
+                cancelled=cancelled,
+            )
+        )
+
+    def process_pausing(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        skip_mm_cache: bool = False,
+        needs_tensors: bool = True,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[ProcessedRequest]:
+        """Raise a `RequestError` that names what is wrong with the prompt, or return the request;
+        pause while its media is fetched.
 
         With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
         neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
@@ -136,7 +162,7 @@ class InputProcessor:
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
         needs_tensors = needs_tensors or not skip_mm_cache
-        token_ids, features, items = self._expand(
+        token_ids, features, items = yield from self._expand(
             fields, perceiver, needs_tensors=needs_tensors, cancelled=cancelled
         )
         try:
@@ -190,12 +216,12 @@ class InputProcessor:
         *,
         needs_tensors: bool,
         cancelled: Future[None] | None,
-    ) -> _Expanded:
+    ) -> Pausing[_Expanded]:
         if fields.get("mm_hashes") is not None:
             return self._expand_rendered(fields, perceiver)
         media = get_media_items(fields)
         self._check_counts([item.modality for item in media])
-        items = perceiver.perceive(
+        items = yield from perceiver.perceive_pausing(
             media, self._get_options(fields), needs_tensors=needs_tensors, cancelled=cancelled
         )
         handles = [item.handle for item in items]

@@ -294,9 +294,7 @@ class LLM:
 
         def make_ready() -> ProcessedRequest:
             options: Any = {"request_id": request_id, "seed": seed, "cancelled": cancelled}
-            if isinstance(prompt, Chat):
-                return self.renderer.render_chat(prompt, params, **options).processed
-            return self.renderer.render_completion(prompt, params, **options).processed
+            return self.renderer.render(prompt, params, **options).processed
 
         return make_ready
 

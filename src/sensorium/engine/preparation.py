@@ -1,8 +1,13 @@
-"""Makes requests of prompts in threads: rendering, loading, perceiving and tokenising block.
+"""Makes requests of prompts in threads: rendering, perceiving and tokenising block.
 
 Owns the threads. What has media gets others than what has none, and what has a grammar, or may get
-one, others again: a slow host, or a grammar that takes long to compile, holds up nobody who only
-has text. How many wait is bounded by what the server admits.
+one, others again: a grammar that takes long to compile holds up nothing that only has text. A
+request whose media is being fetched has no thread at all. How many wait is bounded by what the
+server admits.
+
+Invariants:
+  1. What was made for a caller that has left is released, whenever it is finished.
+  2. Work that pauses is resumed or closed, exactly once after each pause.
 """
 
 from __future__ import annotations
@@ -12,16 +17,19 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import ProcessedRequest
 from sensorium.engine.renderer import Prepared, Renderer
+from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
 from sensorium.types.errors import CapacityError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
+from sensorium.utils.pausing import Pausing
 
+T = TypeVar("T")
 _NUM_TEXT_THREADS = 4
 _NUM_GRAMMAR_THREADS = 4
 _NUM_MEDIA_THREADS = 32
@@ -62,35 +70,68 @@ class Preparation:
         """
         seed = self._draw_seed()
         cancelled: Future[None] = Future()
-        submitted = time.monotonic()
+        work = self._renderer.render_pausing(
+            prompt,
+            params,
+            request_id=request_id,
+            seed=seed,
+            skip_mm_cache=skip_mm_cache,
+            needs_tensors=needs_tensors,
+            cancelled=cancelled,
+        )
+        threads = self._choose_threads(prompt, params)
+        prepared, wait_s = await self._run(
+            work, threads, cancelled, drop=lambda unwanted: self._release(unwanted.processed)
+        )
+        return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
 
-        def run() -> Prepared:
-            wait_s = time.monotonic() - submitted
-            options: dict[str, Any] = {
-                "request_id": request_id,
-                "seed": seed,
-                "skip_mm_cache": skip_mm_cache,
-                "needs_tensors": needs_tensors,
-                "cancelled": cancelled,
-            }
-            if isinstance(prompt, Chat):
-                prepared = self._renderer.render_chat(prompt, params, **options)
-            else:
-                prepared = self._renderer.render_completion(prompt, params, **options)
-            return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
+    async def perceive_again(self, perceiver: Perceiver, item: PerceivedItem) -> PerceivedItem:
+        """Make tensors anew for an item that the core has lost, in the threads for media."""
+        cancelled: Future[None] = Future()
+        again, _ = await self._run(
+            perceiver.perceive_again_pausing(item, cancelled=cancelled),
+            self._media_threads,
+            cancelled,
+            drop=lambda unwanted: perceiver.release([unwanted]),
+        )
+        return again
 
-        try:
-            future = self._choose_threads(prompt, params).submit(run)
-        except RuntimeError as error:  # the executor's word for being shut down
-            raise CapacityError(_STOPPING) from error
-        try:
-            await self._wait(future)
-        except BaseException:  # the caller has left, or all of it stops
-            cancelled.set_result(None)
-            future.cancel()
-            future.add_done_callback(self._give_back)
-            raise
-        return future.result()
+    async def _run(
+        self,
+        work: Pausing[T],
+        threads: ThreadPoolExecutor,
+        cancelled: Future[None],
+        *,
+        drop: Callable[[T], None],
+    ) -> tuple[T, float]:
+        """Run the work in threads, and in none of them while it pauses. Return its result, and how
+        many seconds it waited for threads. `drop` gets a result that comes too late.
+        """
+        wait_s = 0.0
+        while True:
+            step = _Step(work)
+            try:
+                future = threads.submit(step.run)
+            except RuntimeError as error:  # the executor's word for being shut down
+                work.close()
+                raise CapacityError(_STOPPING) from error
+            try:
+                await self._wait(future)
+            except BaseException:  # the caller has left, or all of it stops
+                cancelled.set_result(None)
+                future.cancel()
+                future.add_done_callback(lambda ended: _clean_up(ended, work, drop))
+                raise
+            wait_s += step.wait_s
+            outcome = future.result()
+            if isinstance(outcome, _Finished):
+                return outcome.result, wait_s
+            try:
+                await self._wait(outcome)
+            except BaseException:
+                cancelled.set_result(None)
+                work.close()
+                raise
 
     def close(self) -> None:
         """Doesn't wait for threads that are at work; who waits for them does no longer."""
@@ -108,7 +149,7 @@ class Preparation:
         is_plain = params.structured_outputs is None and not may_call
         return self._text_threads if is_plain else self._grammar_threads
 
-    async def _wait(self, future: Future[Prepared]) -> None:
+    async def _wait(self, future: Future[Any]) -> None:
         """Until it has ended, however. Raises a `CapacityError` when this is closed."""
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
@@ -128,9 +169,39 @@ class Preparation:
         finally:
             self._waiting.discard(waiting)
 
-    def _give_back(self, future: Future[Prepared]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._release(future.result().processed)
+
+@dataclass(frozen=True, slots=True)
+class _Finished(Generic[T]):
+    result: T
+
+
+class _Step(Generic[T]):
+    """The work until its next pause or its end, in one thread."""
+
+    def __init__(self, work: Pausing[T]) -> None:
+        self.wait_s = 0.0  # until a thread was free
+        self._work = work
+        self._submitted = time.monotonic()
+
+    def run(self) -> Future[Any] | _Finished[T]:
+        """Return the result, or what the work waits for."""
+        self.wait_s = time.monotonic() - self._submitted
+        try:
+            return next(self._work)
+        except StopIteration as end:
+            return _Finished(end.value)
+
+
+def _clean_up(
+    ended: Future[Future[Any] | _Finished[T]], work: Pausing[T], drop: Callable[[T], None]
+) -> None:
+    """Leave nothing of work for a caller that has left. `ended` is the last step of it."""
+    if not ended.cancelled() and ended.exception() is None:
+        outcome = ended.result()
+        if isinstance(outcome, _Finished):
+            drop(outcome.result)
+            return
+    work.close()
 
 
 def _has_media(prompt: Prompt | Chat) -> bool:

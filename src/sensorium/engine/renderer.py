@@ -12,6 +12,7 @@ import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
@@ -20,6 +21,7 @@ from sensorium.render.renderer import ChatRenderer
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
+from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +44,13 @@ class Renderer:
         self._chat_template = chat_template
         self._chat_renderer = ChatRenderer(inputs.processor)
 
-    def render_chat(
+    def render(self, prompt: Prompt | Chat, params: SamplingParams, **options: Any) -> Prepared:
+        """Do what `render_pausing` does, and wait for media in this thread."""
+        return run_through(self.render_pausing(prompt, params, **options))
+
+    def render_pausing(
         self,
-        chat: Chat,
+        prompt: Prompt | Chat,
         params: SamplingParams,
         *,
         request_id: str = "",
@@ -52,41 +58,20 @@ class Renderer:
         skip_mm_cache: bool = False,
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
-    ) -> Prepared:
-        """Raises a `RequestError` that names what is wrong with the conversation. `needs_tensors`:
-        whether anybody will read the items' tensors; with `skip_mm_cache` only.
+    ) -> Pausing[Prepared]:
+        """Make a request of a conversation, or of a prompt of text or token ids; pause while its
+        media is fetched.
+
+        Raise a `RequestError` that names what is wrong with it. `needs_tensors`: whether the items'
+        tensors will be read; with `skip_mm_cache` only.
         """
         started = time.monotonic()
-        prompt = self._render_text(chat)
-        if chat.adapt_params is not None:
-            text = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-            params = chat.adapt_params(text, params)
-        render_s = time.monotonic() - started
-        prepared = self.render_completion(
-            prompt,
-            params,
-            request_id=request_id,
-            seed=seed,
-            skip_mm_cache=skip_mm_cache,
-            needs_tensors=needs_tensors,
-            cancelled=cancelled,
-        )
-        return replace(prepared, stages={**prepared.stages, "render": render_s})
-
-    def render_completion(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str = "",
-        seed: int | None = None,
-        skip_mm_cache: bool = False,
-        needs_tensors: bool = True,
-        cancelled: Future[None] | None = None,
-    ) -> Prepared:
-        """The same for a prompt of text or token ids."""
+        stages: dict[str, float] = {}
+        if isinstance(prompt, Chat):
+            prompt, params = self._render_chat(prompt, params)
+            stages["render"] = time.monotonic() - started
         started = time.monotonic()
-        processed = self._inputs.process(
+        processed = yield from self._inputs.process_pausing(
             request_id,
             prompt,
             params,
@@ -95,7 +80,8 @@ class Renderer:
             needs_tensors=needs_tensors,
             cancelled=cancelled,
         )
-        return Prepared(processed=processed, stages={"perceive": time.monotonic() - started})
+        stages["perceive"] = time.monotonic() - started
+        return Prepared(processed=processed, stages=stages)
 
     def warmup(self) -> None:
         """So that the first requests find nothing undone: the chat template, the processor with an
@@ -114,6 +100,13 @@ class Renderer:
                 PromptWarmup(rehearsal, self._inputs, has_template=has_template).run()
         except Exception:  # as its parts: a server must not depend on its warm-up
             logger.warning("Warmup failed", exc_info=True)
+
+    def _render_chat(self, chat: Chat, params: SamplingParams) -> tuple[TextPrompt, SamplingParams]:
+        prompt = self._render_text(chat)
+        if chat.adapt_params is not None:
+            text = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            params = chat.adapt_params(text, params)
+        return prompt, params
 
     def _render_text(self, chat: Chat) -> TextPrompt:
         if chat.options.chat_template is None and self._chat_template is not None:

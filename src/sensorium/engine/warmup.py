@@ -93,14 +93,9 @@ class PromptWarmup:
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
         """There and back: what a request is made of, and how its tokens read."""
-        if isinstance(prompt, Chat):
-            prepared = self._rehearsal.render_chat(
-                prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
-            )
-        else:
-            prepared = self._rehearsal.render_completion(
-                prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
-            )
+        prepared = self._rehearsal.render(
+            prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
+        )
         tokenizer = self._inputs.processor.tokenizer
         tokenizer.decode(list(prepared.processed.request.prompt_token_ids))
 

@@ -2,7 +2,8 @@
 
 Sources are fetched together, named before anything is decoded, and looked up. What no cache has is
 processed: once, whoever asks for it meanwhile. Owns the flights of items that are being processed.
-Safe to use from several threads; a call blocks until all items of its request are there.
+Safe to use from several threads; a call blocks until all items of its request are there, but gives
+up its thread while sources are fetched if the caller drives it so (`utils.pausing`).
 
 Invariants:
   1. A hit decodes nothing and calls no processor.
@@ -40,6 +41,7 @@ from sensorium.types.errors import (
 )
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.times import ItemTimes
+from sensorium.utils.pausing import Pausing, run_through
 
 _MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use
 _Result = FinishedItem | None  # None: the cache has it by now
@@ -109,14 +111,29 @@ class Perceiver:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> list[PerceivedItem]:
-        """In the order of the items. `cancelled` completes when nobody waits any more. Without
-        `needs_tensors`, what no cache has may come without them.
+        """Do what `perceive_pausing` does, and wait for sources in this thread."""
+        return run_through(
+            self.perceive_pausing(items, options, needs_tensors=needs_tensors, cancelled=cancelled)
+        )
+
+    def perceive_pausing(
+        self,
+        items: Sequence[MediaItem],
+        options: PerceptionOptions,
+        *,
+        needs_tensors: bool = True,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[list[PerceivedItem]]:
+        """Return one perceived item per item, in their order; pause while sources are fetched.
+
+        `cancelled` completes when the result is no longer wanted. Without `needs_tensors`, what no
+        cache has may come without them.
         """
         calls = [_ItemCall(self, item, options, needs_tensors=needs_tensors) for item in items]
         try:
             for call in calls:
                 call.run(call.recognise)
-            self._load([call for call in calls if call.needs_source], cancelled)
+            yield from self._load([call for call in calls if call.needs_source], cancelled)
             for call in calls:
                 call.run(lambda call=call: call.start(cancelled))  # type: ignore[misc]
             for call in calls:
@@ -136,14 +153,22 @@ class Perceiver:
     def perceive_again(
         self, item: PerceivedItem, *, cancelled: Future[None] | None = None
     ) -> PerceivedItem:
-        """The same item, processed anew if the cache no longer leads to its tensors."""
+        """Do what `perceive_again_pausing` does, and wait for sources in this thread."""
+        return run_through(self.perceive_again_pausing(item, cancelled=cancelled))
+
+    def perceive_again_pausing(
+        self, item: PerceivedItem, *, cancelled: Future[None] | None = None
+    ) -> Pausing[PerceivedItem]:
+        """Return the same item, processed anew if the cache no longer leads to its tensors."""
         mm_hash = item.handle.mm_hash
         if item.brought is not None:
             handle = self.cache.get_and_update_item(mm_hash, item.brought)
             if handle is not None:
                 return replace(item, handle=handle)
         if item.origin is not None:
-            (again,) = self.perceive([item.origin], item.options, cancelled=cancelled)
+            (again,) = yield from self.perceive_pausing(
+                [item.origin], item.options, cancelled=cancelled
+            )
             if again.handle.mm_hash == mm_hash:
                 return replace(again, times=add_times(item.times, again.times))
             self.cache.release([again.handle])  # the address has other content by now
@@ -151,9 +176,9 @@ class Perceiver:
             f"{item.label} is in no cache any more: send it again", (item.given_hash or mm_hash,)
         )
 
-    def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> None:
+    def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> Pausing[None]:
         sources = [(call.item.media, call.item.modality) for call in calls]
-        found = self.loader.load_all(sources, cancelled=cancelled)
+        found = yield from self.loader.load_pausing(sources, cancelled=cancelled)
         for call, loaded in zip(calls, found, strict=True):
             call.times.add({"fetch": loaded.fetch_s})
             if isinstance(loaded.outcome, RequestError):

@@ -64,6 +64,7 @@ def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--mm-hasher-algorithm=sha512", "--mm-processor-kwargs", '{"a": 1}', "--max-media-mb=3"),
         *("--allowed-media-domains=x.org", "--allow-private-media-addresses", "--media-deadline=2"),
         *("--media-process-deadline=7", "--media-process-wait=8.5", "--max-decoded-megapixels=9"),
+        "--media-request-deadline=3",
     )
     media = make_media_options(options)
     assert (media.capacity_bytes, media.has_shared_memory) == (2**29, True)
@@ -72,6 +73,7 @@ def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (limits.max_bytes, limits.deadline_s) == (3 * 2**20, 2.0)
     assert (limits.process_deadline_s, limits.process_wait_s) == (7.0, 8.5)
     assert limits.max_decoded_pixels == 9_000_000
+    assert limits.request_deadline_s == limits.get_request_deadline_s() == 3.0
     assert (limits.allow_private_addresses, limits.allowed_domains) == (True, {"x.org"})
 
 
@@ -129,6 +131,7 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_leas
         (["m", "--media-deadline", "0"], "deadline_s must be a number above 0"),
         (["m", "--media-process-wait", "-1"], "process_wait_s must be a number above 0"),
         (["m", "--max-decoded-megapixels", "0"], "at least 1, not 0"),
+        (["m", "--media-request-deadline", "0"], "request_deadline_s must be a number above 0"),
         (["m", "--allowed-local-media-path", "/nowhere"], "'/nowhere' is not a directory"),
         (["m", "--chat-template", "/nowhere"], "there is no file '/nowhere'"),
         (["m", "--api-server-count=2", "--mm-processor-cache-type=lru"], "needs --mm-processor-c"),

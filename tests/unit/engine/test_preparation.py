@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from sensorium.engine.chat import Chat
 from sensorium.engine.preparation import Preparation
 from sensorium.engine.renderer import Prepared
 from sensorium.render.chat_options import ChatOptions
+from sensorium.types.errors import CapacityError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
+from sensorium.utils.pausing import Pausing
 
 PLAIN = SamplingParams()
 GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
@@ -26,16 +30,16 @@ class SlowRenderer:
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
+        self.has_begun = threading.Event()
 
-    def render_chat(self, chat: Chat, params: SamplingParams, **_: Any) -> Prepared:
-        del chat, params
-        self.is_over.wait()
-        return Prepared(processed=None, stages={})  # type: ignore[arg-type]
-
-    def render_completion(self, prompt: Prompt, params: SamplingParams, **_: Any) -> Prepared:
+    def render_pausing(
+        self, prompt: Prompt | Chat, params: SamplingParams, **_: Any
+    ) -> Pausing[Prepared]:
         del params
+        self.has_begun.set()
         if prompt != "plain":
             self.is_over.wait()
+        yield from ()
         return Prepared(processed=None, stages={})  # type: ignore[arg-type]
 
 
@@ -61,3 +65,105 @@ def test_grammars_hold_up_no_text_without_one(prompt: Prompt | Chat, params: Any
             preparation.close()
 
     asyncio.run(run())
+
+
+class FetchingRenderer:
+    """Waits for the media of each prompt but "here", and notes what becomes of the work."""
+
+    def __init__(self) -> None:
+        self.fetches: list[Future[None]] = []
+        self.cancelled: list[Future[None]] = []
+        self.ended: list[str] = []
+
+    def render_pausing(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        cancelled: Future[None],
+        **_: Any,
+    ) -> Pausing[Prepared]:
+        del params
+        self.cancelled.append(cancelled)
+        try:
+            if "here" not in prompt["multi_modal_data"]:
+                fetch: Future[None] = Future()
+                self.fetches.append(fetch)
+                yield fetch
+        except GeneratorExit:
+            self.ended.append("closed")
+            raise
+        self.ended.append("finished")
+        return Prepared(processed=prompt, stages={"perceive": 1.0})
+
+
+AWAY: Any = {"prompt": "", "multi_modal_data": {"away": 1}}
+HERE: Any = {"prompt": "", "multi_modal_data": {"here": 1}}
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_media_that_is_fetched_holds_no_thread() -> None:
+    """However many requests wait for hosts, one whose media is here is prepared."""
+
+    async def run() -> None:
+        renderer = FetchingRenderer()
+        preparation = make_preparation(renderer)
+        away = [asyncio.ensure_future(preparation.prepare("", AWAY, PLAIN)) for _ in range(200)]
+        await wait_until(lambda: len(renderer.fetches) == 200)
+        await asyncio.wait_for(preparation.prepare("", HERE, PLAIN), 60)
+        assert not any(task.done() for task in away)
+        for fetch in renderer.fetches:
+            fetch.set_result(None)
+        prepared = await asyncio.gather(*away)
+        assert all(set(each.stages) == {"perceive", "wait_thread"} for each in prepared)
+        preparation.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["leave", "close"])
+def test_work_that_waits_for_a_host_is_closed_when_its_caller_is_gone(way: str) -> None:
+    async def run() -> None:
+        renderer = FetchingRenderer()
+        preparation = make_preparation(renderer)
+        task = asyncio.ensure_future(preparation.prepare("", AWAY, PLAIN))
+        await wait_until(lambda: bool(preparation._waiting) and bool(renderer.fetches))
+        await asyncio.sleep(0.05)
+        if way == "leave":
+            task.cancel()
+        else:
+            preparation.close()
+        with pytest.raises(asyncio.CancelledError if way == "leave" else CapacityError):
+            await task
+        await wait_until(lambda: renderer.ended == ["closed"])
+        assert renderer.cancelled[0].done()
+        preparation.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_was_finished_for_a_caller_that_left_is_released() -> None:
+    async def run() -> None:
+        renderer, released = SlowRenderer(), []
+        preparation = make_preparation(renderer, released.append)
+        task = asyncio.ensure_future(preparation.prepare("", "slow", PLAIN))
+        await wait_until(lambda: renderer.has_begun.is_set())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        renderer.is_over.set()
+        await wait_until(lambda: released == [None])
+        preparation.close()
+
+    asyncio.run(run())
+
+
+def make_preparation(renderer: Any, release: Callable[[Any], None] = lambda _: None) -> Preparation:
+    return Preparation(renderer, draw_seed=lambda: 0, release=release)

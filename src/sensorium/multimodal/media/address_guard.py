@@ -11,9 +11,9 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from sensorium.multimodal.media.fetch import Fetch
+from sensorium.multimodal.media.look_ups import LookUps
 
 Resolve = Callable[[str, int], Sequence[str]]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -59,39 +59,28 @@ def _is_public(address: IPAddress) -> bool:
 
 
 class AddressGuard:
-    """`resolve` runs in threads of its own: a look-up can't be interrupted, only left behind."""
+    """Looks names up and checks what they lead to. Used on one event loop."""
 
-    def __init__(self, resolve: Resolve, *, allow_private: bool, num_threads: int) -> None:
-        self._resolve = resolve
+    def __init__(self, resolve: Resolve, *, allow_private: bool) -> None:
+        self._look_ups = LookUps(resolve)
         self._allow_private = allow_private
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="media-dns")
 
-    def look_up(self, host: str, port: int, fetch: Fetch) -> list[str]:
-        """The checked addresses of `host`, in the order to try them."""
-        addresses = self._parse(self._find(host, port, fetch))
+    async def look_up(self, host: str, port: int, fetch: Fetch) -> list[str]:
+        """Return the checked addresses of `host`, in the order to try them."""
+        addresses = self._parse(await self._find(host, port))
         if not addresses:
             raise fetch.refusal("leads to no public address", "dns")
         if not all(is_allowed(one, allow_private=self._allow_private) for one in addresses):
             raise fetch.refusal("leads to no public address", "address")
         return [str(address) for address in addresses]
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _find(self, host: str, port: int, fetch: Fetch) -> Sequence[str]:
+    async def _find(self, host: str, port: int) -> Sequence[str]:
         try:
             return [str(ipaddress.ip_address(host))]
         except ValueError:
             pass
         try:
-            answer = self._threads.submit(self._resolve, host, port)
-        except RuntimeError:  # the executor's word for being shut down
-            raise fetch.expired() from None
-        try:
-            return answer.result(timeout=fetch.remaining_s())
-        except TimeoutError:
-            answer.cancel()
-            raise fetch.expired() from None
+            return await self._look_ups.find(host, port)
         except (OSError, UnicodeError):
             return []
 

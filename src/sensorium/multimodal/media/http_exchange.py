@@ -7,8 +7,8 @@ has a part in it; the head of the answer is bounded by httpcore (100 KiB), its b
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpcore
@@ -33,18 +33,18 @@ class Answer:
 
     status: int
     headers: Mapping[str, str]
-    chunks: Iterable[bytes]
+    chunks: AsyncIterable[bytes]
 
 
-@contextmanager
-def open_exchange(
+@asynccontextmanager
+async def open_exchange(
     url: httpx.URL,
     validators: Mapping[str, str],
     *,
     backend: PinnedBackend,
     ssl_context: ssl.SSLContext | None,
     fetch: Fetch,
-) -> Iterator[Answer]:
+) -> AsyncIterator[Answer]:
     """What goes wrong on the wire, also while the body is read inside, is refused as media."""
     host, port = url.raw_host, url.port or _DEFAULT_PORTS[url.scheme]
     origin = httpcore.Origin(scheme=url.raw_scheme, host=host, port=port)
@@ -52,8 +52,8 @@ def open_exchange(
     headers = {"Host": url.netloc.decode("ascii"), **_HEADERS, **validators}
     sent = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
     try:
-        with (
-            httpcore.HTTPConnection(
+        async with (
+            httpcore.AsyncHTTPConnection(
                 origin, ssl_context=ssl_context, network_backend=backend
             ) as connection,
             connection.stream("GET", target, headers=sent) as response,
@@ -62,12 +62,14 @@ def open_exchange(
             yield Answer(
                 status=response.status,
                 headers=_join_headers(response.headers),
-                chunks=response.iter_stream(),
+                chunks=response.aiter_stream(),
             )
     except (httpcore.NetworkError, httpcore.TimeoutException):
         raise fetch.refusal("the connection broke", "connection") from None
     except httpcore.ProtocolError:
         raise fetch.refusal("the answer is not complete, valid HTTP", "protocol") from None
+    finally:
+        await backend.close()
 
 
 def _join_headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -23,6 +23,7 @@ _COUNTS = {
 _TIMES = {
     "max_duration_s": float("inf"),
     "deadline_s": _MAX_DEADLINE_S,
+    "request_deadline_s": _MAX_DEADLINE_S,
     "process_deadline_s": _MAX_DEADLINE_S,
     "process_wait_s": _MAX_DEADLINE_S,
 }
@@ -36,8 +37,10 @@ class MediaLimits:
     frame. `max_edge`: of its width and of its height. `max_frames`, `max_video_pixels`: that are
     kept of a video, after sampling. `max_decoded_pixels`: of all frames of a video that have to be
     decoded to get at those. `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an
-    item, from the first look-up to the last byte. `process_deadline_s`: for decoding and processing
-    it, from the start of that work. `process_wait_s`: for waiting until a process is free for it.
+    item, from the first look-up to the last byte. `request_deadline_s`: for fetching all items of
+    one request together; `None` is twice `deadline_s`. `process_deadline_s`: for decoding and
+    processing an item, from the start of that work. `process_wait_s`: for waiting until a process
+    is free for it.
     `max_process_bytes`: that a process of the pool may take for it.
     `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
     `*.example.com`: all below it); none named means any public one.
@@ -53,6 +56,7 @@ class MediaLimits:
     max_decoded_pixels: int = 20_000_000_000  # 1 to 2 minutes of work; 5 minutes of 1080p at 30 fps
     max_duration_s: float = 4 * 3600.0
     deadline_s: float = 30.0
+    request_deadline_s: float | None = None
     process_deadline_s: float = 120.0
     process_wait_s: float = 120.0
     max_process_bytes: int = 8 * 2**30
@@ -68,6 +72,8 @@ class MediaLimits:
                 raise ModelError(f"media limits: {name} must be an integer >= {least}")
         for name, most in _TIMES.items():
             value = getattr(self, name)
+            if value is None and name == "request_deadline_s":
+                continue
             if type(value) not in (int, float) or not 0 < value <= most:
                 raise ModelError(f"media limits: {name} must be a number above 0, {most:g} at most")
 
@@ -75,3 +81,7 @@ class MediaLimits:
     def flight_timeout_s(self) -> float:
         """The longest that an item can be on its way: it may wait and be worked on twice."""
         return 2 * (self.process_wait_s + self.process_deadline_s)
+
+    def get_request_deadline_s(self) -> float:
+        """Return the seconds in which all media of one request must have been fetched."""
+        return 2 * self.deadline_s if self.request_deadline_s is None else self.request_deadline_s

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sensorium.types.errors import RequestError
+
 
 @dataclass(slots=True)
 class MediaBytes:
@@ -13,3 +15,11 @@ class MediaBytes:
 
     data: bytes
     digest: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedMedia:
+    """What came of one item, and how long that took from the moment that its turn came."""
+
+    outcome: MediaBytes | RequestError
+    fetch_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Mapping
 
 from sensorium.multimodal.media.fetch import Fetch
 
@@ -37,13 +37,16 @@ def check_before_body(headers: Mapping[str, str], max_bytes: int, fetch: Fetch) 
         raise _too_large(max_bytes, fetch)
 
 
-def read_body(chunks: Iterable[bytes], max_bytes: int, fetch: Fetch) -> bytes:
+async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, fetch: Fetch) -> bytes:
     """Tiny pieces are refused: a host could keep a core busy at the cost of a few bytes each."""
     body = io.BytesIO()
-    for num_chunks, chunk in enumerate(chunks):
+    num_chunks = -1
+    async for chunk in chunks:
+        num_chunks += 1
         if body.tell() + len(chunk) > max_bytes:
             raise _too_large(max_bytes, fetch)
         body.write(chunk)
+        fetch.add_bytes(len(chunk))
         if num_chunks > _MIN_CHUNKS + body.tell() // _MIN_CHUNK_BYTES:
             raise fetch.refusal("the answer comes in too small pieces", "protocol")
     return body.getvalue()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -45,21 +46,12 @@ def test_what_is_no_single_host_is_never_allowed(address: str, allow_private: bo
     assert not is_allowed(ipaddress.ip_address(address), allow_private=allow_private)
 
 
-class Guards:
-    def __init__(self) -> None:
-        self.made: list[AddressGuard] = []
+def look_up(resolve: Resolve, host: str = "host.example") -> list[str]:
+    async def run() -> list[str]:
+        guard = AddressGuard(resolve, allow_private=False)
+        return await guard.look_up(host, 80, Fetch(host, 60))
 
-    def __call__(self, resolve: Resolve, allow_private: bool = False) -> AddressGuard:
-        self.made.append(AddressGuard(resolve, allow_private=allow_private, num_threads=1))
-        return self.made[-1]
-
-
-@pytest.fixture
-def guards() -> Iterator[Guards]:
-    guards = Guards()
-    yield guards
-    for guard in guards.made:
-        guard.close()
+    return asyncio.run(run())
 
 
 def find(*addresses: str) -> Resolve:
@@ -77,35 +69,31 @@ def find(*addresses: str) -> Resolve:
         (["8.8.8.8", "::1"], "address"),
     ],
 )
-def test_one_bad_address_refuses_the_name(
-    guards: Guards, addresses: Sequence[str], reason: str
-) -> None:
+def test_one_bad_address_refuses_the_name(addresses: Sequence[str], reason: str) -> None:
     with pytest.raises(RefusedMediaError) as caught:
-        guards(find(*addresses)).look_up("host.example", 80, Fetch("host.example", 60))
+        look_up(find(*addresses))
     assert caught.value.reason == reason
     assert str(caught.value) == "media from host.example: leads to no public address"
 
 
-def test_addresses_keep_the_order_of_the_resolver(guards: Guards) -> None:
-    guard = guards(find("2606:4700::1111", "8.8.8.8"))
-    fetch = Fetch("host.example", 60)
-    assert guard.look_up("host.example", 80, fetch) == ["2606:4700::1111", "8.8.8.8"]
+def test_addresses_keep_the_order_of_the_resolver() -> None:
+    found = ["2606:4700::1111", "8.8.8.8"]
+    assert look_up(find(*found)) == found
 
 
-def test_an_address_is_not_looked_up(guards: Guards) -> None:
-    guard = guards(pytest.fail)
-    assert guard.look_up("8.8.8.8", 80, Fetch("8.8.8.8", 60)) == ["8.8.8.8"]
+def test_an_address_is_not_looked_up() -> None:
+    assert look_up(pytest.fail, "8.8.8.8") == ["8.8.8.8"]
     with pytest.raises(RefusedMediaError, match="no public address"):
-        guard.look_up("::1", 80, Fetch("::1", 60))
+        look_up(pytest.fail, "::1")
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "10.0.0.1"), UnicodeError("label")])
-def test_a_look_up_that_fails_says_no_more_than_that(guards: Guards, error: Exception) -> None:
+def test_a_look_up_that_fails_says_no_more_than_that(error: Exception) -> None:
     def fail(*_: object) -> Sequence[str]:
         raise error
 
     with pytest.raises(RefusedMediaError) as caught:
-        guards(fail).look_up("host.example", 80, Fetch("host.example", 60))
+        look_up(fail)
     assert str(caught.value) == "media from host.example: leads to no public address"
 
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib
 import random
-import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from httpcore import AnyIOBackend, AsyncNetworkStream
 
 import sensorium.multimodal.media
+from sensorium.multimodal.media.fetch import Fetch
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.loader import MediaLoader
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 
-def refuse_to_connect(*_: object) -> socket.socket:
+async def refuse_to_connect(*_: object) -> AsyncNetworkStream:
     raise ConnectionRefusedError
 
 
@@ -100,9 +102,7 @@ def test_results_come_in_the_order_of_their_items(loader: MediaLoader) -> None:
 
 
 def test_a_url_that_is_named_twice_is_loaded_once() -> None:
-    loader = MediaLoader(
-        MediaLimits(), resolve=lambda *_: ["8.8.8.8"], connect=refuse_to_connect, num_threads=1
-    )
+    loader = MediaLoader(MediaLimits(), resolve=lambda *_: ["8.8.8.8"], connect=refuse_to_connect)
     one, other = loader.load_all([("http://host/", "image")] * 2)
     assert one is other  # what came, and how long it took
     assert loader.statistics().refusals == {"connection": 1}
@@ -112,7 +112,8 @@ def test_a_url_that_is_named_twice_is_loaded_once() -> None:
 def test_what_needs_no_waiting_needs_no_thread(
     loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader._threads, "submit", pytest.fail)
+    monkeypatch.setattr(loader._file_threads, "submit", pytest.fail)
+    monkeypatch.setattr(loader, "_get_fetcher", pytest.fail)
     items = [(b"one", "image"), ("data:,two", "image"), ("DATA:,three", "image")]
     loaded = [MediaBytes(content) for content in (b"one", b"two", b"three")]
     assert [entry.outcome for entry in loader.load_all(items)] == loaded
@@ -132,22 +133,24 @@ def test_what_was_loaded_is_counted_by_the_kind_of_its_source(tmp_path: Path) ->
 def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
     loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clocks = threading.local()
-    both_run = threading.Barrier(2, timeout=30.0)
+    client = loader._get_fetcher().client
+    clock = SimpleNamespace(now=0.0, is_past=asyncio.Event())
 
-    def load(source: str, modality: str, *, cancelled: object = None) -> MediaBytes:
-        assert cancelled is None
-        both_run.wait()
-        clocks.now = {"http://host/a": 1.0, "http://host/b": 5.0}[source]
-        if source.endswith("b"):
-            raise MediaFetchError("gone")
-        return MediaBytes(modality.encode())
+    async def fetch(url: httpx.URL, modality: str, _: Fetch) -> MediaBytes:
+        if url.path == "/a":  # and then the other one goes on, when its time has come
+            clock.now = 1.0
+            clock.is_past.set()
+            return MediaBytes(modality.encode())
+        await clock.is_past.wait()
+        clock.now = 5.0
+        raise MediaFetchError("gone")
 
-    monkeypatch.setattr(loader, "load", load)
-    clock = SimpleNamespace(monotonic=lambda: getattr(clocks, "now", 0.0))
-    monkeypatch.setattr("sensorium.multimodal.media.loader.time", clock)
-    results = loader.load_all([("http://host/a", "image"), ("http://host/b", "image")])
-    assert [loaded.fetch_s for loaded in results] == [1.0, 5.0]
+    monkeypatch.setattr(client, "fetch", fetch)
+    monkeypatch.setattr(
+        "sensorium.multimodal.media.fetcher.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    results = loader.load_all([("http://host/b", "image"), ("http://host/a", "image")])
+    assert [loaded.fetch_s for loaded in results] == [5.0, 1.0]
 
 
 def test_a_wrong_list_of_domains_is_refused_at_the_start() -> None:
@@ -160,7 +163,7 @@ def test_the_system_s_own_names_are_refused_before_any_connection(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     dialled: list[object] = []
-    monkeypatch.setattr(socket, "create_connection", lambda *a, **_: dialled.append(a))
+    monkeypatch.setattr(AnyIOBackend, "connect_tcp", lambda *a, **_: dialled.append(a))
     loader = MediaLoader(MediaLimits(deadline_s=60.0))
     with pytest.raises(MediaFetchError, match="leads to no public address"):
         loader.load(f"http://{host}/", "image")
@@ -173,11 +176,11 @@ def test_private_addresses_are_dialled_when_they_are_allowed(
 ) -> None:
     dialled: list[object] = []
 
-    def dial(address: object, **_: object) -> socket.socket:
+    async def dial(_: object, *address: object, **__: object) -> AsyncNetworkStream:
         dialled.append(address)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(socket, "create_connection", dial)
+    monkeypatch.setattr(AnyIOBackend, "connect_tcp", dial)
     loader = MediaLoader(MediaLimits(allow_private_addresses=True))
     with pytest.raises(MediaFetchError, match="no connection could be made"):
         loader.load("http://127.1:8000/", "image")
