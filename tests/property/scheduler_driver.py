@@ -79,6 +79,8 @@ class SchedulerDriver:
         self.open: dict[str, EngineCoreRequest] = {}
         self.scored: dict[str, list[int]] = {}  # prompt positions with log-probabilities, as given
         self.is_in_step = False
+        # Embeddings beyond the budget that steps without encoding have not made up for.
+        self.encoder_debt = 0
 
     def add(self, request: EngineCoreRequest) -> bool:
         """Whether it was accepted."""
@@ -121,12 +123,25 @@ class SchedulerDriver:
     def schedule(self) -> SchedulerOutput:
         self.is_in_step = True
         first = self.scheduler.running[:1]
+        is_answering = any(r.num_computed_tokens >= r.num_prompt_tokens for r in first)
         output = self.scheduler.schedule()
         assert all(r in self.scheduler.running for r in first), "the first one is preempted"
         assert bool(self.open) != output.is_empty, "a step does something while there are requests"
         self._check_budgets(output)
         self._check_seats()
+        self._check_rest(output, is_answering=is_answering)
         return output
+
+    def _check_rest(self, output: SchedulerOutput, *, is_answering: bool) -> None:
+        """After an item beyond the budget, encoders rest while an answer can go on."""
+        num_embeds = sum(size for s in output.scheduled for size in self._get_encoder_sizes(s))
+        if self.encoder_debt and num_embeds:
+            assert not is_answering, "encoders work although they owe the others a step"
+            self.encoder_debt = 0
+        if self.encoder_debt and is_answering:
+            assert output.scheduled, "nothing goes on while encoders rest"
+        debt = self.encoder_debt + num_embeds - self.limits.max_num_encoder_embeds
+        self.encoder_debt = max(0, debt)
 
     def finish_step(
         self,

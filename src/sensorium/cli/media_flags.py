@@ -25,6 +25,7 @@ _NAMES = (
     "allowed_local_media_path",
     "allowed_media_domains",
     "enable_mm_embeds",
+    "allow_larger_media",
 )
 
 
@@ -119,6 +120,12 @@ def _add_processing(group: argparse._ArgumentGroup, *, is_server: bool) -> None:
         group.add_argument(
             name, type=parse_mapping, default={}, metavar="JSON", help=f"options that {purpose}"
         )
+    group.add_argument(
+        "--allow-larger-media",
+        action="store_true",
+        help="options of a request may make a media item larger than the model's processor and "
+        "--mm-processor-kwargs can (default: such an item is refused)",
+    )
 
 
 def _add_sources(group: argparse._ArgumentGroup) -> None:

@@ -12,6 +12,8 @@ Invariants:
      wait, requests of one call are passed over beyond its share of the seats (`seat_shares`).
   5. The first running request is never preempted: everyone behind it can be preempted for it.
   6. A step is empty only if there are no requests.
+  7. A step encodes at most one item beyond the encoder budget. What it encoded too much is made up
+     for by steps that encode nothing, while there is something else to do.
 """
 
 from __future__ import annotations
@@ -74,6 +76,8 @@ class Scheduler:
         self._stopped: list[str] = []
         # The request whose span found too few tokens in the last step, and how many it needs.
         self._deferred: tuple[str, int] | None = None
+        # Embeddings that were encoded beyond the budgets of the steps so far.
+        self._encoder_debt = 0
         # The first waiting request (by its rank) found no room when so much had been released.
         self._blocked: tuple[Rank, int] | None = None
 
@@ -121,10 +125,20 @@ class Scheduler:
         Each request has tokens that are not computed yet, and a step gives it some of them.
         """
         step = self._fill_step()
-        while not step.scheduled and (step.is_short_of_blocks or step.reserved_for):
-            # It only preempted, or kept its tokens for one that could not take them.
+        while not step.scheduled and (
+            step.is_short_of_blocks or step.reserved_for or step.is_encoder_resting
+        ):
+            # It only preempted, or kept its tokens for one that could not take them, or there is
+            # nothing to do but to encode.
+            if step.is_encoder_resting and not step.is_short_of_blocks:
+                self._encoder_debt = 0
             step = self._fill_step()
+        self._note_encoder_debt(step)
         return self._make_output(step)
+
+    def _note_encoder_debt(self, step: Step) -> None:
+        debt = self._encoder_debt + step.num_encoder_embeds - self.limits.max_num_encoder_embeds
+        self._encoder_debt = max(0, debt)
 
     def _fill_step(self) -> Step:
         self._make_room_for_others()
@@ -136,7 +150,9 @@ class Scheduler:
         while self.waiting and self._can_start(step):
             if not self._schedule_waiting(self._shares.get_next(self.waiting), step):
                 break
-        self._deferred = step.deferred
+        # A span whose item has to wait for its encoder keeps its turn.
+        kept = self._deferred if step.is_encoder_resting else None
+        self._deferred = kept or step.deferred
         return step
 
     def _make_room_for_others(self) -> None:
@@ -155,6 +171,9 @@ class Scheduler:
     def _begin_step(self) -> Step:
         """A step with tokens kept for the span that found too few of them in the last one."""
         step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
+        step.is_encoder_resting = self._encoder_debt > 0
+        if step.is_encoder_resting:
+            return step
         request_id, num_tokens = self._deferred or ("", 0)
         request = self.requests.get(request_id)
         if request is not None and (request.status is RequestStatus.RUNNING or self._has_seat()):

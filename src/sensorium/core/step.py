@@ -32,6 +32,8 @@ class Step:
     num_tokens: int = 0
     num_encoder_embeds: int = 0
     is_encoder_closed: bool = False
+    # Nothing is encoded in this step, so that others go on after an item beyond the budget.
+    is_encoder_resting: bool = False
     is_short_of_blocks: bool = False
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     started: list[StartedRequest] = field(default_factory=list)

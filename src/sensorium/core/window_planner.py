@@ -6,7 +6,7 @@ Invariants:
   1. Planning changes neither the request nor the caches.
   2. A window never ends inside an unsplittable span.
   3. The first request of a step can always take a whole span, and encode one item, whatever the
-     budgets are.
+     budgets are, unless the encoders rest in this step.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class WindowPlanner:
             max_num_embeds=self._limits.max_num_encoder_embeds,
             num_used=step.num_encoder_embeds,
             is_closed=step.is_encoder_closed,
+            is_resting=step.is_encoder_resting,
             is_all_or_nothing=self._limits.is_encoder_decoder,
         )
         end = self._get_end_with_encoders(request, start, end, room)
@@ -97,7 +98,8 @@ class _EncoderRoom:
     """A trial balance of encoder space and compute for one window.
 
     `num_used` embeddings are encoded in this step already. `is_closed`: someone ahead waits for
-    space. `is_all_or_nothing`: the compute budget applies to the window's items together.
+    space. `is_resting`: nothing is encoded in this step. `is_all_or_nothing`: the compute budget
+    applies to the window's items together.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class _EncoderRoom:
         max_num_embeds: int,
         num_used: int,
         is_closed: bool,
+        is_resting: bool,
         is_all_or_nothing: bool,
     ) -> None:
         self.to_encode: list[int] = []
@@ -117,6 +120,7 @@ class _EncoderRoom:
         self._max_num_embeds = max_num_embeds
         self._num_used = num_used
         self._is_closed = is_closed
+        self._is_resting = is_resting
         self._is_unlimited = is_all_or_nothing and num_used == 0
         self._num_reclaimable = cache.num_reclaimable_embeds
         self._encoded: set[str] = set()
@@ -152,6 +156,8 @@ class _EncoderRoom:
     def _get_shortage(self, num_reclaimed: int, num_to_encode: int) -> Shortage:
         if self._is_closed or num_reclaimed > self._num_reclaimable:
             return Shortage.ENCODER_SPACE
+        if num_to_encode and self._is_resting:
+            return Shortage.ENCODER_COMPUTE
         # The first item of a step is encoded whatever it costs.
         is_free = num_to_encode == 0 or self._num_used == 0 or self._is_unlimited
         if is_free or self._num_used + num_to_encode <= self._max_num_embeds:

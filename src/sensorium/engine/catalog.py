@@ -19,7 +19,8 @@ from sensorium.multimodal.processor import MultiModalProcessor
 HEADER = ("family", "model_type", "besides text", "code of its own", "what is special", "limits")
 OTHERS = (
     "Models of other types run through the same generic code, if their decoder uses Transformers'\n"
-    "attention interface and a trial at start agrees with the model on its own."
+    "attention interface and a trial at start agrees with the model on its own. A sound that such\n"
+    "a model would not hear to its end is refused."
 )
 
 

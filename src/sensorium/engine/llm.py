@@ -72,7 +72,8 @@ class LLM:
     `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
     `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
     `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost,
-    `enable_mm_embeds` for media that comes as its encoder's output (off).
+    `enable_mm_embeds` for media that comes as its encoder's output (off), `allow_larger_media` for
+    prompts with options that enlarge an item beyond what `mm_processor_kwargs` can (off).
     `close` ends processes and threads; `with LLM(...) as llm` does too.
     """
 

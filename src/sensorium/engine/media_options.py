@@ -25,8 +25,9 @@ _MAX_POOL_SIZE = 128  # half of what may share the memory of a cache
 class MediaOptions:
     """`mm_processor_cache_gb=0` keeps nothing. `mm_processor_pool_size=0` processes in the
     frontend's own process. `enable_mm_embeds`: items may come as an encoder's output, from any
-    caller, where the model's family allows it. `media_limits` with `allowed_*` and `deadline_s`
-    left to the fields here.
+    caller, where the model's family allows it. `allow_larger_media`: options of a request may make
+    an item larger than the processor and `mm_processor_kwargs` can. `media_limits` with `allowed_*`
+    and `deadline_s` left to the fields here.
     """
 
     mm_processor_cache_gb: float = 4.0
@@ -39,6 +40,7 @@ class MediaOptions:
     allowed_local_media_path: str | os.PathLike[str] | None = None
     allowed_media_domains: Sequence[str] = ()
     enable_mm_embeds: bool = False
+    allow_larger_media: bool = False
     media_limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -86,8 +88,9 @@ class MediaOptions:
         is_path = isinstance(path, str | os.PathLike) and bool(os.fspath(path))
         if path is not None and not (is_path and Path(path).is_dir()):
             raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
-        if not isinstance(self.enable_mm_embeds, bool):
-            raise ModelError("enable_mm_embeds must be true or false")
+        for name in ("enable_mm_embeds", "allow_larger_media"):
+            if not isinstance(getattr(self, name), bool):
+                raise ModelError(f"{name} must be true or false")
         if not isinstance(self.media_limits, MediaLimits):
             raise ModelError("media_limits must be MediaLimits")
 
@@ -131,6 +134,7 @@ class MediaKwargs(TypedDict, total=False):
     allowed_local_media_path: str | os.PathLike[str] | None
     allowed_media_domains: Sequence[str]
     enable_mm_embeds: bool
+    allow_larger_media: bool
     media_limits: MediaLimits
 
 

@@ -14,6 +14,7 @@ from sensorium.multimodal.cache.readonly import SharedReadonlyCache
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
+from sensorium.multimodal.cost_guard import OwnOptions
 from sensorium.multimodal.embeds_backend import EmbedsBackend
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_backend import (
@@ -131,7 +132,8 @@ def build_perception(
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     pool = _build_pool(options, store, directory, trust_remote_code, warm_modalities)
-    worker = ItemWorker(processor, limits)
+    own = None if options.allow_larger_media else _get_own_options(options)
+    worker = ItemWorker(processor, limits, own)
 
     def make_backend(*, keep: bool) -> ItemBackend:
         if pool is None:
@@ -180,6 +182,13 @@ def _build_hasher(
     )
 
 
+def _get_own_options(options: MediaOptions) -> OwnOptions:
+    return OwnOptions(
+        processor_kwargs=dict(options.mm_processor_kwargs),
+        media_io_kwargs={name: dict(given) for name, given in options.media_io_kwargs.items()},
+    )
+
+
 def _build_pool(
     options: MediaOptions,
     store: ShmStore | None,
@@ -196,6 +205,8 @@ def _build_pool(
         limits=options.get_limits(),
         shm_fd=shm_fd,
         warm_modalities=warm_modalities,
+        own_options=_get_own_options(options),
+        allow_larger_media=options.allow_larger_media,
     )
     return ProcessPool(
         options.mm_processor_pool_size,

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from sensorium.multimodal.item_cost import estimate_cost_s
 from sensorium.multimodal.item_messages import decode_reply, encode_job
 from sensorium.multimodal.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.media.limits import MediaLimits
@@ -18,6 +17,7 @@ from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
+from sensorium.multimodal.work_estimate import estimate_cost_s
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.times import ItemTimes
 from sensorium.types.transfer import ShmReference

@@ -11,10 +11,10 @@ import msgspec
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.cost_guard import OwnOptions
 from sensorium.multimodal.dummy_files import make_dummy_file
-from sensorium.multimodal.item_messages import ItemReply, decode_job, encode_reply
+from sensorium.multimodal.item_messages import ItemReply, decode_job, encode_plain, encode_reply
 from sensorium.multimodal.item_worker import ItemJob, ItemWorker
-from sensorium.multimodal.media.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.multimodal.media.memory_limit import limit_memory_growth
 from sensorium.multimodal.media.work_budget import CostlyItemError
@@ -33,6 +33,8 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, Any]
     shm_fd: int | None
     warm_modalities: tuple[str, ...]
+    own_options: OwnOptions
+    allow_larger_media: bool
 
 
 def make_settings(
@@ -42,16 +44,23 @@ def make_settings(
     limits: MediaLimits,
     shm_fd: int | None,
     warm_modalities: Collection[str] = (),
+    own_options: OwnOptions | None = None,
+    allow_larger_media: bool = False,
 ) -> bytes:
-    """`warm_modalities`: of which it processes an item before the first that anybody sends."""
+    """`warm_modalities`: of which it processes an item before the first that anybody sends.
+    `own_options`: what the server gives to processor and decoders; with `allow_larger_media` a
+    request may ask for more than these can make of an item.
+    """
     sizes = {name: value for name, value in asdict(limits).items() if name not in _PLACES}
-    return msgspec.msgpack.encode(
+    return encode_plain(
         _Settings(
             directory=directory,
             trust_remote_code=trust_remote_code,
             limits=sizes,
             shm_fd=shm_fd,
             warm_modalities=tuple(warm_modalities),
+            own_options=own_options or OwnOptions(),
+            allow_larger_media=allow_larger_media,
         )
     )
 
@@ -63,21 +72,22 @@ def make_handler(settings: bytes) -> ItemHandler:
     processor = MultiModalProcessor(
         given.directory, config, limits=limits, trust_remote_code=given.trust_remote_code
     )
-    worker = ItemWorker(processor, limits)
-    _warm_up(worker, [m for m in processor.modalities if m in given.warm_modalities])
+    own = given.own_options
+    worker = ItemWorker(processor, limits, None if given.allow_larger_media else own)
+    _warm_up(worker, own, [m for m in processor.modalities if m in given.warm_modalities])
     store = None if given.shm_fd is None else ShmStore.attach(given.shm_fd)
     limit_memory_growth(limits.max_process_bytes)
     return ItemHandler(worker, store)
 
 
-def _warm_up(worker: ItemWorker, modalities: Collection[str]) -> None:
+def _warm_up(worker: ItemWorker, own: OwnOptions, modalities: Collection[str]) -> None:
     for modality in modalities:
-        options = resolve_decode_options(modality, None)
+        processor_kwargs, decode_options = own.resolve(modality, is_encoded=True)
         job = ItemJob(
             mm_hash="",
             modality=modality,
-            decode_options=options,
-            processor_kwargs=take_sampling({}, options) if modality == "video" else {},
+            decode_options=decode_options,
+            processor_kwargs=processor_kwargs,
         )
         try:
             worker.process(job, make_dummy_file(modality))

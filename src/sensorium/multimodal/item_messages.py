@@ -58,7 +58,7 @@ def encode_job(
     processor understands.
     """
     if isinstance(media, MediaBytes):
-        return _encode(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
+        return encode_plain(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
     checked, metadata = processor.check_media(job.modality, media, job.processor_kwargs)
     form, tensor = _as_tensor(checked)
     message = _ItemMessage(
@@ -68,10 +68,11 @@ def encode_job(
         header=encode_header({"media": tensor}),
         metadata=metadata,
     )
-    return _encode(message), [as_bytes(tensor).numpy().data]
+    return encode_plain(message), [as_bytes(tensor).numpy().data]
 
 
-def _encode(message: _ItemMessage) -> bytes:
+def encode_plain(message: msgspec.Struct) -> bytes:
+    """Return the bytes of a message, or raise a `RequestError` if an option in it is an object."""
     try:
         return _encoder.encode(message)
     except (TypeError, UnicodeEncodeError, OverflowError) as error:

@@ -64,6 +64,8 @@ class MultiModalProcessor:
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
         self._processor: Any = loaded if is_multimodal else None
         self._call: ProcessorCall = PROCESSOR_CALLS.get(config.model_type, call_processor)
+        # True where our own code calls the processor's parts, and cuts nothing off.
+        self.takes_whole_sounds = config.model_type in PROCESSOR_CALLS
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
@@ -191,6 +193,21 @@ class MultiModalProcessor:
         except Exception as error:  # damaged files and odd options make processors raise anything
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
+
+    def count_item(
+        self,
+        modality: str,
+        media: torch.Tensor,
+        metadata: Metadata | None,
+        processor_kwargs: Mapping[str, object],
+    ) -> tuple[int, int]:
+        """Return the number of embeddings, and of values in all tensors, that would be made of
+        media on any device, also on the meta device. Raises whatever the processor raises.
+        """
+        tensors, text = self._call(self._processor, modality, media, metadata, processor_kwargs)
+        tokens = self.tokenizer.convert_ids_to_tokens(list(self.get_token_ids(modality)))
+        num_embeds = next((n for n in map(text.count, tokens) if n), 0)
+        return num_embeds, sum(tensor.numel() for tensor in tensors.values())
 
     def check_layout(self, modality: str, layout: ItemLayout) -> None:
         """A `RequestError` for a layout that no item of this model can have."""

@@ -161,6 +161,35 @@ def test_item_whose_requests_left_during_the_step_stays_as_evictable() -> None:
     assert driver.encoder_cache.is_evictable("three")
 
 
+def test_answers_go_on_between_two_items_beyond_the_encoder_budget() -> None:
+    driver = make_driver(max_num_encoder_embeds=3, max_num_batched_tokens=40)
+    driver.add(make_request("answer", (1,), sampling_params=tokens(12)))
+    run(driver)
+    for name, item in (("a", "six"), ("b", "nine")):
+        driver.add(make_request(name, (1,), item, (1,), sampling_params=tokens(1)))
+    encoded, answered = [], []
+    for _ in range(4):
+        output = driver.schedule()
+        encoded.append(get_encoded(output))
+        answered.append("answer" in get_windows(output))
+        driver.finish_step(output, token_id=1)
+    # Six embeddings are twice the budget: one step makes up for them.
+    assert encoded == [{"a": ["six"]}, {}, {"b": ["nine"]}, {}]
+    assert all(answered)
+
+
+def test_encoders_do_not_rest_while_there_is_nothing_else_to_do() -> None:
+    driver = make_driver(max_num_encoder_embeds=3, max_num_batched_tokens=40)
+    for name, item in (("a", "six"), ("b", "nine")):
+        driver.add(make_request(name, item, sampling_params=tokens(1)))
+    encoded = []
+    for _ in range(2):
+        output = driver.schedule()
+        encoded.append(get_encoded(output))
+        driver.finish_step(output, token_id=1)
+    assert encoded == [{"a": ["six"]}, {"b": ["nine"]}]
+
+
 def test_encoder_decoder_hears_everything_in_its_first_step() -> None:
     driver = make_driver(
         is_encoder_decoder=True, max_num_batched_tokens=2, max_num_encoder_embeds=1

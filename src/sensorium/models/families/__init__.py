@@ -102,7 +102,7 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_ALL,
         adapter=Gemma4Adapter,
         special="per-layer inputs, shared keys and values, vision in both directions if so trained",
-        limits=_TIMES,
+        limits=f"{_TIMES}; a sound beyond 30 seconds is refused",
     ),
     Family(
         model_type="qwen2_audio",
@@ -110,14 +110,15 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_AUDIO,
         embeds=_AUDIO,
         adapter=Qwen2AudioAdapter,
-        limits="sounds are cut off at the window of its processor (30 seconds)",
+        limits="a sound beyond the window of its processor (30 seconds) is refused",
     ),
     Family(
         model_type="audioflamingo3",
         name="Audio Flamingo 3",
         modalities=_AUDIO,
         embeds=_AUDIO,
-        limits="sounds are cut off at 10 minutes",
+        limits="a sound beyond 10 minutes is refused; a shorter one is heard in windows of "
+        "30 seconds",
     ),
     Family(
         model_type="qwen2_5_omni_thinker",
@@ -125,7 +126,8 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_ALL,
         adapter=Qwen25OmniAdapter,
         special="M-RoPE",
-        limits="text out, no speech; a video's own sound is not heard",
+        limits="text out, no speech; a video's own sound is not heard; a sound beyond the window "
+        "of its processor is refused",
     ),
     Family(
         model_type="voxtral",
@@ -133,7 +135,7 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_AUDIO,
         embeds=_AUDIO,
         special="Mistral's tokenizer",
-        limits="sounds take 375 tokens for each begun 30 seconds",
+        limits="sounds of any length, 375 tokens for each begun 30 seconds",
     ),
 )
 EMBEDS = {family.model_type: family.embeds for family in FAMILIES}
