@@ -12,11 +12,13 @@ import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.warmup import PromptWarmup, warm_up_template
 from sensorium.render.renderer import ChatRenderer
+from sensorium.types.errors import RequestError
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
@@ -57,7 +59,7 @@ class Renderer:
         whether anybody will read the items' tensors; with `skip_mm_cache` only.
         """
         started = time.monotonic()
-        prompt = self._render_text(chat)
+        prompt = self._render_text(chat, is_counted_only=skip_mm_cache and not needs_tensors)
         if chat.adapt_params is not None:
             text = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
             params = chat.adapt_params(text, params)
@@ -115,8 +117,27 @@ class Renderer:
         except Exception:  # as its parts: a server must not depend on its warm-up
             logger.warning("Warmup failed", exc_info=True)
 
-    def _render_text(self, chat: Chat) -> TextPrompt:
+    def _render_text(self, chat: Chat, *, is_counted_only: bool) -> TextPrompt:
         if chat.options.chat_template is None and self._chat_template is not None:
             options = replace(chat.options, chat_template=self._chat_template)
             chat = replace(chat, options=options)
-        return chat.render(self._chat_renderer)
+        inputs = self._inputs
+        _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
+        return chat.render(
+            self._chat_renderer,
+            check_length=partial(inputs.check_text, is_counted_only=is_counted_only),
+        )
+
+
+def _check_num_messages(messages: object, max_tokens: int | None) -> None:
+    """Raise a `RequestError` if there are more messages than tokens.
+
+    Text costs a template next to nothing, but each message takes microseconds: hundreds of
+    thousands of them would take seconds before the first is tokenised.
+    """
+    is_list = isinstance(messages, list | tuple)
+    if max_tokens is not None and is_list and len(messages) > max_tokens:
+        raise RequestError(
+            f"messages has {len(messages)} entries, but the prompt may have {max_tokens} tokens "
+            "and each message needs at least one"
+        )

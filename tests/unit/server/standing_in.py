@@ -234,7 +234,13 @@ class StandInOptions:
     api_server_count: int = 1
     max_concurrent_requests: int = 64
     max_body_mb: int = 64
+    body_timeout: float = 600.0
+    min_body_rate: int = 8
+    max_unfinished_bodies_mb: int = 1024
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    share_uuids: bool = False
     trust_request_chat_template: bool = False
     is_render_only: bool = False
     protect_metrics: bool = False
