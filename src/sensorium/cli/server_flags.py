@@ -38,7 +38,9 @@ _LISTS = ("served_model_name", "api_key", "allowed_origins", "allowed_hosts")
 
 
 def add_server_flags(command: argparse.ArgumentParser, *, has_engine: bool = True) -> None:
-    _add_listening(command.add_argument_group("server"))
+    listening = command.add_argument_group("server")
+    _add_listening(listening)
+    _add_guards(listening)
     requests = command.add_argument_group("requests")
     _add_requests(requests)
     _add_bodies(requests)
@@ -87,6 +89,16 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--protect-metrics", action="store_true", help="/metrics needs the key too")
     group.add_argument(
+        "--shutdown-timeout",
+        type=between(0.0, _MAX_TIMEOUT_S),
+        default=30.0,
+        metavar="SECONDS",
+        help="that requests get to end after SIGTERM (default 30)",
+    )
+
+
+def _add_guards(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--allowed-origins",
         action="append",
         default=[],
@@ -109,13 +121,6 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="uuids of media and hashes that clients chose are common to all API keys (default: "
         "each key has its own)",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=between(0.0, _MAX_TIMEOUT_S),
-        default=30.0,
-        metavar="SECONDS",
-        help="that requests get to end after SIGTERM (default 30)",
     )
 
 

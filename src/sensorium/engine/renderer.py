@@ -135,9 +135,9 @@ def _check_num_messages(messages: object, max_tokens: int | None) -> None:
     Text costs a template next to nothing, but each message takes microseconds: hundreds of
     thousands of them would take seconds before the first is tokenised.
     """
-    is_list = isinstance(messages, list | tuple)
-    if max_tokens is not None and is_list and len(messages) > max_tokens:
+    num_messages = len(messages) if isinstance(messages, list | tuple) else 0
+    if max_tokens is not None and num_messages > max_tokens:
         raise RequestError(
-            f"messages has {len(messages)} entries, but the prompt may have {max_tokens} tokens "
+            f"messages has {num_messages} entries, but the prompt may have {max_tokens} tokens "
             "and each message needs at least one"
         )

@@ -76,3 +76,13 @@ def test_no_lease_is_kept(pair: Pair, stores: tuple[ShmStore, ShmStore]) -> None
     with pytest.raises(RequestError):
         two.bind("u", DOG, **IMAGE)
     assert [store._num_leases.total() for store in stores] == [0, 0]
+
+
+def test_clients_are_apart(pair: Pair) -> None:
+    one, two = pair
+    mine: dict[str, Any] = {"modality": "image", "scope": UuidScope(client="mine")}
+    yours: dict[str, Any] = {"modality": "image", "scope": UuidScope(client="yours")}
+    one.bind("u", CAT, **mine)
+    assert [two.get("u", **scope) for scope in (mine, yours, IMAGE)] == [CAT, None, None]
+    two.bind("u", DOG, **yours)
+    assert [one.get("u", **scope) for scope in (mine, yours, IMAGE)] == [CAT, DOG, None]

@@ -285,7 +285,11 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def serve(
-    engine: ScriptedEngine | None = None, answers: AnswerFormat = PLAIN, **options: Any
+    engine: ScriptedEngine | None = None,
+    answers: AnswerFormat = PLAIN,
+    *,
+    http: Any = "auto",
+    **options: Any,
 ) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
     metrics = CountingMetrics()
@@ -294,6 +298,7 @@ def serve(
         app,
         host="127.0.0.1",
         port=0,
+        http=http,
         log_config=None,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=600,

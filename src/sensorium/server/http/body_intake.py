@@ -32,6 +32,10 @@ class BodyLimits:
     min_bytes_per_s: int  # on average, after `_GRACE_S`
     max_unfinished_bytes: int  # of all bodies that are still coming
 
+    def get_time_s(self, num_bytes: int) -> float:
+        """Return how long a body may take, as long as this many bytes of it have come."""
+        return min(self.timeout_s, _GRACE_S + num_bytes / self.min_bytes_per_s)
+
 
 @dataclass(eq=False, slots=True)
 class _Unfinished:
@@ -71,7 +75,7 @@ class BodyIntake:
 
     async def _receive_piece(self, body: _Unfinished, receive: Receive, began: float) -> bool:
         """Add a piece to the body. Return whether there are more."""
-        deadline = began + self._get_time_s(len(body.received))
+        deadline = began + self.limits.get_time_s(len(body.received))
         try:
             async with asyncio.timeout_at(deadline) as body.waiting:
                 message = await receive()
@@ -90,10 +94,6 @@ class BodyIntake:
         if is_more:
             self._make_room(body)
         return is_more
-
-    def _get_time_s(self, num_bytes: int) -> float:
-        """Return how long a body may take of which so much has come."""
-        return min(self.limits.timeout_s, _GRACE_S + num_bytes / self.limits.min_bytes_per_s)
 
     def _make_room(self, newest: _Unfinished) -> None:
         excess = self._num_bytes - self.limits.max_unfinished_bytes

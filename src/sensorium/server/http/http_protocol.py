@@ -32,6 +32,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._is_understood = False
         self._num_head_bytes = 0
+        self._is_in_head = False
         self._is_in_body = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -57,11 +58,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._is_answered:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
-        elif self._num_head_bytes and not self._is_in_body and self._timer is None:
+        elif self._is_in_head and self._timer is None:
             self._start_timer()
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._is_in_head = False
         self._is_in_body = True
         super().on_headers_complete()
 
@@ -100,7 +106,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._is_answered:
             self._start_timer()  # a head behind a request that is still being answered
             return
-        if self._num_head_bytes and not self._is_in_body:
+        if self._is_in_head:
             self.transport.write(_TOO_SLOW)
         self.transport.close()
 
