@@ -31,11 +31,9 @@ class Client:
 
     def show(self, uuid: str, picture: bytes | None = PICTURE, **fields: Any) -> httpx.Response:
         """Ask about a picture under a name, or about what the name stands for."""
-        part = make_picture_part(picture) if picture is not None else {"type": "image_url"}
-        part = {**part, "uuid": uuid}
-        if picture is None:
-            part["image_url"] = None
-        return self.post(CHAT, make_chat(part, **fields))
+        nothing: dict[str, Any] = {"type": "image_url", "image_url": None}
+        part = nothing if picture is None else make_picture_part(picture)
+        return self.post(CHAT, make_chat({**part, "uuid": uuid}, **fields))
 
 
 def make_chat(part: Any, **fields: Any) -> dict[str, Any]:
