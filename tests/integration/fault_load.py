@@ -209,7 +209,7 @@ async def open_raw(
     reader, writer = await asyncio.open_connection(address.hostname, address.port, **options)
     length = len(body) if announced is None else announced
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {length}\r\n\r\n"
     )
     writer.write(head.encode() + body)

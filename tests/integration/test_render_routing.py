@@ -59,7 +59,7 @@ def _call(
     async def main(engine: AsyncEngine, perception: Perception) -> None:
         app = make_app(engine, StandInOptions(), CountingMetrics())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await test(client, perception)
 
     run(core, main)

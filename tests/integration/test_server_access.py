@@ -139,7 +139,8 @@ def test_large_bodies_are_refused(server: ServerProcess, is_chunked: bool) -> No
     pieces = (body[start : start + 65536] for start in range(0, len(body), 65536))
     content = pieces if is_chunked else body
     before = get_metrics(server)
-    response = httpx.post(server.get_url(CHAT), content=content, headers=KEY, timeout=60.0)
+    headers = {**KEY, "content-type": "application/json"}
+    response = httpx.post(server.get_url(CHAT), content=content, headers=headers, timeout=60.0)
     assert response.status_code == 413
     assert str(2**20) in response.json()["error"]["message"]
     name = 'sensorium:refused_requests_total{reason="body_too_large"}'

@@ -101,7 +101,7 @@ def test_headers_without_an_end_are_cut_off(
 ) -> None:
     address = urlsplit(server.get_url())
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nx-long: ")
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-long: ")
         try:
             for _ in range(1024):
                 connection.sendall(b"a" * 2**16)
@@ -116,7 +116,8 @@ def test_trailers_without_an_end_are_cut_off(server: ServerProcess, client: http
     address = urlsplit(server.get_url())
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n"
             b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
         )
         trailers = (b"x-long: " + b"a" * 1000 + b"\r\n") * 64
@@ -133,7 +134,7 @@ def test_trailers_without_an_end_are_cut_off(server: ServerProcess, client: http
 def test_headers_that_are_too_large_are_refused(server: ServerProcess) -> None:
     address = urlsplit(server.get_url())
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: here\r\nx-long: " + b"a" * 70_000)
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"a" * 70_000)
         answer = connection.recv(2**16)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b'"code":"headers_too_large"' in answer
@@ -153,7 +154,8 @@ def test_body_that_never_ends_is_given_up_with_its_client(
     address = urlsplit(server.get_url())
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1000\r\n\r\n{"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
         )
         wait_until(lambda: _get_load(client) == 1, "the request has arrived")
     wait_until(lambda: _get_load(client) == 0, "it is given up")

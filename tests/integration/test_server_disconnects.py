@@ -141,8 +141,8 @@ def test_a_client_that_does_not_read_holds_up_nobody(fault_server: ServerProcess
             reader, writer = await asyncio.open_connection(sock=own, limit=1024)
             content = json.dumps(body).encode()
             head = (
-                "POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
-                f"content-length: {len(content)}\r\n\r\n"
+                "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
             )
             writer.write(head.encode() + content)
             writer.transport.pause_reading()

@@ -21,6 +21,11 @@ _NAMES = (
     "max_body_mb",
     "max_n",
     "stream_timeout",
+    "head_timeout",
+    "body_timeout",
+    "min_body_rate",
+    "max_unfinished_bodies_mb",
+    "share_uuids",
     "chat_template",
     "trust_request_chat_template",
     "trust_injected",
@@ -33,14 +38,16 @@ _NAMES = (
     "log_level",
     "access_log",
 )
-_LISTS = ("served_model_name", "api_key", "allowed_origins")
+_LISTS = ("served_model_name", "api_key", "allowed_origins", "allowed_hosts")
 
 
 def add_server_flags(command: argparse.ArgumentParser, *, has_engine: bool = True) -> None:
     server = command.add_argument_group("server")
     _add_listening(server)
+    _add_guards(server)
     requests = command.add_argument_group("requests")
     _add_requests(requests)
+    _add_bodies(requests)
     _add_models(requests)
     _add_answers(requests)
     if has_engine:
@@ -94,13 +101,6 @@ def _add_listening(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--protect-metrics", action="store_true", help="/metrics needs the key too")
     group.add_argument(
-        "--allowed-origins",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="web pages that may ask (CORS), * for all; may be repeated (default: none)",
-    )
-    group.add_argument(
         "--shutdown-timeout",
         type=between(0.0, _MAX_TIMEOUT_S),
         default=30.0,
@@ -118,6 +118,33 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
         help="without progress of the engine after which /health is 503; after twice that the "
         "engine is killed and started again. A step that takes longer but goes on does not count, "
         "nor does compiling kernels (default 60; 0: never)",
+    )
+
+
+def _add_guards(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origins (https://example.com) of web pages that may send requests, * for all; may "
+        "be repeated (default: only the server's own page)",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="names by which clients may call the server (the Host header), * for all; may be "
+        "repeated. Needed behind a proxy that forwards its own name to a server on 127.0.0.1 "
+        "(default: localhost, 127.0.0.0/8, [::1] and --host where that is this machine only; "
+        "else all)",
+    )
+    group.add_argument(
+        "--share-uuids",
+        action="store_true",
+        help="uuids of media and hashes that clients chose are common to all API keys (default: "
+        "each key has its own)",
     )
 
 
@@ -162,6 +189,40 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
         "--trust-request-chat-template",
         action="store_true",
         help="requests may bring a template, which is a program (default: they are refused)",
+    )
+
+
+def _add_bodies(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--head-timeout",
+        type=between(0.1, _MAX_TIMEOUT_S),
+        default=30.0,
+        metavar="SECONDS",
+        help="for the line and the headers of a request; a connection that has not sent them by "
+        "then is closed (default 30)",
+    )
+    group.add_argument(
+        "--body-timeout",
+        type=between(0.1, _MAX_TIMEOUT_S),
+        default=600.0,
+        metavar="SECONDS",
+        help="for the whole body of a request (default 600)",
+    )
+    group.add_argument(
+        "--min-body-rate",
+        type=at_least(1),
+        default=8,
+        metavar="KIB",
+        help="KiB that must come of a body in each second, on average after the first 30 seconds "
+        "(default 8)",
+    )
+    group.add_argument(
+        "--max-unfinished-bodies-mb",
+        type=at_least(1),
+        default=1024,
+        metavar="MIB",
+        help="memory for the bodies that are still coming, for each process that serves; at least "
+        "--max-body-mb. Beyond it the oldest is refused (default 1024)",
     )
 
 

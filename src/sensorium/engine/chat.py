@@ -49,8 +49,12 @@ class Chat:
     fields: TextPrompt
     adapt_params: AdaptParams | None = None
 
-    def render(self, renderer: ChatRenderer) -> TextPrompt:
-        return {**renderer.render(self.messages, self.options), **self.fields}
+    def render(
+        self, renderer: ChatRenderer, *, check_length: Callable[[str], None] | None = None
+    ) -> TextPrompt:
+        """Return the prompt of this conversation. `check_length`: see `ChatRenderer.render`."""
+        rendered = renderer.render(self.messages, self.options, check_length=check_length)
+        return {**rendered, **self.fields}
 
 
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sensorium.core.admission import check_length
@@ -26,6 +27,8 @@ from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.multimodal.processor_options import check_processor_kwargs
+from sensorium.multimodal.text_length import TextLength
+from sensorium.multimodal.uuid_bindings import UuidScope
 from sensorium.types.errors import MissingMediaError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
@@ -36,6 +39,7 @@ from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
 _MAX_LISTED = 8  # hashes in a message; the error has them all
+_COUNTED_CONTEXTS = 4  # how long a text may be that is only counted
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 
@@ -54,7 +58,7 @@ class ProcessedRequest:
 class InputProcessor:
     """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
     requests that run no engine, and leaves the cache of `perceiver` alone. `max_model_len`: the
-    core's, where the core is far away and is not to be bothered with what it would refuse.
+    core's, so that the core is not bothered with what it would refuse (`None`: not known yet).
     `trust_injected`: hashes that came over the wire are taken as they are. `grammars`: the core's,
     where it is near; else grammars are compiled here as well, so that a bad one gets no further.
     """
@@ -89,6 +93,7 @@ class InputProcessor:
         self._reader = ItemReader(
             processor=processor, specs=ItemSpecs(processor, self._mm_processor_kwargs)
         )
+        self._text_length = TextLength(processor.tokenizer)
         self._seeds = random.Random(seed)
         self._grammars = grammars
         self._max_string_length = max_string_length
@@ -156,12 +161,14 @@ class InputProcessor:
 
         With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
         neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
-        prompt of text may be longer than the context: who asks so may just want to count.
+        prompt of text may be as long as several contexts: who asks so may just want to count.
         """
         self._check_grammar(params)
         fields = normalise(prompt, max_model_len=self.max_model_len)
         perceiver = self._get_perceiver(skip_mm_cache=skip_mm_cache)
         needs_tensors = needs_tensors or not skip_mm_cache
+        if "prompt" in fields:  # before its media is fetched
+            self.check_text(fields["prompt"], is_counted_only=not needs_tensors)
         token_ids, features, items = yield from self._expand(
             fields, perceiver, needs_tensors=needs_tensors, cancelled=cancelled
         )
@@ -189,6 +196,21 @@ class InputProcessor:
             prompt=fields.get("prompt"),
             is_readonly=perceiver is not self.perceiver,
         )
+
+    def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
+        """Raise a `RequestError` if the text can't fit into the context, without tokenising it
+        whole. A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
+        """
+        max_tokens = self.get_max_tokens(is_counted_only=is_counted_only)
+        if max_tokens is not None:
+            self._text_length.check(text, max_tokens)
+
+    def get_max_tokens(self, *, is_counted_only: bool) -> int | None:
+        """How many tokens a prompt may have, or `None` where the context is not known."""
+        if self.max_model_len is None:
+            return None
+        # A prompt that is run leaves room for one new token.
+        return _COUNTED_CONTEXTS * self.max_model_len if is_counted_only else self.max_model_len - 1
 
     def _check_grammar(self, params: SamplingParams) -> None:
         if params.structured_outputs is None:
@@ -225,6 +247,7 @@ class InputProcessor:
             media, self._get_options(fields), needs_tensors=needs_tensors, cancelled=cancelled
         )
         handles = [item.handle for item in items]
+        is_counted_only = not needs_tensors
         try:
             if "prompt" in fields:
                 token_ids, features = expand_text(
@@ -232,10 +255,14 @@ class InputProcessor:
                     fields["prompt"],
                     handles,
                     add_special_tokens=fields.get("add_special_tokens") is not False,
+                    check_length=partial(self.check_text, is_counted_only=is_counted_only),
                 )
             else:
                 token_ids, features = expand_token_ids(
-                    self.processor, fields["prompt_token_ids"], handles
+                    self.processor,
+                    fields["prompt_token_ids"],
+                    handles,
+                    max_tokens=self.get_max_tokens(is_counted_only=is_counted_only),
                 )
         except BaseException:
             perceiver.release(items)
@@ -250,7 +277,9 @@ class InputProcessor:
                 entries,
                 hasher=perceiver.hasher,
                 bindings=perceiver.uuids,
-                cache_salt=fields.get("cache_salt"),
+                scope=UuidScope(
+                    client=fields.get("uuid_scope"), cache_salt=fields.get("cache_salt")
+                ),
             )
         items: list[PerceivedItem] = []
         try:
@@ -272,6 +301,7 @@ class InputProcessor:
             processor_kwargs={**self._mm_processor_kwargs, **own},
             media_io_kwargs=media_io_kwargs,
             cache_salt=fields.get("cache_salt"),
+            uuid_scope=fields.get("uuid_scope"),
         )
 
     def inject_into_mm_cache(

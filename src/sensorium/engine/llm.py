@@ -374,7 +374,7 @@ def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
 def _make_input_processor(
     engine: Engine, options: EngineOptions, media: MediaOptions
 ) -> InputProcessor:
-    return InputProcessor(
+    inputs = InputProcessor(
         engine.processor,
         perceiver=engine.perception.perceiver,
         readonly=engine.perception.readonly,
@@ -385,6 +385,8 @@ def _make_input_processor(
         media_io_kwargs=media.media_io_kwargs,
         seed=options.seed,
     )
+    inputs.max_model_len = engine.config.limits.max_model_len
+    return inputs
 
 
 def _as_text(model: object) -> str:

@@ -1,9 +1,9 @@
 """Makes requests of prompts in threads: rendering, perceiving and tokenising block.
 
-Owns the threads. What has media gets others than what has none, and what has a grammar, or may get
-one, others again: a grammar that takes long to compile holds up nothing that only has text. A
-request whose media is being fetched has no thread at all. How many wait is bounded by what the
-server admits.
+Owns the threads. What has media gets others than what has none; what has a grammar, or may get
+one, others again; and so has a long text. A grammar that takes long to compile or a text that takes
+long to tokenise holds up no request that has a few words of text. A request whose media is being
+fetched has no thread at all. How many wait is bounded by what the server admits.
 
 Invariants:
   1. What was made for a caller that has left is released, whenever it is finished.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,8 +31,11 @@ from sensorium.utils.pausing import Pausing
 
 T = TypeVar("T")
 _NUM_TEXT_THREADS = 4
+_NUM_LONG_THREADS = 2  # tokenising takes memory for each character
 _NUM_GRAMMAR_THREADS = 4
 _NUM_MEDIA_THREADS = 32
+_LONG_CHARACTERS = 2**13  # tokenised in some ten milliseconds
+_MESSAGE_CHARACTERS = 16  # the work that a message or a part is, however short it is
 _STOPPING = "the server is stopping"
 
 
@@ -52,6 +55,7 @@ class Preparation:
         self._draw_seed = draw_seed
         self._release = release
         self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
+        self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, "prepare-long")
         self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "prepare-grammar")
         self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
         self._waiting: set[asyncio.Future[None]] = set()  # for a thread's work
@@ -139,6 +143,7 @@ class Preparation:
             if not waiting.done():
                 waiting.set_exception(CapacityError(_STOPPING))
         self._text_threads.shutdown(wait=False, cancel_futures=True)
+        self._long_threads.shutdown(wait=False, cancel_futures=True)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._media_threads.shutdown(wait=False, cancel_futures=True)
 
@@ -146,8 +151,9 @@ class Preparation:
         if _has_media(prompt):
             return self._media_threads
         may_call = isinstance(prompt, Chat) and bool(prompt.options.tools)
-        is_plain = params.structured_outputs is None and not may_call
-        return self._text_threads if is_plain else self._grammar_threads
+        if params.structured_outputs is not None or may_call:
+            return self._grammar_threads
+        return self._long_threads if _is_long(prompt) else self._text_threads
 
     async def _wait(self, future: Future[Any]) -> None:
         """Until it has ended, however. Raises a `CapacityError` when this is closed."""
@@ -204,12 +210,32 @@ def _clean_up(
     work.close()
 
 
+def _is_long(prompt: Prompt | Chat) -> bool:
+    """Return whether the text takes long to tokenise, at a glance at the first of it."""
+    if isinstance(prompt, Chat):
+        num_characters = 0
+        for content in _iterate_contents(prompt):
+            for part in content if isinstance(content, list) else (content,):
+                text = part.get("text") if isinstance(part, Mapping) else part
+                num_characters += len(text) if isinstance(text, str) else 0
+                num_characters += _MESSAGE_CHARACTERS
+                if num_characters > _LONG_CHARACTERS:
+                    return True
+        return False
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return isinstance(text, str) and len(text) > _LONG_CHARACTERS
+
+
+def _iterate_contents(chat: Chat) -> Iterator[object]:
+    messages = chat.messages if isinstance(chat.messages, list | tuple) else ()
+    return (m.get("content") for m in messages if isinstance(m, Mapping))
+
+
 def _has_media(prompt: Prompt | Chat) -> bool:
     """Whether it looks so; what is malformed is refused elsewhere."""
     if isinstance(prompt, Chat):
-        messages = prompt.messages if isinstance(prompt.messages, list | tuple) else ()
-        contents = (m.get("content") for m in messages if isinstance(m, Mapping))
-        parts = (part for content in contents if isinstance(content, list) for part in content)
+        contents = (c for c in _iterate_contents(prompt) if isinstance(c, list))
+        parts = (part for content in contents for part in content)
         return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
     return isinstance(prompt, Mapping) and bool(
         prompt.get("multi_modal_data") or prompt.get("multi_modal_uuids") or prompt.get("mm_hashes")

@@ -28,6 +28,7 @@ _FIELD_TYPES: dict[str, type] = {
     "mm_placeholders": Mapping,
     "mm_layouts": Mapping,
     "cache_salt": str,
+    "uuid_scope": str,
     "priority": int,
 }
 

@@ -12,12 +12,14 @@ import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.warmup import PromptWarmup, warm_up_template
 from sensorium.render.renderer import ChatRenderer
+from sensorium.types.errors import RequestError
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
@@ -68,7 +70,8 @@ class Renderer:
         started = time.monotonic()
         stages: dict[str, float] = {}
         if isinstance(prompt, Chat):
-            prompt, params = self._render_chat(prompt, params)
+            is_counted_only = skip_mm_cache and not needs_tensors
+            prompt, params = self._render_chat(prompt, params, is_counted_only=is_counted_only)
             stages["render"] = time.monotonic() - started
         started = time.monotonic()
         processed = yield from self._inputs.process_pausing(
@@ -101,15 +104,36 @@ class Renderer:
         except Exception:  # as its parts: a server must not depend on its warm-up
             logger.warning("Warmup failed", exc_info=True)
 
-    def _render_chat(self, chat: Chat, params: SamplingParams) -> tuple[TextPrompt, SamplingParams]:
-        prompt = self._render_text(chat)
+    def _render_chat(
+        self, chat: Chat, params: SamplingParams, *, is_counted_only: bool
+    ) -> tuple[TextPrompt, SamplingParams]:
+        prompt = self._render_text(chat, is_counted_only=is_counted_only)
         if chat.adapt_params is not None:
             text = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
             params = chat.adapt_params(text, params)
         return prompt, params
 
-    def _render_text(self, chat: Chat) -> TextPrompt:
+    def _render_text(self, chat: Chat, *, is_counted_only: bool) -> TextPrompt:
         if chat.options.chat_template is None and self._chat_template is not None:
             options = replace(chat.options, chat_template=self._chat_template)
             chat = replace(chat, options=options)
-        return chat.render(self._chat_renderer)
+        inputs = self._inputs
+        _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
+        return chat.render(
+            self._chat_renderer,
+            check_length=partial(inputs.check_text, is_counted_only=is_counted_only),
+        )
+
+
+def _check_num_messages(messages: object, max_tokens: int | None) -> None:
+    """Raise a `RequestError` if there are more messages than tokens.
+
+    Text costs a template next to nothing, but each message takes microseconds: hundreds of
+    thousands of them would take seconds before the first is tokenised.
+    """
+    num_messages = len(messages) if isinstance(messages, list | tuple) else 0
+    if max_tokens is not None and num_messages > max_tokens:
+        raise RequestError(
+            f"messages has {num_messages} entries, but the prompt may have {max_tokens} tokens "
+            "and each message needs at least one"
+        )

@@ -76,9 +76,12 @@ class MediaHasher:
         """Another name for a name that was not made here, so that the two never meet."""
         return self._digest("external", [mm_hash, cache_salt])
 
-    def name_uuid(self, uuid: str, modality: str, cache_salt: str | None) -> str:
-        """The name of what a caller's own name stands for."""
-        return self._digest("uuid", [uuid, modality, cache_salt])
+    def name_uuid(
+        self, uuid: str, modality: str, cache_salt: str | None, client: str | None = None
+    ) -> str:
+        """Return the name under which a store keeps what a client's uuid refers to."""
+        clients = [] if client is None else [client]
+        return self._digest("uuid", [uuid, modality, cache_salt, *clients])
 
     def _digest(self, purpose: str, value: object) -> str:
         digest = self._new()

@@ -36,9 +36,11 @@ class MediaItem:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceptionOptions:
     """`processor_kwargs` go to the model's processor with every item, `media_io_kwargs` (by
-    modality) to the decoders. Items of different salts share nothing.
+    modality) to the decoders. Items of different salts share nothing. `uuid_scope`: a digest of
+    the client; uuids of different clients stand for different items.
     """
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     media_io_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cache_salt: str | None = None
+    uuid_scope: str | None = None

@@ -31,7 +31,7 @@ from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
 from sensorium.multimodal.stage_times import StageTimes, add_times
-from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings
+from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import (
     CapacityError,
     InvariantError,
@@ -199,6 +199,7 @@ class _ItemCall:
     ) -> None:
         self._perceiver = perceiver
         self._options = options
+        self._scope = UuidScope(client=options.uuid_scope, cache_salt=options.cache_salt)
         self._layouts = None if needs_tensors else perceiver.layouts
         self._is_layout_only = False
         self._handle: ItemHandle | None = None
@@ -224,8 +225,7 @@ class _ItemCall:
         """A uuid spares the fetch, if a cache has what it stands for."""
         item, perceiver = self.item, self._perceiver
         if item.uuid is not None and (item.media is None or item.is_remote):
-            salt = self._options.cache_salt
-            source = perceiver.uuids.get(item.uuid, modality=item.modality, cache_salt=salt)
+            source = perceiver.uuids.get(item.uuid, modality=item.modality, scope=self._scope)
             if source is not None:
                 with self.times.measure("hash"):
                     self._job = self._make_job(source)
@@ -246,8 +246,7 @@ class _ItemCall:
             digest = perceiver.hasher.digest_source(self.source)
         self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
         if item.uuid is not None:
-            salt = self._options.cache_salt
-            perceiver.uuids.check(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
+            perceiver.uuids.check(item.uuid, self._bound, modality=item.modality, scope=self._scope)
         with self.times.measure("hash"):
             self._job = self._make_job(self._bound)
         self._handle = perceiver.cache.get_and_update_item(self._job.mm_hash)
@@ -345,8 +344,7 @@ class _ItemCall:
         """Not to what nobody has decoded: it may be damaged, and no cache has it."""
         item, uuids = self.item, self._perceiver.uuids
         if item.uuid is not None and self._bound is not None and not self._is_layout_only:
-            salt = self._options.cache_salt
-            uuids.bind(item.uuid, self._bound, modality=item.modality, cache_salt=salt)
+            uuids.bind(item.uuid, self._bound, modality=item.modality, scope=self._scope)
 
     def undo(self) -> None:
         if self._waiter is not None:

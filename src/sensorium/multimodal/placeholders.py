@@ -8,10 +8,11 @@ are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.text_length import check_unicode
 from sensorium.multimodal.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange
@@ -40,17 +41,17 @@ def expand_text(
     items: Sequence[LaidOutItem],
     *,
     add_special_tokens: bool = True,
+    check_length: Callable[[str], None] = check_unicode,
 ) -> ExpandedPrompt:
     """Token ids and features of a prompt whose n-th marker of a modality stands for its n-th
-    item.
+    item. `check_length` raises a `RequestError` if the expanded text is too long to be tokenised.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt is not valid Unicode: {error.reason}") from error
+    check_unicode(text)
     pieces, spans = _replace_markers(processor, text, items)
+    expanded = "".join(pieces)
+    check_length(expanded)
     token_ids, find_token = tokenize(
-        processor.tokenizer, "".join(pieces), add_special_tokens=add_special_tokens
+        processor.tokenizer, expanded, add_special_tokens=add_special_tokens
     )
     ranges = []
     for item, start, end in spans:
@@ -62,9 +63,15 @@ def expand_text(
 
 
 def expand_token_ids(
-    processor: MultiModalProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
+    processor: MultiModalProcessor,
+    token_ids: Sequence[int],
+    items: Sequence[LaidOutItem],
+    *,
+    max_tokens: int | None = None,
 ) -> ExpandedPrompt:
-    """The same for a prompt of token ids with one marker token per item."""
+    """The same for a prompt of token ids with one marker token per item. A prompt that grows
+    beyond `max_tokens` is refused before its other items are tokenised.
+    """
     queues = _make_queues(processor, items)
     markers = {
         processor.tokenizer.convert_tokens_to_ids(processor.get_marker(modality)): modality
@@ -84,6 +91,11 @@ def expand_token_ids(
             start = len(expanded)
             expanded.extend(tokenize_fragment(processor.tokenizer, _get_layout(item).text))
             ranges.append((item, start, len(expanded)))
+            if max_tokens is not None and len(expanded) > max_tokens:
+                raise RequestError(
+                    f"the prompt has more than the {max_tokens} tokens that it may have, with "
+                    "those of its media"
+                )
     _check_counts(processor, counts, items)
     return expanded, _make_features(processor, expanded, ranges)
 

@@ -11,7 +11,12 @@ import torch
 from sensorium.multimodal.cache.shm_store import ShmEntry, ShmStore
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_codec import as_bytes
-from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, refuse_uuid
+from sensorium.multimodal.uuid_bindings import (
+    BoundSource,
+    UuidBindings,
+    UuidScope,
+    refuse_uuid,
+)
 from sensorium.types.multimodal import ProcessedItem
 
 _DIGEST, _IS_ENCODED = "digest", "is_encoded"
@@ -25,32 +30,30 @@ class SharedUuidBindings(UuidBindings):
         self._store = store
         self._hasher = hasher
 
-    def get(self, uuid: str, *, modality: str, cache_salt: str | None) -> BoundSource | None:
-        found = super().get(uuid, modality=modality, cache_salt=cache_salt)
+    def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
+        found = super().get(uuid, modality=modality, scope=scope)
         if found is None:
-            entry = self._store.acquire(self._hasher.name_uuid(uuid, modality, cache_salt))
+            entry = self._store.acquire(
+                self._hasher.name_uuid(uuid, modality, scope.cache_salt, scope.client)
+            )
             found = None if entry is None else self._take(entry)
         return found
 
-    def check(
-        self, uuid: str, source: BoundSource, *, modality: str, cache_salt: str | None
-    ) -> None:
-        found = self.get(uuid, modality=modality, cache_salt=cache_salt)
+    def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
+        found = self.get(uuid, modality=modality, scope=scope)
         if found not in (None, source):
             raise refuse_uuid(uuid, modality)
 
-    def bind(
-        self, uuid: str, source: BoundSource, *, modality: str, cache_salt: str | None
-    ) -> None:
-        super().check(uuid, source, modality=modality, cache_salt=cache_salt)
-        name = self._hasher.name_uuid(uuid, modality, cache_salt)
+    def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
+        super().check(uuid, source, modality=modality, scope=scope)
+        name = self._hasher.name_uuid(uuid, modality, scope.cache_salt, scope.client)
         reference, is_found = self._store.put_or_find(_make_item(name, modality, source))
         if reference is not None:  # else there is no room, and it is known here only
             entry = self._store.lease(reference) if is_found else None
             self._store.release(reference)
             if entry is not None and self._take(entry) != source:
                 raise refuse_uuid(uuid, modality)
-        super().bind(uuid, source, modality=modality, cache_salt=cache_salt)
+        super().bind(uuid, source, modality=modality, scope=scope)
 
     def _take(self, entry: ShmEntry) -> BoundSource:
         """Read a binding, and give back its lease."""

@@ -1,7 +1,8 @@
 """What callers' own names for media stand for.
 
 A uuid is a promise of the caller, not an identity: it is bound to the source that it first came
-with, and only within its salt. Bounded: the least recently used binding is forgotten.
+with, and only within its scope: what one client names, no other client reads or blocks. Bounded:
+the least recently used binding is forgotten.
 """
 
 from __future__ import annotations
@@ -9,11 +10,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 from sensorium.types.errors import RequestError
 
 MAX_UUID_LENGTH = 128
-_Key = tuple[str | None, str, str]
+
+
+class UuidScope(NamedTuple):
+    """Those who share what a uuid stands for."""
+
+    client: str | None = None  # digest of an API key; `None`: all clients that have none
+    cache_salt: str | None = None  # of the request
+
+
+_Key = tuple[UuidScope, str, str]  # scope, modality, uuid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,25 +41,25 @@ class UuidBindings:
         self._sources: OrderedDict[_Key, BoundSource] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, uuid: str, *, modality: str, cache_salt: str | None) -> BoundSource | None:
-        """Of a uuid that is known."""
+    def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
+        """Return the source of a uuid that is known, and keep it for longer."""
+        key = (scope, modality, uuid)
         with self._lock:
-            return self._sources.get((cache_salt, modality, uuid))
+            source = self._sources.get(key)
+            if source is not None:
+                self._sources.move_to_end(key)
+            return source
 
-    def check(
-        self, uuid: str, source: BoundSource, *, modality: str, cache_salt: str | None
-    ) -> None:
+    def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         """Refuse a uuid that stands for something else."""
         with self._lock:
-            self._check((cache_salt, modality, uuid), source)
+            self._check((scope, modality, uuid), source)
 
-    def bind(
-        self, uuid: str, source: BoundSource, *, modality: str, cache_salt: str | None
-    ) -> None:
+    def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         """Of a source that could be processed: a damaged one takes no uuid away. Refused as by
         `check`.
         """
-        key = (cache_salt, modality, uuid)
+        key = (scope, modality, uuid)
         with self._lock:
             self._check(key, source)
             self._sources[key] = source

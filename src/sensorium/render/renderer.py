@@ -7,8 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -38,13 +39,25 @@ class ChatRenderer:
         self._mistral = MistralTemplate(self._tokenizer) if is_mistral else None
         self._get_template = lru_cache(maxsize=_MAX_TEMPLATES)(self._make_template)
 
-    def render(self, messages: object, options: ChatOptions | None = None) -> TextPrompt:
-        """Raises a `RequestError` that names the field, or says what the template doesn't like."""
+    def render(
+        self,
+        messages: object,
+        options: ChatOptions | None = None,
+        *,
+        check_length: Callable[[str], None] | None = None,
+    ) -> TextPrompt:
+        """Raises a `RequestError` that names the field, or says what the template doesn't like.
+
+        `check_length` raises one if a text is too long to be tokenised. It is asked only where
+        the conversation becomes tokens here; a text is checked by those who tokenise it.
+        """
         options = options or ChatOptions()
         parsed = parse_messages(messages)
         media = get_media(parsed)
         self._check_modalities(media)
         if self._mistral is not None:
+            if check_length is not None:
+                check_length(_join_text(parsed, options))
             prompt: TextPrompt = {"prompt_token_ids": self._mistral.render(parsed, options)}
         else:
             self._check_no_markers(parsed)
@@ -112,3 +125,14 @@ class ChatRenderer:
                     f"the chat template wrote {num_markers} {marker!r} for {num_items} "
                     f"{modality} item(s)"
                 )
+
+
+def _join_text(messages: Sequence[Message], options: ChatOptions) -> str:
+    """Return all that is written in a conversation, one piece after the other."""
+    pieces: list[str] = []
+    for message in messages:
+        content = (message.content,) if isinstance(message.content, str) else message.content
+        pieces += [part for part in content or () if isinstance(part, str)]
+        pieces += [json.dumps(call) for call in message.fields.get("tool_calls", ())]
+    pieces += [json.dumps(tool) for tool in options.tools or ()]
+    return "".join(pieces)

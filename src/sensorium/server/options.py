@@ -50,7 +50,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_mb: int = 512
     max_n: int = MAX_N  # completions of one prompt
     stream_timeout: float = 60.0  # seconds in which a client reads nothing; 0: it may
+    head_timeout: float = 30.0  # seconds, for the line and the headers of a request
+    body_timeout: float = 600.0  # seconds, for a whole body
+    min_body_rate: int = 8  # KiB a second
+    max_unfinished_bodies_mb: int = 1024  # of all bodies that are still coming, per frontend
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    share_uuids: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     trust_injected: bool = False

@@ -16,8 +16,8 @@ class TextPrompt(TypedDict, total=False):
     `None`. `mm_processor_kwargs` go to the model's processor with every item; `media_io_kwargs` are
     options for decoding, by modality. `add_special_tokens`: whether the tokenizer adds those that
     begin a text (default: yes); a chat template may have written them.
-    Requests with different `cache_salt` share no cache. A lower `priority` runs first, where the
-    scheduling policy is "priority".
+    Requests with different `cache_salt` share no cache, and those with different `uuid_scope` no
+    uuids. A lower `priority` runs first, where the scheduling policy is "priority".
     """
 
     prompt: str
@@ -28,6 +28,7 @@ class TextPrompt(TypedDict, total=False):
     media_io_kwargs: Mapping[str, Mapping[str, Any]]
     add_special_tokens: bool
     cache_salt: str
+    uuid_scope: str
     priority: int
 
 
@@ -49,6 +50,7 @@ class RenderedPrompt(TypedDict, total=False):
     mm_layouts: Mapping[str, Sequence[Any]]
     is_external: bool
     cache_salt: str
+    uuid_scope: str
     priority: int
 
 

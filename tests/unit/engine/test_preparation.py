@@ -22,6 +22,15 @@ from sensorium.utils.pausing import Pausing
 
 PLAIN = SamplingParams()
 GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+LONG_TEXT = "a" * 10_000
+LONG_CHAT = Chat(
+    messages=[{"role": "user", "content": [{"type": "text", "text": LONG_TEXT}]}],
+    options=ChatOptions(),
+    fields={},
+)
+MANY_MESSAGES = Chat(
+    messages=[{"role": "user", "content": "a"}] * 1000, options=ChatOptions(), fields={}
+)
 TOOLS = Chat(messages=[], options=ChatOptions(tools=[{"type": "function"}]), fields={})
 
 
@@ -44,9 +53,18 @@ class SlowRenderer:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params"), [("slow", GRAMMAR), (TOOLS, PLAIN)], ids=["grammar", "tools"]
+    ("prompt", "params"),
+    [
+        ("slow", GRAMMAR),
+        (TOOLS, PLAIN),
+        (LONG_TEXT, PLAIN),
+        ({"prompt": LONG_TEXT}, PLAIN),
+        (LONG_CHAT, PLAIN),
+        (MANY_MESSAGES, PLAIN),
+    ],
+    ids=["grammar", "tools", "long text", "long prompt", "long chat", "many messages"],
 )
-def test_grammars_hold_up_no_text_without_one(prompt: Prompt | Chat, params: Any) -> None:
+def test_what_takes_long_holds_up_no_short_text(prompt: Prompt | Chat, params: Any) -> None:
     async def run() -> None:
         renderer = SlowRenderer()
         preparation = Preparation(

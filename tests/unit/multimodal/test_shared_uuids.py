@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.shared_uuids import SharedUuidBindings
-from sensorium.multimodal.uuid_bindings import BoundSource
+from sensorium.multimodal.uuid_bindings import BoundSource, UuidScope
 from sensorium.types.errors import RequestError
 
 CAT = BoundSource(digest="a" * 64, is_encoded=True)
 DOG = BoundSource(digest="b" * 64, is_encoded=False)
-IMAGE = {"modality": "image", "cache_salt": None}
+IMAGE: dict[str, Any] = {"modality": "image", "scope": UuidScope()}
 
 
 @pytest.fixture
@@ -50,10 +51,10 @@ def test_what_one_frontend_binds_another_knows(pair: Pair) -> None:
 def test_salts_and_modalities_are_apart(pair: Pair) -> None:
     one, two = pair
     one.bind("u", CAT, **IMAGE)
-    assert two.get("u", modality="video", cache_salt=None) is None
-    assert two.get("u", modality="image", cache_salt="tenant") is None
-    two.bind("u", DOG, modality="image", cache_salt="tenant")
-    assert one.get("u", modality="image", cache_salt="tenant") == DOG
+    assert two.get("u", modality="video", scope=UuidScope()) is None
+    assert two.get("u", modality="image", scope=UuidScope(cache_salt="tenant")) is None
+    two.bind("u", DOG, modality="image", scope=UuidScope(cache_salt="tenant"))
+    assert one.get("u", modality="image", scope=UuidScope(cache_salt="tenant")) == DOG
     assert one.get("u", **IMAGE) == CAT
 
 
@@ -75,3 +76,13 @@ def test_no_lease_is_kept(pair: Pair, stores: tuple[ShmStore, ShmStore]) -> None
     with pytest.raises(RequestError):
         two.bind("u", DOG, **IMAGE)
     assert [store._num_leases.total() for store in stores] == [0, 0]
+
+
+def test_clients_are_apart(pair: Pair) -> None:
+    one, two = pair
+    mine: dict[str, Any] = {"modality": "image", "scope": UuidScope(client="mine")}
+    yours: dict[str, Any] = {"modality": "image", "scope": UuidScope(client="yours")}
+    one.bind("u", CAT, **mine)
+    assert [two.get("u", **scope) for scope in (mine, yours, IMAGE)] == [CAT, None, None]
+    two.bind("u", DOG, **yours)
+    assert [one.get("u", **scope) for scope in (mine, yours, IMAGE)] == [CAT, DOG, None]

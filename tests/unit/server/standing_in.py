@@ -238,7 +238,13 @@ class StandInOptions:
     max_concurrent_requests: int = 64
     max_body_mb: int = 64
     max_n: int = 128
+    body_timeout: float = 600.0
+    min_body_rate: int = 8
+    max_unfinished_bodies_mb: int = 1024
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    share_uuids: bool = False
     trust_request_chat_template: bool = False
     is_render_only: bool = False
     protect_metrics: bool = False
@@ -283,7 +289,11 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def serve(
-    engine: ScriptedEngine | None = None, answers: AnswerFormat = PLAIN, **options: Any
+    engine: ScriptedEngine | None = None,
+    answers: AnswerFormat = PLAIN,
+    *,
+    http: Any = "auto",
+    **options: Any,
 ) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
     metrics = CountingMetrics()
@@ -292,6 +302,7 @@ def serve(
         app,
         host="127.0.0.1",
         port=0,
+        http=http,
         log_config=None,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=600,

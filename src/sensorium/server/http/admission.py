@@ -1,8 +1,11 @@
-"""How many requests for text or tokens may be in the server at once: counted from arrival, before
-the body is read, to the last byte of the answer.
+"""How many requests for text or tokens may be in the server at once: counted from the moment when
+the body is there to the last byte of the answer. A body that never ends takes no place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,7 +34,9 @@ def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
 
 
 class Admission:
-    """Owns the count. All on one event loop."""
+    """Owns the count. All on one event loop. A request is counted when its route calls
+    `request.state.admit()`, which raises an `ApiError` if there is no room.
+    """
 
     def __init__(self, app: ASGIApp, *, limit: int, metrics: FrontendMetrics) -> None:
         self._app = app
@@ -44,17 +49,26 @@ class Admission:
         if not is_generating or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        self._check()  # a large body is not received only to be refused
+        with self._metrics.track_arrival(), ExitStack() as held:
+            scope["state"]["admit"] = lambda: held.enter_context(self._admit())
+            await self._app(scope, receive, send)
+
+    @contextmanager
+    def _admit(self) -> Iterator[None]:
+        self._check()
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
+
+    def _check(self) -> None:
         if self._num_admitted >= self._limit:
             raise ApiError(
-                f"as many requests are being served as may be ({self._limit}): try again",
+                f"Too many concurrent requests (limit {self._limit}). Retry later.",
                 status=429,
                 code="too_many_requests",
                 reason="capacity",
                 headers={"retry-after": str(RETRY_AFTER_S)},
             )
-        self._num_admitted += 1
-        try:
-            with self._metrics.track_arrival():
-                await self._app(scope, receive, send)
-        finally:
-            self._num_admitted -= 1

@@ -1,7 +1,7 @@
 """The HTTP application: routes, and what every request passes on its way to them.
 
-From the outside in: an id, the time of the response, CORS, the answer to every error, the API key,
-the limit of requests.
+From the outside in: an id, the time of the response, CORS, the answer to every error, the origin,
+the API key, the limit of requests.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sensorium.render.answers.interface import AnswerFormat
 from sensorium.server.http.admin import make_admin_router
 from sensorium.server.http.admission import Admission, get_limit
 from sensorium.server.http.authentication import Authentication
+from sensorium.server.http.body_intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context
 from sensorium.server.http.error_boundary import ErrorBoundary
 from sensorium.server.http.errors import ErrorAnswer, get_phrase
@@ -34,6 +35,7 @@ from sensorium.server.http.health import make_health_router
 from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.loop_lag import measure_loop_lag
 from sensorium.server.http.openapi import install_openapi
+from sensorium.server.http.origins import OriginGuard, OriginPolicy
 from sensorium.server.http.render_only import make_refusing_router
 from sensorium.server.http.render_routes import make_render_router
 from sensorium.server.http.request_ids import HEADER, RequestIds
@@ -41,6 +43,9 @@ from sensorium.server.http.response_times import ResponseTimes
 from sensorium.server.http.text_routes import make_models_router, make_text_router
 from sensorium.server.http.welcome import make_welcome_router
 from sensorium.server.metrics.frontend import FrontendMetrics
+
+_KIBIBYTE = 2**10
+_MEBIBYTE = 2**20
 
 
 def make_app(
@@ -55,6 +60,7 @@ def make_app(
         answers=answers,
         options=options,
         metrics=metrics,
+        bodies=BodyIntake(_get_body_limits(options)),
         started=int(time.time()),
     )
     failures = FailureLog(metrics)
@@ -90,6 +96,17 @@ def make_app(
     return app
 
 
+def _get_body_limits(options: HttpOptions) -> BodyLimits:
+    # One body of the allowed size must fit, whatever else was asked for.
+    max_unfinished_mb = max(options.max_unfinished_bodies_mb, options.max_body_mb)
+    return BodyLimits(
+        max_bytes=options.max_body_mb * _MEBIBYTE,
+        timeout_s=options.body_timeout,
+        min_bytes_per_s=options.min_body_rate * _KIBIBYTE,
+        max_unfinished_bytes=max_unfinished_mb * _MEBIBYTE,
+    )
+
+
 def _make_middleware(
     options: HttpOptions, metrics: FrontendMetrics, failures: FailureLog
 ) -> list[Middleware]:
@@ -104,9 +121,18 @@ def _make_middleware(
         )
         layers.append(cors)
     layers.append(Middleware(ErrorBoundary, failures=failures))
+    policy = OriginPolicy(
+        host=options.host,
+        allowed_hosts=options.allowed_hosts,
+        allowed_origins=options.allowed_origins,
+    )
+    layers.append(Middleware(OriginGuard, policy=policy))
     if options.api_key:
         keys = Middleware(
-            Authentication, keys=options.api_key, protect_metrics=options.protect_metrics
+            Authentication,
+            keys=options.api_key,
+            protect_metrics=options.protect_metrics,
+            shares_uuids=options.share_uuids,
         )
         layers.append(keys)
     limit = get_limit(options.max_concurrent_requests, options.api_server_count)

@@ -1,7 +1,8 @@
-"""Reads the body of a request within a limit, and parses it away from the event loop.
+"""Reads the body of a request, and parses it away from the event loop.
 
-A body that is wrong is refused before anything else is done: too large (413), too slow (408), not
-JSON (400, with the place). Where media may come as bytes, it may be msgpack instead.
+A body that is wrong is refused before anything else is done: too large (413) or too slow (408) by
+`body_intake`, not JSON (400, with the place) here. Where media may come as bytes, it may be msgpack
+instead. A request is admitted when its body is there: one that comes slowly takes no other's place.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Receive
 
-from sensorium.server.http.errors import ApiError, ClientGoneError
+from sensorium.server.http.body_intake import BodyIntake
+from sensorium.server.http.errors import ApiError
 from sensorium.server.http.json_slices import MAX_VALUES, decode_json
 from sensorium.server.http.msgpack_values import check_num_values
 
 _SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
-_IDLE_S = 60.0  # between two pieces of a body
 # Few: each may keep the interpreter to itself while it decodes, and the event loop waits for all of
 # them in turn.
 _threads = ThreadPoolExecutor(2, "parse")
@@ -32,7 +32,7 @@ async def read_body(
     request: Request,
     parse: Callable[[dict[str, Any]], _Parsed],
     *,
-    max_bytes: int,
+    intake: BodyIntake,
     takes_msgpack: bool = False,
 ) -> _Parsed:
     """`parse` makes of the body's object what the route wants; it runs where the body was decoded,
@@ -43,8 +43,9 @@ async def read_body(
     if not is_msgpack:
         _check_content_type(kind, takes_msgpack=takes_msgpack)
     decode = _decode_msgpack if is_msgpack else _decode
-    _check_length(request.headers.get("content-length"), max_bytes)
-    body = await _read(request.receive, max_bytes)
+    intake.check_length(request.headers.get("content-length"))
+    body = await intake.receive(request.receive)
+    request.state.admit()
     if len(body) <= _SMALL_BYTES:
         return parse(decode(body))
     loop = asyncio.get_running_loop()
@@ -63,37 +64,6 @@ def _check_content_type(kind: str, *, takes_msgpack: bool) -> None:
             f"the content type must be application/json{others}, not {kind[:100]!r}",
             code="unsupported_content_type",
         )
-
-
-def _check_length(value: str | None, max_bytes: int) -> None:
-    if value is not None and value.isdecimal() and int(value[:20]) > max_bytes:
-        raise _make_size_error(max_bytes)
-
-
-async def _read(receive: Receive, max_bytes: int) -> bytearray:
-    body = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(_IDLE_S):
-                message = await receive()
-        except TimeoutError as error:
-            raise ApiError("the body comes too slowly", status=408, code="timeout") from error
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _make_size_error(max_bytes)
-        if not message.get("more_body", False):
-            return body
-
-
-def _make_size_error(max_bytes: int) -> ApiError:
-    return ApiError(
-        f"the body is larger than {max_bytes} bytes, which this server allows",
-        status=413,
-        code="body_too_large",
-        reason="body_too_large",
-    )
 
 
 def _decode(body: bytearray) -> dict[str, Any]:

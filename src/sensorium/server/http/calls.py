@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from starlette.requests import Request
@@ -13,7 +13,9 @@ from starlette.requests import Request
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.chat import Chat
 from sensorium.render.answers.interface import AnswerFormat
+from sensorium.server.http.authentication import get_uuid_scope
 from sensorium.server.http.body import read_body
+from sensorium.server.http.body_intake import BodyIntake
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.generation import Generation
 from sensorium.server.http.http_options import HttpOptions
@@ -29,7 +31,6 @@ from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 TRACE_HEADER = "x-sensorium-trace"
-MEBIBYTE = 2**20
 _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
 _Wire = TypeVar("_Wire", bound=GeneratingRequest | GenerateRequest)
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
@@ -38,13 +39,14 @@ Work = tuple[Sequence[Prompt | Chat], SamplingParams]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What every route has at hand. `started`: seconds since 1970. `answers`: how the model's
-    answers are read.
+    answers are read. `bodies` receives those of all requests.
     """
 
     engine: AsyncEngine
     answers: AnswerFormat
     options: HttpOptions
     metrics: FrontendMetrics
+    bodies: BodyIntake
     started: int
 
 
@@ -98,9 +100,8 @@ async def receive_call(
         check_n(params.n, context.options.max_n, is_nested=isinstance(request, GenerateRequest))
         return request, (prompts, params)
 
-    max_bytes = context.options.max_body_mb * MEBIBYTE
     request, (prompts, params) = await read_body(
-        http_request, parse, max_bytes=max_bytes, takes_msgpack=takes_msgpack
+        http_request, parse, intake=context.bodies, takes_msgpack=takes_msgpack
     )
     http_request.state.input = RequestInput(
         name=field,
@@ -113,7 +114,7 @@ async def receive_call(
         engine=context.engine,
         metrics=context.metrics,
         request_id=f"{id_prefix}-{uuid.uuid4().hex}",
-        prompts=prompts,
+        prompts=set_uuid_scope(prompts, http_request),
         params=params,
         arrived=http_request.state.arrived,
     )
@@ -124,6 +125,22 @@ async def receive_call(
         created=int(time.time()),
         has_trace=bool(request.trace) or http_request.headers.get(TRACE_HEADER) == "1",
     )
+
+
+def set_uuid_scope(
+    prompts: Sequence[Prompt | Chat], http_request: Request
+) -> Sequence[Prompt | Chat]:
+    """Return the prompts with the scope of the client's uuids: its API key, where it has one."""
+    scope = get_uuid_scope(http_request.scope["state"])
+    return prompts if scope is None else [_with_scope(prompt, scope) for prompt in prompts]
+
+
+def _with_scope(prompt: Prompt | Chat, scope: str) -> Prompt | Chat:
+    if isinstance(prompt, Chat):
+        return replace(prompt, fields={**prompt.fields, "uuid_scope": scope})
+    if isinstance(prompt, Mapping):
+        return cast(Prompt, {**prompt, "uuid_scope": scope})
+    return prompt
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:

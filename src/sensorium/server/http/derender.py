@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.body import read_body
-from sensorium.server.http.calls import MEBIBYTE, Context, check_model
+from sensorium.server.http.calls import Context, check_model
 from sensorium.server.http.derender_chat import derender_chat
 from sensorium.server.http.derender_completion import derender_completion
 from sensorium.server.http.encoding import make_response, wants_msgpack
@@ -55,8 +55,7 @@ async def _answer(
         check_model(request.model, context.options.model_names)
         return request
 
-    max_bytes = context.options.max_body_mb * MEBIBYTE
-    request = await read_body(http_request, parse, max_bytes=max_bytes, takes_msgpack=True)
+    request = await read_body(http_request, parse, intake=context.bodies, takes_msgpack=True)
     is_msgpack = wants_msgpack(http_request)
     return await run_in_thread(
         lambda: make_response(derender(request, context), is_msgpack=is_msgpack)

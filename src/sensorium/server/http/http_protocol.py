@@ -1,46 +1,75 @@
-"""uvicorn's HTTP connection, with a limit on what stands before a body, and after it.
+"""uvicorn's HTTP connection, with limits on what stands before a body, and after it.
 
 The parser keeps a request's line, headers and trailers until they are complete, however long they
-become; so one connection could fill the memory before anybody has looked at it.
+become and however slowly they come; so one connection could fill the memory, and many could stay
+for ever, before anything has looked at them. Bodies have limits of their own: `body_intake`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 2**16  # as far as it is known: what comes at once is taken at once
-_BODY = (
-    b'{"error":{"message":"the headers are larger than %d bytes","type":"invalid_request_error",'
-    b'"param":null,"code":"headers_too_large"}}' % MAX_HEAD_BYTES
-)
-_RESPONSE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"content-type: application/json\r\n"
-    b"content-length: %d\r\n"
-    b"connection: close\r\n"
-    b"\r\n"
-    b"%s" % (len(_BODY), _BODY)
-)
+_RETRY_AFTER_S = 1
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Counts the bytes that came since the last that belong to a body, or that end a request."""
+    """A connection that counts the bytes that came since the last that belong to a body, or that
+    end a request.
+
+    A timer runs while the client has to send something that no body and no answer waits for: a
+    first request, the rest of a head, or the rest of a body that was refused.
+    """
+
+    head_timeout_s = 30.0
+    max_connections: int | None = None  # of this process; `None`: as many as come
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._is_understood = False
         self._num_head_bytes = 0
+        self._is_in_head = False
+        self._is_in_body = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            transport.write(_TOO_MANY)
+            transport.close()
+        else:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._is_understood = False
         super().data_received(data)
         self._num_head_bytes = 0 if self._is_understood else self._num_head_bytes + len(data)
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.write(_RESPONSE)
+        if self.transport.is_closing():
+            return
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            if self._is_answered:
+                self.transport.write(_TOO_LARGE)
             self.transport.close()
+        elif self._is_in_head and self._timer is None:
+            self._start_timer()
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._is_in_head = False
+        self._is_in_body = True
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._is_understood = True
@@ -48,4 +77,66 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_understood = True
+        self._is_in_body = False
+        self._stop_timer()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_body and self._timer is None:
+            self._start_timer()  # the rest is thrown away, but not for ever
+
+    @property
+    def _is_answered(self) -> bool:
+        """True if no request of this connection waits for its answer."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self.head_timeout_s, self._end_slow_head)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_slow_head(self) -> None:
+        self._timer = None
+        if self.transport is None or self.transport.is_closing():
+            return
+        if not self._is_answered:
+            self._start_timer()  # a head behind a request that is still being answered
+            return
+        if self._is_in_head:
+            self.transport.write(_TOO_SLOW)
+        self.transport.close()
+
+
+def _make_response(status: str, message: str, *, kind: str, code: str, headers: str = "") -> bytes:
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = msgspec.json.encode({"error": error})
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{headers}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_TOO_LARGE = _make_response(
+    "431 Request Header Fields Too Large",
+    f"the headers are larger than {MAX_HEAD_BYTES} bytes",
+    kind="invalid_request_error",
+    code="headers_too_large",
+)
+_TOO_SLOW = _make_response(
+    "408 Request Timeout",
+    "The headers of the request came too slowly.",
+    kind="invalid_request_error",
+    code="timeout",
+)
+_TOO_MANY = _make_response(
+    "503 Service Unavailable",
+    "Too many connections. Retry later.",
+    kind="service_unavailable_error",
+    code="too_many_connections",
+    headers=f"retry-after: {_RETRY_AFTER_S}\r\n",
+)

@@ -16,7 +16,7 @@ from sensorium.core.admission import check_length
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import ProcessedRequest
 from sensorium.server.http.body import read_body
-from sensorium.server.http.calls import MEBIBYTE, Context, Work, check_model
+from sensorium.server.http.calls import Context, Work, check_model, set_uuid_scope
 from sensorium.server.http.chat import make_chat
 from sensorium.server.http.chat_answers import make_chat_answers
 from sensorium.server.http.completions import prepare_completion
@@ -89,12 +89,11 @@ async def _receive(
         check_model(request.model, context.options.model_names)
         return request, prepare(request)
 
-    max_bytes = context.options.max_body_mb * MEBIBYTE
-    request, work = await read_body(http_request, parse, max_bytes=max_bytes)
+    request, (prompts, params) = await read_body(http_request, parse, intake=context.bodies)
     http_request.state.input = RequestInput(
         name=field, value=getattr(request, field), structured_path=find_constraint_path(request)
     )
-    return request, work
+    return request, (set_uuid_scope(prompts, http_request), params)
 
 
 class _Rendering:

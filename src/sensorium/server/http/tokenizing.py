@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from sensorium.engine.chat import Chat
 from sensorium.server.http.body import read_body
-from sensorium.server.http.calls import MEBIBYTE, Context, check_model
+from sensorium.server.http.calls import Context, check_model, set_uuid_scope
 from sensorium.server.http.chat import make_chat
 from sensorium.server.http.disconnect import run_until_disconnect
 from sensorium.server.http.encoding import make_response
@@ -25,7 +25,7 @@ from sensorium.server.http.protocol.tokenize import (
     TokenizeResponse,
 )
 from sensorium.server.http.threads import run_in_thread
-from sensorium.types.prompts import TextPrompt
+from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _Wire = TypeVar("_Wire", bound=TokenizeRequest | DetokenizeRequest)
@@ -46,7 +46,8 @@ async def answer_tokenize(http_request: Request, context: Context) -> Response:
     prompt = _make_prompt(request, is_trusted=context.options.trust_request_chat_template)
     name = "messages" if request.prompt is None else "prompt"
     http_request.state.input = RequestInput(name=name, value=getattr(request, name))
-    work = _tokenize(context, request, prompt)
+    (scoped,) = set_uuid_scope([prompt], http_request)
+    work = _tokenize(context, request, scoped)
     return await run_until_disconnect(http_request.receive, work)
 
 
@@ -73,8 +74,7 @@ async def _receive(http_request: Request, context: Context, kind: type[_Wire]) -
         check_model(request.model, context.options.model_names)
         return request
 
-    max_bytes = context.options.max_body_mb * MEBIBYTE
-    return await read_body(http_request, parse, max_bytes=max_bytes)
+    return await read_body(http_request, parse, intake=context.bodies)
 
 
 def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | Chat:
@@ -88,9 +88,7 @@ def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | 
     return make_chat(chat, is_trusted=is_trusted)
 
 
-async def _tokenize(
-    context: Context, request: TokenizeRequest, prompt: TextPrompt | Chat
-) -> Response:
+async def _tokenize(context: Context, request: TokenizeRequest, prompt: Prompt | Chat) -> Response:
     engine = context.engine
     async with engine.render(
         prompt,

@@ -44,18 +44,19 @@ class UnreadWatch:
 
 
 class WatchedHttpProtocol(LimitedHttpProtocol):
-    """A connection whose buffer is watched while it is full. `stream_timeout_s` 0: it is not."""
+    """A connection whose buffer is watched while it is full."""
 
-    def __init__(self, *arguments: Any, stream_timeout_s: float, **options: Any) -> None:
+    stream_timeout_s = 60.0  # 0: it is not watched
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._stream_timeout_s = stream_timeout_s
         self._next_look: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stream_timeout_s and self._next_look is None:
+        if self.stream_timeout_s and self._next_look is None:
             num_bytes = self.transport.get_write_buffer_size()
-            watch = UnreadWatch(self._stream_timeout_s, num_bytes=num_bytes, now=self.loop.time())
+            watch = UnreadWatch(self.stream_timeout_s, num_bytes=num_bytes, now=self.loop.time())
             self._look_later(watch)
 
     def resume_writing(self) -> None:
@@ -71,7 +72,7 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
 
     def _look(self, watch: UnreadWatch) -> None:
         if watch.look(self.loop.time(), self.transport.get_write_buffer_size()):
-            logger.info("a client read nothing for %g s: it is cut off", self._stream_timeout_s)
+            logger.info("a client read nothing for %g s: it is cut off", self.stream_timeout_s)
             self._next_look = None
             self._cut_off()
             return
@@ -88,3 +89,15 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+
+
+def make_http_protocol(
+    *, head_timeout_s: float, max_connections: int | None, stream_timeout_s: float
+) -> type[WatchedHttpProtocol]:
+    """Return the class of connections with these limits, as uvicorn takes it."""
+    limits = {
+        "head_timeout_s": head_timeout_s,
+        "max_connections": max_connections,
+        "stream_timeout_s": stream_timeout_s,
+    }
+    return type("HttpProtocol", (WatchedHttpProtocol,), limits)

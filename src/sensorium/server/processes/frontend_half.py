@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import uvicorn
 import uvloop
@@ -28,7 +27,7 @@ from sensorium.render.answers.interface import AnswerFormat
 from sensorium.render.chat_options import load_chat_template
 from sensorium.render.own_templates import get_template_text
 from sensorium.server.http.app import make_app
-from sensorium.server.http.unread import WatchedHttpProtocol
+from sensorium.server.http.unread import make_http_protocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.memory import get_frontend_name
@@ -50,6 +49,7 @@ from sensorium.server.processes.control import (
     StartFrontend,
     ToFrontend,
 )
+from sensorium.server.processes.file_limit import raise_file_limit
 from sensorium.server.processes.render_half import make_render_info
 from sensorium.types.sampling import GenerationDefaults
 
@@ -247,7 +247,11 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",  # it is there already
-        http=partial(WatchedHttpProtocol, stream_timeout_s=options.stream_timeout),  # type: ignore[arg-type]
+        http=make_http_protocol(
+            head_timeout_s=options.head_timeout,
+            max_connections=raise_file_limit(),
+            stream_timeout_s=options.stream_timeout,
+        ),
         backlog=_BACKLOG,
         log_config=None,
         access_log=options.access_log,

@@ -15,6 +15,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
 }
+REST = "HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 async def _wait_for_ever(_: Any) -> None:
@@ -23,7 +24,7 @@ async def _wait_for_ever(_: Any) -> None:
 
 def send(running: RunningServer, path: str, *, stream: bool) -> socket.socket:
     body = json.dumps({**BODIES[path], "stream": stream}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} {REST}content-length: {len(body)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=60)
     connection.sendall(head.encode() + body)
     return connection
@@ -57,7 +58,7 @@ def test_a_client_that_leaves_aborts_its_request(path: str, stream: bool, phase:
 def test_a_client_that_leaves_while_it_sends_starts_nothing() -> None:
     with serve() as running:
         with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
-            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+            head = f"POST /v1/completions {REST}content-length: 100\r\n\r\n{{"
             connection.sendall(head.encode())
             wait_until(lambda: running.metrics.load == 1, "the request is not counted")
         wait_until(lambda: running.metrics.load == 0, "the request is still counted")
@@ -79,7 +80,7 @@ def test_many_clients_that_leave_leave_nothing() -> None:
 
 def test_a_request_that_waits_behind_another_is_no_disconnect() -> None:
     body = b'{"prompt": "a"}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+    head = f"POST /v1/completions {REST}content-length: {len(body)}\r\n"
     keep, close = f"{head}\r\n".encode(), f"{head}connection: close\r\n\r\n".encode()
     with (
         serve() as running,

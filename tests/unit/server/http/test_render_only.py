@@ -7,12 +7,14 @@ import pytest
 from sensorium.server.http.render_only import GENERATING_PATHS
 from tests.unit.server.standing_in import ScriptedEngine, serve
 
+JSON = {"content-type": "application/json"}
+
 
 @pytest.mark.parametrize("path", GENERATING_PATHS)
 def test_a_route_that_generates_is_refused_with_the_reason(path: str) -> None:
     engine = ScriptedEngine()
     with serve(engine, is_render_only=True) as running, running.client() as client:
-        response = client.post(path, content=b"not even JSON")
+        response = client.post(path, content=b"not even JSON", headers=JSON)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (404, "render_only")
         assert error["message"].startswith(f"{path}: this server only renders")

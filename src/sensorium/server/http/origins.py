@@ -1,0 +1,147 @@
+"""Keeps out requests that a web page of another origin makes a browser send.
+
+A browser on the machine, or in the network, of a server can reach it, and any page can make it send
+requests. It says so in their headers, which pages can't change:
+
+  1. `Host` is the name that the page used. A name that is not the server's own, but leads to it,
+     was made to lead there (DNS rebinding). A server that listens on this machine alone has few
+     names; any other one is called by names that it can't know, unless they were given.
+  2. `Sec-Fetch-Site`, and `Origin` from browsers that don't send it, say where the page is from.
+     Requests of other sites are refused, but for a visit: a link that somebody follows.
+  3. A body needs its content type. A page of another origin may send bodies of a few types, or of
+     none, without asking first; none of these are types that the routes take.
+
+What has none of these headers is no browser, and passes. The same checks are for every route, with
+an API key or without, and for upgrades to WebSockets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sensorium.server.http.errors import ApiError
+
+ANY = "*"
+_OWN_SITES = ("same-origin", "none")  # none: typed into the address bar, or a bookmark
+_VISITS = ("GET", "HEAD")
+
+
+class OriginPolicy:
+    """Which origins and names of hosts are the server's own, or were allowed.
+
+    `host` is the address that the server listens on.
+    """
+
+    def __init__(
+        self, *, host: str, allowed_hosts: Sequence[str] = (), allowed_origins: Sequence[str] = ()
+    ) -> None:
+        names = {_get_name(name) for name in allowed_hosts}
+        is_open = ANY in allowed_hosts or not (names or is_loopback(_get_name(host)))
+        self._names = None if is_open else frozenset(names | {_get_name(host)})
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
+
+    def check(self, scope: Scope) -> None:
+        """Raise an `ApiError` if a request, or an upgrade to a WebSocket, may come from a page of
+        another origin.
+        """
+        headers = Headers(scope=scope)
+        for host in headers.getlist("host"):
+            self._check_host(host)
+        if self._is_foreign(headers) and not _is_visit(scope, headers):
+            origin = headers.get("origin")
+            origin = "another site" if origin is None else repr(origin[:200])
+            raise ApiError(
+                f"This request comes from a web page of {origin}, which this server was not "
+                "started to allow (--allowed-origins).",
+                status=403,
+                code="origin_not_allowed",
+                reason="unauthorized",
+            )
+
+    def _check_host(self, host: str) -> None:
+        name = _get_name(host)
+        if self._names is not None and not is_loopback(name) and name not in self._names:
+            raise ApiError(
+                f"This server is not called {name[:200]!r} (the Host header of the request). Other "
+                "names are allowed by --allowed-hosts.",
+                status=403,
+                code="host_not_allowed",
+                reason="unauthorized",
+            )
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if ANY in self._origins or (origin is not None and origin.lower() in self._origins):
+            return False
+        if site is not None:
+            return site not in _OWN_SITES
+        return origin is not None and not _is_own_page(origin, headers.get("host", ""))
+
+
+class OriginGuard:
+    """Refuses requests by an `OriginPolicy`, and bodies without a content type."""
+
+    def __init__(self, app: ASGIApp, *, policy: OriginPolicy) -> None:
+        self._app = app
+        self._policy = policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            self._policy.check(scope)
+        if scope["type"] == "http":
+            _check_content_type(Headers(scope=scope))
+        await self._app(scope, receive, send)
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a name, or an address, always means this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_content_type(headers: Headers) -> None:
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if has_body and not headers.get("content-type", "").strip():
+        raise ApiError(
+            "The body has no content type. Send the header Content-Type: application/json.",
+            code="unsupported_content_type",
+        )
+
+
+def _is_visit(scope: Scope, headers: Headers) -> bool:
+    """Return whether a link on another page was followed, so that the answer is shown as a page of
+    its own.
+    """
+    is_page = headers.get("sec-fetch-dest", "document") == "document"
+    is_navigation = headers.get("sec-fetch-mode") == "navigate"
+    return scope["type"] == "http" and scope["method"] in _VISITS and is_navigation and is_page
+
+
+def _is_own_page(origin: str, host: str) -> bool:
+    """Return whether a page's origin is the host that it asks.
+
+    Schemes are not compared: a proxy may speak https in front of a server that does not.
+    """
+    try:
+        page_host = urlsplit(origin).netloc
+    except ValueError:
+        return False
+    return page_host != "" and page_host.lower() == host.lower()
+
+
+def _get_name(host: str) -> str:
+    """Return the name, or the address, of a host without its port and brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name = host if host.count(":") > 1 else host.partition(":")[0]
+    return name.rstrip(".")
