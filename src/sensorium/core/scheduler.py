@@ -11,6 +11,8 @@ Invariants:
      the last step, from those ahead of it: they go on in the next step.
   5. The first running request is never preempted: everyone behind it can be preempted for it.
   6. A step is empty only if there are no requests.
+  7. A request that grows beyond `Limits.long_after` tokens starts again, once: what it has computed
+     is right for a shorter one only.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ class Scheduler:
             block_size=self.kv_cache.block_size,
             spans=spans,
             arrived=self._clock(),
+            long_after=self.limits.long_after,
         )
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -191,7 +194,9 @@ class Scheduler:
             if self.kv_cache.enable_prefix_caching and not self.limits.is_encoder_decoder:
                 self.counters.add_look_up(request, num_cached_tokens)
         started = StartedRequest(
-            request=request.core_request, output_token_ids=request.output_token_ids
+            request=request.core_request,
+            output_token_ids=request.output_token_ids,
+            is_long=request.is_long,
         )
         step.started.append(started)
 
@@ -223,13 +228,16 @@ class Scheduler:
         return block_ids
 
     def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._set_back(request)
+
+    def _set_back(self, request: Request) -> None:
         """Take everything from a request but its tokens; it computes them again later."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.counters.num_preemptions += 1
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
@@ -395,6 +403,7 @@ class Scheduler:
     ) -> EngineCoreOutput:
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
+        was_long = request.is_long
         request.append_token(token_id)
         self.counters.add_token(request)
         if request.first_token is None:
@@ -415,6 +424,8 @@ class Scheduler:
                 prompt_logprobs=prompt_logprobs,
                 stop_token_id=stop_token_id,
             )
+        if request.is_long and not was_long:
+            self._set_back(request)
         may_be_last = bool(request.sampling_params.stop)  # if the frontend finds one of them
         return EngineCoreOutput(
             request_id=request.request_id,
