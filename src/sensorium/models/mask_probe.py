@@ -56,7 +56,9 @@ class MaskProbe:
         """Note a layer's window, or raise a `ModelError` if its mask is not supported."""
         answer = MaskAnswer(window=window)
         if mask is not None:
-            answer = getattr(mask, _ANSWER, MaskAnswer(fault="is changed by its layers"))
+            answer = getattr(
+                mask, _ANSWER, MaskAnswer(fault="is made or changed by the layer itself")
+            )
         elif not is_causal:
             answer = MaskAnswer(fault="lets tokens see later ones")
         layer_index: int = module.layer_idx  # type: ignore[assignment]
