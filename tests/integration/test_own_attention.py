@@ -61,15 +61,21 @@ def make_prompts(*lengths: int) -> list[list[int]]:
 
 
 def assert_equal_to_generate(
-    directory: str, architecture: str, prompts: list[list[int]], **options: Any
+    directory: str,
+    architecture: str,
+    prompts: list[list[int]],
+    *,
+    use_cache: bool = True,
+    **options: Any,
 ) -> None:
-    """Alone, together in chunks, and once more from the prefix cache."""
+    """Alone, together in chunks, and once more from the prefix cache. `use_cache`: whether
+    Transformers keeps keys and values.
+    """
     reference = getattr(tf, architecture).from_pretrained(directory).eval()
     reference.generation_config.eos_token_id = None
+    greedy = {"do_sample": False, "max_new_tokens": _NUM_TOKENS, "use_cache": use_cache}
     expected = [
-        reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=_NUM_TOKENS)[
-            0, len(prompt) :
-        ].tolist()
+        reference.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
     params = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True)
@@ -194,6 +200,33 @@ def test_rotary_factors_follow_the_length_of_each_request(
     assert_equal_to_generate(directory, architecture, make_prompts(*lengths))
 
 
+def test_rotary_factors_of_phi_4_multimodal_follow_the_length_of_each_request(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Where a sequence crosses the border its `generate` drops all keys, but hands on the last
+    token only (seen with Transformers 5.22): it is right without a cache.
+    """
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    audio = ("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels")
+    directory = write_decoder(
+        tmp_path / "model",
+        tiny_model,
+        "Phi4MultimodalForCausalLM",
+        original_max_position_embeddings=_BORDER,
+        rope_parameters=_LONG_ROPE,
+        vision_config={**tower, "num_hidden_layers": 2, "crop_size": 56, "image_token_id": 430},
+        audio_config={
+            **tower,
+            "num_blocks": 1,
+            "audio_token_id": 431,
+            **dict.fromkeys(audio, 32),
+        },
+    )
+    lengths = (_BORDER, _BORDER - 1, _BORDER + 1, _BORDER - _NUM_TOKENS, 5, 60, 20, 90)
+    prompts = make_prompts(*lengths)
+    assert_equal_to_generate(directory, "Phi4MultimodalForCausalLM", prompts, use_cache=False)
+
+
 def test_rotary_factors_that_a_model_would_mix_end_the_context(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -223,3 +256,39 @@ def test_dynamic_rotary_factors_are_never_scaled(
     with caplog.at_level(logging.WARNING, logger="sensorium.engine.config"):
         assert_equal_to_generate(directory, "LlamaForCausalLM", make_prompts(52, 5, 30))
     assert "the context ends at 64 tokens, because its rotary factors are dynamic" in caplog.text
+
+
+def test_tokens_that_are_no_rows_of_a_table_are_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Kyutai's model adds up the embeddings of a text token and of several audio codes."""
+    codec = tf.MimiConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_filters=4,
+        codebook_size=16,
+        codebook_dim=8,
+        num_quantizers=2,
+        num_semantic_quantizers=1,
+        vector_quantization_hidden_dimension=8,
+        upsample_groups=32,
+    )
+    directory = write_decoder(
+        tmp_path / "model",
+        tiny_model,
+        "KyutaiSpeechToTextForConditionalGeneration",
+        ffn_dim=64,
+        num_codebooks=2,
+        codebook_vocab_size=17,
+        audio_bos_token_id=16,
+        audio_pad_token_id=470,
+        codec_config=codec,
+    )
+    with pytest.raises(
+        ModelError, match="can't be run: its tokens are embedded by KyutaiSpeechToTextEmbeddings"
+    ):
+        make_llm(directory, max_model_len=64)

@@ -139,6 +139,11 @@ class ModelAdapter:
         the model can't be run as others are.
         """
         name = type(self.model).__name__
+        if not hasattr(self._embedding, "weight"):
+            raise ModelError(
+                f"{name} can't be run: its tokens are embedded by "
+                f"{type(self._embedding).__name__}, which is not a plain table"
+            )
         try:
             windows = self._probe_masks()
             layers, is_equal = self._probe()

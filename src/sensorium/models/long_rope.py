@@ -40,7 +40,7 @@ class LongRope:
                 module.forward = self._wrap(module.forward)
         if len(borders) > 1:
             raise ModelError(
-                "its layers change their rotary factors at different lengths "
+                f"{type(decoder).__name__} changes its rotary factors at different lengths "
                 f"({', '.join(map(str, sorted(borders)))}): not supported"
             )
         if borders:
