@@ -36,9 +36,15 @@ At load, in one sentence, before any weight is read where that is possible:
 - linear attention, convolutions or other layers with a state of their own, chunked attention;
 - cross-attention inside the decoder;
 - decoders without Transformers' attention interface, or whose attention has a soft cap or sinks;
+- layers that attend more than once in a pass, masks that a layer makes itself or that are neither
+  causal nor a window;
 - checkpoints with code of their own, unless it is trusted; weights that are not safetensors;
 - models of types that are not in the table, if a trial (text, and one item of each modality) differs from the model on
   its own.
+
+The context is cut, with a line in the log, where a model is not the same beyond it: dynamic rotary
+factors, longrope factors of models whose own `generate` mixes them, a window that only the model's
+cache has. Asking for more is refused.
 
 ## Parity
 

@@ -96,21 +96,45 @@ def make_qwen2_5_vl(directory: Path) -> None:
     save(directory, rescale(tf.Qwen2_5_VLForConditionalGeneration(config)), processor)
 
 
+_DEEPSTACK_VISION = {
+    **_VISION,
+    "depth": 4,
+    "patch_size": 16,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+
+
 def make_qwen3_vl(directory: Path) -> None:
     tokenizer = make_tokenizer(_TOKENS)
-    rope = {**_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     config = tf.Qwen3VLConfig(
-        text_config=text_values(tokenizer, head_dim=16, num_hidden_layers=4, rope_parameters=rope),
-        vision_config={
-            **_VISION,
-            "depth": 4,
-            "patch_size": 16,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1, 2],
-        },
+        text_config=_make_qwen3_text(tokenizer),
+        vision_config=_DEEPSTACK_VISION,
         **_get_ids(tokenizer),
     )
-    processor = tf.Qwen3VLProcessor(
+    model = rescale(tf.Qwen3VLForConditionalGeneration(config))
+    save(directory, model, _make_qwen3_processor(tokenizer))
+
+
+def make_qwen3_vl_moe(directory: Path) -> None:
+    tokenizer = make_tokenizer(_TOKENS)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = tf.Qwen3VLMoeConfig(
+        text_config=_make_qwen3_text(tokenizer, **experts),
+        vision_config=_DEEPSTACK_VISION,
+        **_get_ids(tokenizer),
+    )
+    model = rescale(tf.Qwen3VLMoeForConditionalGeneration(config))
+    save(directory, model, _make_qwen3_processor(tokenizer))
+
+
+def _make_qwen3_text(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    rope = {**_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return text_values(tokenizer, head_dim=16, num_hidden_layers=4, rope_parameters=rope, **changes)
+
+
+def _make_qwen3_processor(tokenizer: Any) -> Any:
+    return tf.Qwen3VLProcessor(
         tf.Qwen2VLImageProcessor(
             size=make_sizes(32), patch_size=16, image_mean=HALF, image_std=HALF
         ),
@@ -118,7 +142,6 @@ def make_qwen3_vl(directory: Path) -> None:
         tf.Qwen3VLVideoProcessor(size=make_sizes(32)),
         chat_template=_TEMPLATE,
     )
-    save(directory, rescale(tf.Qwen3VLForConditionalGeneration(config)), processor)
 
 
 def make_glm4v(directory: Path) -> None:

@@ -167,3 +167,61 @@ def make_internvl(directory: Path) -> None:
         chat_template=chatml("<IMG_CONTEXT>\n", "<video>\n"),
     )
     save(directory, rescale(tf.InternVLForConditionalGeneration(config)), processor)
+
+
+def _cohere_values(tokenizer: Any) -> dict[str, Any]:
+    """A decoder with windows and a scale for logits, which the models around it don't apply."""
+    text = text_values(
+        tokenizer,
+        num_hidden_layers=4,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        logit_scale=0.25,
+    )
+    return {
+        "vision_config": tf.SiglipVisionConfig(**tower_values(vision_use_head=False)),
+        "text_config": tf.Cohere2Config(**text),
+        "downsample_factor": 2,
+        "tie_word_embeddings": False,  # a tied model only echoes
+    }
+
+
+def make_aya_vision(directory: Path) -> None:
+    names = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"]
+    tokenizer = make_tokenizer([*CHATML_TOKENS, *names, "TILE", "TILE_GLOBAL"])
+    config = tf.AyaVisionConfig(
+        **_cohere_values(tokenizer),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
+    )
+    processor = tf.AyaVisionProcessor(
+        tf.GotOcr2ImageProcessor(size=_SQUARE, max_patches=4, image_mean=HALF, image_std=HALF),
+        tokenizer,
+        patch_size=14,
+        img_size=56,
+        downsample_factor=2,
+        chat_template=chatml("<image>"),
+    )
+    save(directory, rescale(tf.AyaVisionForConditionalGeneration(config)), processor)
+
+
+def make_cohere2_vision(directory: Path) -> None:
+    names = {
+        "boi_token": "<|START_OF_IMG|>",
+        "eoi_token": "<|END_OF_IMG|>",
+        "image_token": "<|IMG_PATCH|>",
+        "img_line_break_token": "<|IMG_LINE_BREAK|>",
+    }
+    tokenizer = make_tokenizer([*CHATML_TOKENS, *names.values()], extra=names)
+    config = tf.Cohere2VisionConfig(
+        **_cohere_values(tokenizer),
+        alignment_intermediate_size=64,
+        image_token_id=tokenizer.image_token_id,
+    )
+    processor = tf.Cohere2VisionProcessor(
+        tf.Cohere2VisionImageProcessor(
+            size=_SQUARE, max_patches=4, patch_size=2, image_mean=HALF, image_std=HALF
+        ),
+        tokenizer,
+        chat_template=chatml("<|IMG_PATCH|>"),
+    )
+    save(directory, rescale(tf.Cohere2VisionForConditionalGeneration(config)), processor)

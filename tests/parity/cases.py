@@ -31,16 +31,38 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "audioflamingo3": ("audio",),
     "qwen2_5_omni": ("image", "video", "audio"),
     "voxtral": ("audio",),
+    # New ones come last: the stress of a family is drawn by its place.
+    "phi3": (),
+    "aya_vision": ("image",),
+    "cohere2_vision": ("image",),
+    "qwen3_vl_moe": ("image", "video"),
 }
 FAMILIES = tuple(MODALITIES)
 # Without those that differ from one of these in a processor or a flag only.
 MAIN_FAMILIES = tuple(
     family
     for family in FAMILIES
-    if family not in ("llava_next", "internvl", "glm4v", "gemma4_causal", "audioflamingo3")
+    if family
+    not in (
+        "llava_next",
+        "internvl",
+        "glm4v",
+        "gemma4_causal",
+        "audioflamingo3",
+        "aya_vision",
+        "cohere2_vision",
+        "qwen3_vl_moe",
+    )
 )
 MULTIMODAL_FAMILIES = tuple(family for family in FAMILIES if MODALITIES[family])
-MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "qwen2_5_omni")
+MROPE_FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "qwen2_5_omni",
+)
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "lazy", "what", "is", "in", "this", "picture")
 
 Video = npt.NDArray[np.uint8]  # [frames, 3, height, width]

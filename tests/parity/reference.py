@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from sensorium import RequestOutput, SamplingParams
-from tests.parity.cases import Case, make_cases
+from tests.parity.cases import MODALITIES, Case, make_cases
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -35,7 +35,8 @@ class Reference:
     def __init__(self, directory: str, family: str) -> None:
         config = transformers.AutoConfig.from_pretrained(directory)
         model_class = getattr(transformers, config.architectures[0])
-        auto = transformers.AutoTokenizer if family == "llama" else transformers.AutoProcessor
+        is_text_only = not MODALITIES[family]
+        auto = transformers.AutoTokenizer if is_text_only else transformers.AutoProcessor
         self.family = family
         self.directory = directory
         self.model: Any = model_class.from_pretrained(directory, dtype=torch.float32).eval()

@@ -19,7 +19,8 @@ from sensorium.types.errors import InvariantError
 from sensorium.worker.request_states import RequestState
 from tests.parity.cases import MAIN_FAMILIES, MODALITIES
 from tests.parity.reference import ReferenceOf
-from tests.parity.stress import NUM_ENGINES, NUM_REQUESTS, Stress
+from tests.parity.stress import MAX_NEW_TOKENS, NUM_ENGINES, NUM_REQUESTS, Stress
+from tiny_models.text import PHI3_BORDER
 
 pytestmark = pytest.mark.check("stress")
 
@@ -51,6 +52,25 @@ def test_random_requests_give_the_reference_tokens(
     if MODALITIES[family]:
         assert tally.num_encoder_hits > 0
         assert tally.num_encoder_evictions > 0
+
+
+@pytest.mark.slow
+def test_hundreds_of_requests_around_the_border_of_rotary_factors(
+    reference_of: ReferenceOf,
+) -> None:
+    """Mixed lengths: many of them cross the border while others run beside them."""
+    num_compared = num_crossing = 0
+    for seed in range(1, 11):
+        stress = Stress(reference_of("phi3"), seed)
+        tally = stress.run()
+        assert tally.differences == []
+        num_compared += tally.num_compared
+        lengths = [len(entry.prompt_token_ids) for entry in stress.expected]
+        num_crossing += sum(
+            length <= PHI3_BORDER < length + MAX_NEW_TOKENS - 1 for length in lengths
+        )
+    assert num_compared >= 300
+    assert num_crossing >= 30
 
 
 def confuse_encoder_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

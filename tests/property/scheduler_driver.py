@@ -75,6 +75,7 @@ class SchedulerDriver:
             sizes.groups,
             block_size=sizes.block_size,
             is_encoder_decoder=limits.is_encoder_decoder,
+            long_after=limits.long_after,
         )
         self.open: dict[str, EngineCoreRequest] = {}
         self.scored: dict[str, list[int]] = {}  # prompt positions with log-probabilities, as given
@@ -193,8 +194,13 @@ class SchedulerDriver:
         assert not self.encoder_cache.request_cached_ids
 
     def get_step_bound(self) -> int:
-        """The first request moves at least every second step, and is never set back."""
-        return 2 * sum(self.get_max_tokens(request) for request in self.open.values()) + 2
+        """The first request moves at least every second step, and is never set back. One that
+        becomes long is, once: then it waits for those that run, and computes everything again.
+        """
+        bound = 2 * sum(self.get_max_tokens(request) for request in self.open.values()) + 2
+        if self.limits.long_after is None:
+            return bound
+        return 2 * (bound + 2 * self.limits.max_num_seqs * self.limits.max_model_len)
 
     def get_max_tokens(self, request: EngineCoreRequest) -> int:
         max_tokens = request.sampling_params.max_tokens or self.limits.max_model_len

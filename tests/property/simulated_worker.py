@@ -23,14 +23,22 @@ GARBAGE = -1
 
 
 class Contents:
-    """Names chained over adapter, salt, tokens and media; equal names mean equal content."""
+    """Names chained over adapter, salt, tokens, media and whether they were computed for a long
+    request; equal names mean equal content.
+    """
 
     def __init__(self) -> None:
         self._names: dict[Hashable, int] = {}
 
-    def get_root(self, request: EngineCoreRequest, *, is_encoder_decoder: bool = False) -> int:
+    def get_root(
+        self,
+        request: EngineCoreRequest,
+        *,
+        is_encoder_decoder: bool = False,
+        is_long: bool = False,
+    ) -> int:
         heard = [f.mm_hash for f in request.mm_features] if is_encoder_decoder else []
-        return self._get((request.adapter, request.cache_salt, *heard))
+        return self._get((request.adapter, request.cache_salt, is_long, *heard))
 
     def get_next(self, parent: int, token_id: int, embed: tuple[str, int] | None) -> int:
         return self._get((parent, token_id, embed))
@@ -61,6 +69,7 @@ class Row:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     is_new: bool = True
+    is_long: bool = False
 
     def get_used_items(self) -> set[int]:
         """The items of which some positions are computed and some are not."""
@@ -78,13 +87,19 @@ class Row:
 
 class SimulatedWorker:
     def __init__(
-        self, groups: Sequence[KVCacheGroup], *, block_size: int, is_encoder_decoder: bool = False
+        self,
+        groups: Sequence[KVCacheGroup],
+        *,
+        block_size: int,
+        is_encoder_decoder: bool = False,
+        long_after: int | None = None,
     ) -> None:
         self.rows: dict[str, Row] = {}
         self.encoded_keys: set[str] = set()
         self._groups = tuple(groups)
         self._block_size = block_size
         self._is_encoder_decoder = is_encoder_decoder
+        self._long_after = long_after
         self._contents = Contents()
         self._slots: dict[tuple[int, int, int], int] = {}
 
@@ -151,7 +166,11 @@ class SimulatedWorker:
                 request=request,
                 token_ids=[*request.prompt_token_ids, *started.output_token_ids],
                 names=[
-                    self._contents.get_root(request, is_encoder_decoder=self._is_encoder_decoder)
+                    self._contents.get_root(
+                        request,
+                        is_encoder_decoder=self._is_encoder_decoder,
+                        is_long=started.is_long,
+                    )
                 ],
                 embed_at={}
                 if self._is_encoder_decoder
@@ -159,6 +178,7 @@ class SimulatedWorker:
                 tables=[[] for _ in self._groups],
                 num_computed_tokens=starts[request.request_id],
                 num_cached_tokens=starts[request.request_id],
+                is_long=started.is_long,
             )
 
     def _encode(self, output: SchedulerOutput, failing_hashes: Collection[str]) -> set[str]:
@@ -177,6 +197,8 @@ class SimulatedWorker:
 
     def _extend(self, scheduled: ScheduledRequest) -> Row:
         row = self.rows[scheduled.request_id]
+        is_long = self._long_after is not None and len(row.token_ids) > self._long_after
+        assert row.is_long == is_long, "it goes on with keys of the other kind"
         assert row.num_computed_tokens == scheduled.num_computed_tokens
         assert scheduled.num_new_tokens > 0
         for table, new_ids in zip(row.tables, scheduled.new_block_ids, strict=True):

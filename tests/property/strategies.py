@@ -167,4 +167,5 @@ def limits(draw: st.DrawFn) -> Limits:
         ),
         replace(plain, is_encoder_decoder=True),
     )
-    return draw(st.sampled_from(variants))
+    long_after = draw(st.sampled_from((None, None, 5, 12, 20)))
+    return replace(draw(st.sampled_from(variants)), long_after=long_after)

@@ -31,6 +31,9 @@ class Limits:
     bidirectional_modalities: frozenset[str] = frozenset()
     disable_chunked_mm_input: bool = False
     is_encoder_decoder: bool = False
+    # A request of more tokens than this is computed in another way (other rotary factors), so that
+    # one that grows beyond it starts again. None: length changes nothing.
+    long_after: int | None = None
 
 
 def check_request(request: EngineCoreRequest, limits: Limits) -> None:

@@ -1,7 +1,8 @@
 """Names for full KV blocks: equal names mean equal keys and values.
 
-A name chains over everything that the block's keys and values depend on: the adapter and salt, all
-tokens up to the block's end, and which part of which media item stands at each place.
+A name chains over everything that the block's keys and values depend on: the adapter and salt,
+whether they were computed for a long request, all tokens up to the block's end, and which part of
+which media item stands at each place.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from collections.abc import Sequence
 _VERSION = b"sensorium-kv-1"
 
 
-def hash_root(*, adapter: str | None, cache_salt: str | None) -> bytes:
-    """The parent of a request's first block."""
-    return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt)).digest()
+def hash_root(*, adapter: str | None, cache_salt: str | None, is_long: bool = False) -> bytes:
+    """Return the parent of a request's first block.
+
+    `is_long`: the request is computed as one of more than `Limits.long_after` tokens.
+    """
+    variant = b"long" if is_long else b""
+    return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt) + variant).digest()
 
 
 def hash_block(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from sensorium.core.request import Request
 from sensorium.types.errors import InvariantError
+from sensorium.types.multimodal import get_mm_features_in_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,14 @@ class EncoderCacheManager:
         entry.references.remove((request.request_id, mm_index))
         if entry.is_computed and not entry.references:
             self._make_evictable(key, entry)
+
+    def free_passed_items(self, request: Request, start: int) -> None:
+        """Release the items of a request that its computed tokens from `start` on have passed."""
+        end = request.num_computed_tokens
+        lo, hi = get_mm_features_in_window(request.mm_features, start, end)
+        for mm_index in range(lo, hi):
+            if request.mm_features[mm_index].mm_position.end <= end:
+                self.free_encoder_input(request, mm_index)
 
     def free(self, request: Request) -> None:
         """Drop all references of the request; linear in what it holds."""

@@ -25,7 +25,7 @@ class RequestStatus(Enum):
 
 class Request:
     """`spans`: sorted, disjoint ranges of positions that must be computed within one step.
-    `arrived` and other times are in seconds of the scheduler's clock.
+    `arrived` and other times are in seconds of the scheduler's clock. `long_after`: see `Limits`.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Request:
         block_size: int,
         spans: tuple[tuple[int, int], ...] = (),
         arrived: float = 0.0,
+        long_after: int | None = None,
     ) -> None:
         self.core_request = core_request
         self.request_id: str = core_request.request_id
@@ -62,15 +63,19 @@ class Request:
         )
         self._num_items_counted = 0
         self._block_size = block_size
+        self._long_after = long_after
         self._block_hashes: list[bytes] = []
-        self._hash_root = hash_root(
-            adapter=core_request.adapter, cache_salt=core_request.cache_salt
-        )
+        self._hash_root = self._make_hash_root()
         self._encoder_key_suffix = core_request.encoder_key_suffix
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has more tokens than those that the model computes in the usual way."""
+        return self._long_after is not None and self.num_tokens > self._long_after
 
     @property
     def num_output_tokens(self) -> int:
@@ -132,7 +137,18 @@ class Request:
         return None
 
     def append_token(self, token_id: int) -> None:
+        was_long = self.is_long
         self.token_ids.append(token_id)
+        if self.is_long != was_long:
+            # Blocks of the shorter request hold other keys for the same tokens.
+            self._block_hashes.clear()
+            self._hash_root = self._make_hash_root()
+
+    def _make_hash_root(self) -> bytes:
+        core_request = self.core_request
+        return hash_root(
+            adapter=core_request.adapter, cache_salt=core_request.cache_salt, is_long=self.is_long
+        )
 
     def block_hash(self, index: int) -> bytes:
         """The name of the block at `index`, which must be full of known tokens.

@@ -14,6 +14,8 @@ Invariants:
   6. A step is empty only if there are no requests.
   7. A step encodes at most one item beyond the encoder budget. What it encoded too much is made up
      for by steps that encode nothing, while there is something else to do.
+  8. A request that grows beyond `Limits.long_after` tokens starts again, once: what it has computed
+     is right for a shorter one only.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.core.stopping import get_stop
 from sensorium.core.window_planner import WindowPlanner
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import get_mm_features_in_window
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.scheduling import (
     BlockIds,
@@ -103,6 +104,7 @@ class Scheduler:
             block_size=self.kv_cache.block_size,
             spans=spans,
             arrived=self._clock(),
+            long_after=self.limits.long_after,
         )
         self._num_arrivals += 1
         self.requests[request.request_id] = request
@@ -133,12 +135,9 @@ class Scheduler:
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._encoder_debt = 0
             step = self._fill_step()
-        self._note_encoder_debt(step)
-        return self._make_output(step)
-
-    def _note_encoder_debt(self, step: Step) -> None:
         debt = self._encoder_debt + step.num_encoder_embeds - self.limits.max_num_encoder_embeds
         self._encoder_debt = max(0, debt)
+        return self._make_output(step)
 
     def _fill_step(self) -> Step:
         self._make_room_for_others()
@@ -228,7 +227,9 @@ class Scheduler:
             if self.kv_cache.enable_prefix_caching and not self.limits.is_encoder_decoder:
                 self.counters.add_look_up(request, num_cached_tokens)
         started = StartedRequest(
-            request=request.core_request, output_token_ids=request.output_token_ids
+            request=request.core_request,
+            output_token_ids=request.output_token_ids,
+            is_long=request.is_long,
         )
         step.started.append(started)
 
@@ -260,13 +261,16 @@ class Scheduler:
         return block_ids
 
     def _preempt(self, request: Request) -> None:
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._set_back(request)
+
+    def _set_back(self, request: Request) -> None:
         """Take everything from a request but its tokens; it computes them again later."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.counters.num_preemptions += 1
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
@@ -332,10 +336,10 @@ class Scheduler:
             if scheduled.is_sampled and not is_late:
                 outputs.append(self._take_token(request, result, prompt_logprobs))
             elif prompt_logprobs:
-                news = EngineCoreOutput(
-                    request_id=request.request_id, prompt_logprobs=prompt_logprobs
+                request_id = request.request_id
+                outputs.append(
+                    EngineCoreOutput(request_id=request_id, prompt_logprobs=prompt_logprobs)
                 )
-                outputs.append(news)
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
@@ -406,23 +410,10 @@ class Scheduler:
             end = max(start, end - 1 if span is None else span[0])
         request.num_computed_tokens = end
         self.kv_cache.commit(request)
-        self._free_passed_items(request, start)
-
-    def _free_passed_items(self, request: Request, start: int) -> None:
-        """Release the items that the tokens from `start` on have passed.
-
-        An encoder-decoder model has stored what it needs of all its items after its first step.
-        """
-        if not request.mm_features:
-            return
-        if self.limits.is_encoder_decoder:
+        if self.limits.is_encoder_decoder:  # its first step has stored what it needs of its items
             self.encoder_cache.free(request)
-            return
-        end = request.num_computed_tokens
-        lo, hi = get_mm_features_in_window(request.mm_features, start, end)
-        for mm_index in range(lo, hi):
-            if request.mm_features[mm_index].mm_position.end <= end:
-                self.encoder_cache.free_encoder_input(request, mm_index)
+        else:
+            self.encoder_cache.free_passed_items(request, start)
 
     def _take_token(
         self,
@@ -432,6 +423,7 @@ class Scheduler:
     ) -> EngineCoreOutput:
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
+        was_long = request.is_long
         request.append_token(token_id)
         self.counters.add_token(request)
         if request.first_token is None:
@@ -452,6 +444,8 @@ class Scheduler:
                 prompt_logprobs=prompt_logprobs,
                 stop_token_id=stop_token_id,
             )
+        if request.is_long and not was_long:
+            self._set_back(request)
         may_be_last = bool(request.sampling_params.stop)  # if the frontend finds one of them
         return EngineCoreOutput(
             request_id=request.request_id,

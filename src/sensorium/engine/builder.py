@@ -17,7 +17,13 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.config import EngineConfig, EngineOptions, resolve_config, resolve_limits
+from sensorium.engine.config import (
+    EngineConfig,
+    EngineOptions,
+    limit_context,
+    resolve_config,
+    resolve_limits,
+)
 from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.media_options import MediaOptions
 from sensorium.engine.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
@@ -280,6 +286,7 @@ def build_engine_core(
     grammars: GrammarCompiler | None = None,
 ) -> tuple[EngineCore, EngineConfig]:
     layers = adapter.probe_layers()
+    limits = limit_context(options, limits, adapter.find_context_limit(layers))
     layer_groups = group_layers(layers)
     # Before the memory is divided: a backend may need some of its own.
     attention = choose_attention(
@@ -298,6 +305,7 @@ def build_engine_core(
         bidirectional_modalities=adapter.bidirectional_modalities,
         attention_backend=attention.name,
         memory=memory,
+        long_after=adapter.long_after,
         free_bytes=min(most_bytes, get_free_bytes(adapter.device, options.gpu_memory_utilization)),
     )
     payloads = PayloadStore(receiver)

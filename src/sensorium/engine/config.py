@@ -14,6 +14,7 @@ from sensorium.engine.memory import MemoryPlan, format_bytes
 from sensorium.layers.attention.selection import ATTENTION_BACKENDS
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
 from sensorium.models.adapter import MODALITIES
+from sensorium.models.context_limit import ContextLimit
 from sensorium.models.generation_config import GENERATION_CONFIGS
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
@@ -160,6 +161,21 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
     return max_model_len
 
 
+def limit_context(options: EngineOptions, limits: Limits, limit: ContextLimit | None) -> Limits:
+    """Cut the context to what the loaded model can compute; a `ModelError` if the user asked for
+    more.
+    """
+    if limit is None or limits.max_model_len < limit.num_tokens:
+        return limits
+    if options.max_model_len is not None and options.max_model_len > limit.num_tokens:
+        raise ModelError(
+            f"max_model_len={options.max_model_len} is more than the {limit.num_tokens} tokens "
+            f"that this model can be run with, because {limit.reason}"
+        )
+    logger.warning("the context ends at %d tokens, because %s", limit.num_tokens, limit.reason)
+    return replace(limits, max_model_len=limit.num_tokens)
+
+
 def resolve_config(
     options: EngineOptions,
     *,
@@ -171,6 +187,7 @@ def resolve_config(
     attention_backend: str,
     memory: MemoryPlan,
     free_bytes: int,
+    long_after: int | None = None,
 ) -> EngineConfig:
     """`memory`: as it was planned before the model was loaded; `free_bytes`: what is left now."""
     block_bytes = [
@@ -210,6 +227,7 @@ def resolve_config(
             limits,
             max_model_len=max_model_len,
             bidirectional_modalities=bidirectional_modalities,
+            long_after=long_after,
         ),
         groups=groups,
         block_size=options.block_size,

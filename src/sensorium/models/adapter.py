@@ -2,14 +2,16 @@
 logits.
 
 The defaults ask the model itself. A family overrides what can't be asked. Nothing here knows
-requests, blocks or schedules, and nothing of the model is changed but the attention function of its
-decoder.
+requests, blocks or schedules. Of the model nothing is changed but the attention function of its
+decoder, and how rotary modules with two sets of factors choose among them.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +20,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.models.attention_seam import PAGED_ATTENTION, AttentionCall
+from sensorium.models.context_limit import ContextLimit, find_context_limit
 from sensorium.models.kv_probe import KVProbe
+from sensorium.models.long_rope import LongRope
+from sensorium.models.mask_probe import PROBE_ATTENTION, MaskProbe
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.utils.to_device import to_device
@@ -46,7 +51,10 @@ class ModelAdapter:
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
         self._embedding: Any = model.get_input_embeddings()
+        self._long_rope = LongRope(self._decoder)
         self.has_mrope = hasattr(self._base, "get_rope_index")
+        # Whether the model's head scales logits as its config says; the probe finds out.
+        self._scales_logits = True
         self._vocab_size = int(self.text_config.vocab_size)
 
     def _set_attention(self, name: str) -> None:
@@ -64,6 +72,13 @@ class ModelAdapter:
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def long_after(self) -> int | None:
+        """The most tokens of a request that is computed with short rotary factors; `None` if the
+        model has one set of factors.
+        """
+        return self._long_rope.long_after
 
     # ---- the decoder
 
@@ -99,9 +114,16 @@ class ModelAdapter:
         )
         return output.last_hidden_state[0]
 
+    def choosing_factors(self, is_long: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Compute tokens with long rotary factors where `is_long` [N] is true, inside a `with`."""
+        return self._long_rope.choosing(is_long)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, hidden] → float32 [B, vocabulary], scaled as the model's own head does."""
         logits = self._head(hidden).float()
+        return self._scale(logits) if self._scales_logits else logits
+
+    def _scale(self, logits: torch.Tensor) -> torch.Tensor:
         config = self.text_config
         if (scale := getattr(config, "logit_scale", None)) is not None:
             logits = logits * scale
@@ -113,14 +135,20 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def probe_layers(self) -> tuple[LayerSpec, ...]:
-        """The KV layout, from a forward pass over two tokens; a `ModelError` if that shows that
+        """The KV layout, from forward passes over two tokens; a `ModelError` if they show that
         the model can't be run as others are.
         """
         name = type(self.model).__name__
+        if not hasattr(self._embedding, "weight"):
+            raise ModelError(
+                f"{name} can't be run: its tokens are embedded by "
+                f"{type(self._embedding).__name__}, which is not a plain table"
+            )
         try:
-            probe, is_equal = self._probe()
-        except ModelError:
-            raise
+            windows = self._probe_masks()
+            layers, is_equal = self._probe()
+        except ModelError as error:
+            raise ModelError(f"{name} can't be run: {error}") from error
         except Exception as error:
             # Whatever a decoder raises here, it is one that works in another way than expected.
             raise ModelError(
@@ -132,32 +160,54 @@ class ModelAdapter:
                 "that is not known here"
             )
         expected = int(self.text_config.num_hidden_layers)
-        if len(probe.layers) != expected:
+        if len(layers) != expected:
             raise ModelError(
-                f"{name} has {expected} layers, of which {len(probe.layers)} "
+                f"{name} has {expected} layers, of which {len(layers)} "
                 "use the attention interface: models with other kinds of layers are not supported"
             )
-        return probe.layers
+        return tuple(replace(layer, window=windows[layer.layer_index]) for layer in layers)
 
-    def _probe(self) -> tuple[KVProbe, bool]:
-        """Run two tokens part by part, and the whole model beside it: do they agree?"""
-        probe = KVProbe()
+    def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
+        """The longest sequence that can be computed, if the model has a limit of its own."""
+        return find_context_limit(self.model, layers, self.long_after)
+
+    def _probe_masks(self) -> dict[int, int | None]:
+        """Layer index -> the window of its mask."""
+        probe = MaskProbe()
+        self._set_attention(PROBE_ATTENTION)
+        try:
+            self._run_two_tokens(probe)
+        finally:
+            self._set_attention(PAGED_ATTENTION)
+        return probe.windows
+
+    def _run_two_tokens(self, call: Any) -> torch.Tensor:
         token_ids = torch.zeros(2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)
         embeds, extra = self.embed(token_ids, None, None)
-        hidden = self.forward(
-            embeds, positions.expand(3, 2) if self.has_mrope else positions, probe, extra
+        return self.forward(
+            embeds, positions.expand(3, 2) if self.has_mrope else positions, call, extra
         )
+
+    def _probe(self) -> tuple[tuple[LayerSpec, ...], bool]:
+        """Run two tokens part by part, and the whole model beside it: do they agree?
+
+        Not every model scales its logits as its config says: those that agree without are kept so.
+        """
+        probe = KVProbe()
+        hidden = self._run_two_tokens(probe)
+        positions = torch.arange(2, device=self.device)
         whole = self.model(
-            input_ids=token_ids[None],
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device=self.device),
             position_ids=positions.expand(3, 1, 2) if self.has_mrope else positions[None],
             use_cache=False,
             attention_call=KVProbe(),
         )
-        tolerance = 100 * torch.finfo(self.dtype).eps
-        ours, theirs = self.logits(hidden), whole.logits[0].float()
-        scale = float(theirs.abs().max())
-        return probe, bool(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale))
+        theirs = whole.logits[0].float()
+        for self._scales_logits in (True, False):
+            if is_equal := _is_close(self.logits(hidden), theirs, self.dtype):
+                break
+        return probe.layers, is_equal
 
     @torch.inference_mode()
     def run_whole(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -243,6 +293,12 @@ class ModelAdapter:
     ) -> list[torch.Tensor]:
         """Each item's share of what its encoder gave."""
         return _split(output, [_get_num_parts(item) for item in items], num_embeds)
+
+
+def _is_close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
+    tolerance = 100 * torch.finfo(dtype).eps
+    scale = float(theirs.abs().max())
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale)
 
 
 def gather_arguments(

@@ -41,13 +41,18 @@ def _paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,  # noqa: ARG001  (no masks are made for us)
+    attention_mask: torch.Tensor | None = None,
     *,
     attention_call: AttentionCall,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    if attention_mask is not None:
+        # Transformers makes none for us: it is the layer's own work.
+        raise ModelError(
+            f"{type(module).__name__} makes an attention mask of its own: not supported"
+        )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelError(

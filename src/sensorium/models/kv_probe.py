@@ -7,15 +7,17 @@ from __future__ import annotations
 import torch
 
 from sensorium.layers.kv_layout import LayerSpec
+from sensorium.types.errors import ModelError
 
 
 class KVProbe:
-    """An `AttentionCall` that notes what each layer brings. Layers that share keys bring the
-    very same tensor.
+    """An `AttentionCall` that notes what each layer brings. Layers that share keys and values
+    bring the very same tensors.
     """
 
     def __init__(self) -> None:
-        self._keys: dict[int, torch.Tensor] = {}
+        # Layer index -> its keys and values, kept alive so that no later ones get their addresses.
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._specs: dict[int, LayerSpec] = {}
 
     def attend(
@@ -29,11 +31,21 @@ class KVProbe:
         window: int | None,
     ) -> torch.Tensor:
         del scaling
+        if layer_index in self._specs:
+            # Keys and values are stored by layer: those of the second call would replace the first.
+            raise ModelError(
+                f"layer {layer_index} attends more than once in a forward pass: not supported"
+            )
         source = next(
-            (index for index, known in self._keys.items() if known.data_ptr() == key.data_ptr()),
+            (
+                index
+                for index, (known_key, known_value) in self._tensors.items()
+                if known_key.data_ptr() == key.data_ptr()
+                and known_value.data_ptr() == value.data_ptr()
+            ),
             layer_index,
         )
-        self._keys[layer_index] = key  # kept alive, so that no later key can take its address
+        self._tensors[layer_index] = (key, value)
         self._specs[layer_index] = LayerSpec(
             layer_index=layer_index,
             num_kv_heads=key.shape[1],

@@ -41,11 +41,13 @@ class ScheduledRequest:
 class StartedRequest:
     """A request that the worker doesn't hold.
 
-    New, or resumed after a preemption with the tokens it had made.
+    New, or resumed with the tokens it had made: after a preemption, or because it has become long.
     """
 
     request: EngineCoreRequest
     output_token_ids: tuple[int, ...] = ()
+    # Whether the model computes it as one that is longer than `Limits.long_after`, until it stops.
+    is_long: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

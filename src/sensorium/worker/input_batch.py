@@ -29,6 +29,7 @@ class StepInputs:
     rows: tuple[Row, ...]
     input_ids: torch.Tensor  # [N]
     positions: torch.Tensor  # [N], or [3, N] with M-RoPE
+    is_long: torch.Tensor | None  # bool [N]: tokens of long requests; None: the model has no such
     layout: StepLayout
     mm_index: torch.Tensor | None  # tokens that are replaced by embeddings
     mm_embeds: torch.Tensor | None
@@ -45,6 +46,7 @@ class InputBatch:
         block_size: int,
         bidirectional_modalities: frozenset[str],
         has_causal_full_layers: bool = False,
+        has_long_factors: bool = False,
         encoder_cache: EncoderCache,
         staging: StagingBuffer,
     ) -> None:
@@ -52,6 +54,7 @@ class InputBatch:
         self._block_size = block_size
         self._bidirectional_modalities = bidirectional_modalities
         self._has_causal_full_layers = has_causal_full_layers
+        self._has_long_factors = has_long_factors
         self._encoder_cache = encoder_cache
         self._staging = staging
 
@@ -74,6 +77,9 @@ class InputBatch:
             ),
             "mm_index": mm_index,
         }
+        if self._has_long_factors:
+            is_long = np.array([state.is_long for _, state in ordered], dtype=np.int64)
+            arrays["is_long"] = np.repeat(is_long, query_lens)
         until = self._make_attend_until(ordered, starts)
         if until is not None:
             arrays["attend_until"] = until
@@ -91,6 +97,7 @@ class InputBatch:
             rows=ordered,
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
+            is_long=tensors["is_long"].bool() if self._has_long_factors else None,
             layout=StepLayout(
                 query_lens=query_lens,
                 seq_lens=seq_lens,

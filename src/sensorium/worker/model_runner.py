@@ -64,6 +64,7 @@ class ModelRunner:
             block_size=block_size,
             bidirectional_modalities=adapter.bidirectional_modalities,
             has_causal_full_layers=adapter.has_causal_full_layers,
+            has_long_factors=adapter.long_after is not None,
             encoder_cache=self.encoder_cache,
             staging=StagingBuffer(device=adapter.device),
         )
@@ -156,6 +157,7 @@ class ModelRunner:
                 started.output_token_ids,
                 num_groups=self._num_groups,
                 mrope=self._mrope.get(request.request_id),
+                is_long=started.is_long,
             )
             self._grammars.start(request, started.output_token_ids)
         for scheduled in output.scheduled:
@@ -243,7 +245,8 @@ class ModelRunner:
                 self._kv_cache.clear_blocks(group_index, block_ids)
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
-        return self._adapter.forward(embeds, inputs.positions, self, extra)
+        with self._adapter.choosing_factors(inputs.is_long):
+            return self._adapter.forward(embeds, inputs.positions, self, extra)
 
     def attend(
         self,

@@ -33,8 +33,10 @@ class RequestState:
         *,
         num_groups: int,
         mrope: PromptPositions | None,
+        is_long: bool = False,
     ) -> None:
         self.request = request
+        self.is_long = is_long  # as in `StartedRequest`
         self.params = request.sampling_params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))

@@ -263,3 +263,39 @@ def test_request_does_not_inherit_the_wait_of_one_with_its_id() -> None:
     driver.abort("r")
     driver.add(make_request("r", (2,) * 2, sampling_params=tokens(1)))
     assert "r" in run(driver)[0]
+
+
+def test_request_that_becomes_long_starts_again_with_nothing_of_what_it_had() -> None:
+    driver = make_driver(long_after=5, max_num_batched_tokens=100)
+    driver.add(make_request("r", (1,) * 4, sampling_params=tokens(4)))
+    assert run(driver, 2) == [{"r": (0, 4)}, {"r": (4, 5)}]
+
+    output = driver.schedule()
+    assert output.stopped_request_ids == ("r",)
+    (started,) = output.started
+    assert (started.is_long, started.output_token_ids) == (True, (1, 1))
+    assert get_windows(output) == {"r": (0, 6)}
+    driver.finish_step(output, token_id=1)
+    assert run(driver) == [{"r": (6, 7)}]
+    assert not driver.open
+    assert driver.scheduler.counters.num_preemptions == 0
+
+
+def test_long_and_short_requests_share_no_blocks() -> None:
+    driver = make_driver(long_after=5, max_num_batched_tokens=100)
+    for name, length, expected in [
+        ("short", 5, (0, 5)),
+        ("long", 9, (0, 9)),
+        ("short again", 4, (3, 4)),
+        ("long again", 8, (7, 8)),
+    ]:
+        driver.add(make_request(name, (1,) * length, sampling_params=tokens(1)))
+        assert run(driver) == [{name: expected}]
+
+
+def test_request_that_ends_at_the_border_does_not_start_again() -> None:
+    driver = make_driver(long_after=5)
+    driver.add(make_request("r", (1,) * 4, sampling_params=tokens(2)))
+    run(driver, 2)
+    assert not driver.open
+    driver.drain()

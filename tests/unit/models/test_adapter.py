@@ -121,3 +121,29 @@ def test_attention_that_no_backend_honours_is_refused_by_name(name: str) -> None
             attention_call=None,  # type: ignore[arg-type]
             **{name: 1.0},
         )
+
+
+def test_a_mask_that_a_layer_makes_is_refused() -> None:
+    tensor = torch.zeros(1, 1, 1, 1)
+    with pytest.raises(ModelError, match="Identity makes an attention mask of its own"):
+        _paged_attention(
+            torch.nn.Identity(),
+            tensor,
+            tensor,
+            tensor,
+            tensor,
+            attention_call=None,  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("family", ["aya_vision", "cohere2_vision"])
+def test_logits_that_the_model_does_not_scale_are_left_alone(
+    tiny_model: Callable[[str], str], family: str
+) -> None:
+    directory = tiny_model(family)
+    cpu = torch.device("cpu")
+    adapter = load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+    adapter.probe_layers()
+    hidden = torch.linspace(-1, 1, adapter.text_config.hidden_size)[None]
+    assert adapter.text_config.logit_scale == 0.25
+    assert torch.equal(adapter.logits(hidden), adapter.model.get_output_embeddings()(hidden))

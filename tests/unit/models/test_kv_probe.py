@@ -19,9 +19,16 @@ def load(directory: str) -> ModelAdapter:
 
 
 def attend(
-    probe: KVProbe, layer_index: int, key: torch.Tensor, *, window: int | None = None
+    probe: KVProbe,
+    layer_index: int,
+    key: torch.Tensor,
+    value: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
-    query, value = torch.ones(1, 6, 2, 8), torch.ones(1, key.shape[1], 2, 5)
+    query = torch.ones(1, 6, 2, 8)
+    if value is None:
+        value = torch.ones(1, key.shape[1], 2, 5)
     return probe.attend(layer_index, query, key, value, scaling=None, window=window)
 
 
@@ -34,13 +41,31 @@ def test_a_layer_is_described_by_the_tensors_it_brings() -> None:
     assert output.shape == (1, 2, 6, 5)
 
 
-def test_layers_that_bring_the_same_tensor_share_it() -> None:
+def test_layers_that_bring_the_same_tensors_share_them() -> None:
     probe = KVProbe()
-    own, other = torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 8)
-    for layer_index, key in ((1, other), (0, own), (2, own), (3, other)):
-        attend(probe, layer_index, key)
+    own, other = (
+        (torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 5)),
+        (torch.ones(1, 3, 2, 8), torch.ones(1, 3, 2, 5)),
+    )
+    for layer_index, tensors in ((1, other), (0, own), (2, own), (3, other)):
+        attend(probe, layer_index, *tensors)
     assert [layer.layer_index for layer in probe.layers] == [0, 1, 2, 3]
     assert [layer.source for layer in probe.layers] == [0, 1, 0, 1]
+
+
+def test_layers_with_equal_keys_and_other_values_share_nothing() -> None:
+    probe = KVProbe()
+    key = torch.ones(1, 3, 2, 8)
+    for layer_index in range(2):
+        attend(probe, layer_index, key)
+    assert [layer.source for layer in probe.layers] == [0, 1]
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    probe = KVProbe()
+    attend(probe, 4, torch.ones(1, 3, 2, 8))
+    with pytest.raises(ModelError, match="layer 4 attends more than once in a forward pass"):
+        attend(probe, 4, torch.ones(1, 3, 2, 8))
 
 
 def test_keys_that_are_gone_lend_their_address_to_nobody() -> None:

@@ -19,11 +19,13 @@ def make_batch(
     *,
     windows: tuple[int | None, ...] = (None,),
     bidirectional: frozenset[str] = frozenset(),
+    has_long_factors: bool = False,
 ) -> InputBatch:
     return InputBatch(
         groups=[KVCacheGroup(num_blocks=99, window=window) for window in windows],
         block_size=4,
         bidirectional_modalities=bidirectional,
+        has_long_factors=has_long_factors,
         encoder_cache=cache or EncoderCache(),
         staging=StagingBuffer(device=torch.device("cpu"), num_words=4),
     )
@@ -171,3 +173,13 @@ def test_new_blocks_that_the_step_does_not_fill_are_known() -> None:
     ]
     inputs = make_batch().prepare(list(zip(scheduled, states, strict=True)))
     assert [block_ids.tolist() for block_ids in inputs.partial_blocks] == [[8]]
+
+
+def test_tokens_are_marked_by_the_length_of_their_request() -> None:
+    rows = [make_row("1", 0, 3), make_row("2", 5, 6), make_row("3", 2, 4)]
+    rows[0][1].is_long = rows[1][1].is_long = True
+    assert make_batch().prepare(rows).is_long is None
+    inputs = make_batch(has_long_factors=True).prepare(rows)
+    assert get_ids(inputs) == ["2", "1", "3"]
+    assert inputs.is_long is not None
+    assert inputs.is_long.tolist() == [True, True, True, True, False, False]

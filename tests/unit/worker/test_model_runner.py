@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,11 @@ class CountingAdapter:
     bidirectional_modalities: frozenset[str] = frozenset()
     has_causal_full_layers = False
     has_mrope = False
+    long_after = None
+
+    def choosing_factors(self, is_long: torch.Tensor | None) -> AbstractContextManager[None]:
+        assert is_long is None
+        return nullcontext()
 
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]

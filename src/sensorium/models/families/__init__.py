@@ -40,6 +40,12 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family(model_type="llama", name="Llama", special="stands for all decoders of text"),
+    Family(
+        model_type="phi3",
+        name="Phi-3, Phi-4-mini",
+        special="rotary factors by the length of each request (longrope)",
+        limits="a request that grows beyond the original context is computed again, once",
+    ),
     Family(model_type="llava", name="LLaVA", modalities=_IMAGE, embeds=_IMAGE),
     Family(
         model_type="llava_next",
@@ -65,6 +71,10 @@ FAMILIES: tuple[Family, ...] = (
         limits=_TIMES,
     ),
     Family(model_type="internvl", name="InternVL", modalities=_VISUAL, special="frames are images"),
+    Family(model_type="aya_vision", name="Aya Vision", modalities=_IMAGE, special="tiles"),
+    Family(
+        model_type="cohere2_vision", name="Command A Vision", modalities=_IMAGE, special="tiles"
+    ),
     Family(model_type="qwen2_vl", name="Qwen2-VL", modalities=_VISUAL, special="M-RoPE"),
     Family(
         model_type="qwen2_5_vl",
@@ -79,6 +89,14 @@ FAMILIES: tuple[Family, ...] = (
         modalities=_VISUAL,
         adapter=Qwen3VLAdapter,
         special="M-RoPE, DeepStack, the times of frames in text",
+        limits=_TIMES,
+    ),
+    Family(
+        model_type="qwen3_vl_moe",
+        name="Qwen3-VL (experts)",
+        modalities=_VISUAL,
+        adapter=Qwen3VLAdapter,
+        special="as Qwen3-VL",
         limits=_TIMES,
     ),
     Family(
