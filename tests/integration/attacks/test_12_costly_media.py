@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         wait_until(
             lambda: server.get_metrics()["sensorium:pool_workers"] >= 2,
             "two processes for media are ready",
-            timeout_s=240.0,
+            timeout_s=480.0,
         )
         yield server
     finally:

@@ -14,7 +14,7 @@ from attacks.neighbours import PICTURE, make_new_picture, make_picture_part
 from tests.integration.serving import ServerProcess, kill, wait_until
 
 pytestmark = pytest.mark.xdist_group("attack_15")
-PATIENCE_S = 240.0  # only against hangs
+PATIENCE_S = 480.0  # only against hangs
 
 
 @pytest.fixture(scope="module")
