@@ -27,12 +27,13 @@ from sensorium.engine.engine_core import EngineCore
 from sensorium.engine.input_processor import InputProcessor
 from sensorium.engine.trial_run import TrialAnswer, TrialRun
 from sensorium.engine.trial_verdict import Distance, find_fault
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.adapter import ModelAdapter, collate
 from sensorium.models.whole_model import WholeModel
 from sensorium.multimodal.dummy_media import make_dummy_media
 from sensorium.multimodal.perceiver import Perceiver
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
+from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import (
@@ -189,24 +190,30 @@ class Trial:
         processed = self._inputs.process(request_id, prompt, _PARAMS)
         self._inputs.release(processed)
         tensors = {item.handle.mm_hash: item.handle.kwargs or {} for item in processed.items}
-        whole = self._processor.call_whole(text, modality, media)
-        if whole["input_ids"][0].tolist() != list(processed.request.prompt_token_ids):
+        request = processed.request
+        try:
+            whole = self._processor.call_whole(text, modality, media)
+        except Exception:  # some processors take one item, whatever their models take
+            if len(media) < 2:
+                raise
+            whole = _put_together(request, tensors)
+        if whole["input_ids"][0].tolist() != list(request.prompt_token_ids):
             raise ModelError(_explain_prompt(modality, len(media)))
-        return _Case(request=processed.request, transfer=Transfer(payloads=tensors), whole=whole)
+        return _Case(request=request, transfer=Transfer(payloads=tensors), whole=whole)
 
     # ---- the engine
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
         """Return the answers to each case: fresh, then from each kind of cache."""
         run = TrialRun(self._core, self._make_scheduler(self._make_config(cases)))
-        again = [case.make_again() for case in cases]
+        scored = [(case.request, case.transfer) for case in cases]
         try:
-            rounds = [run.ask([(case.request, case.transfer) for case in cases])]
+            rounds = [run.ask(scored)]
             if any(case.request.mm_features for case in cases):
                 run.forget_prefixes()
-                rounds.append(run.ask(again))
+                rounds.append(run.ask(scored))
                 _check_encoder_hits(cases, rounds[-1], self._config)
-            rounds.append(run.ask(again))
+            rounds.append(run.ask([case.make_again() for case in cases]))
             _check_prefix_hits(cases, rounds[-1], self._config)
         finally:
             run.close()
@@ -241,6 +248,15 @@ class Trial:
         )
 
 
+def _put_together(
+    request: EngineCoreRequest, tensors: Mapping[str, MultiModalKwargsItem]
+) -> dict[str, torch.Tensor]:
+    """Return what a model takes for items that its processor takes one at a time only."""
+    items = [tensors[feature.mm_hash] for feature in request.mm_features]
+    input_ids = torch.tensor([list(request.prompt_token_ids)])
+    return {"input_ids": input_ids, **collate(items)}
+
+
 def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
     """Return our log-probabilities, and by position the tokens that they are of.
 
@@ -248,7 +264,8 @@ def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int
     is about another text, and is left out.
     """
     first = answers[0]
-    rows = [[entry] for entry in first.prompt_logprobs]
+    scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
+    rows = [list(entries) for entries in zip(*scored, strict=True)]
     for index in range(len(first.token_ids)):
         before = first.token_ids[:index]
         rows.append([a.logprobs[index] for a in answers if a.token_ids[:index] == before])
