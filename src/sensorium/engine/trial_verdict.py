@@ -33,7 +33,7 @@ class Distance:
     def measure(some: Sequence[float], others: Sequence[float], lengths: Sequence[int]) -> Distance:
         """Compare values that belong to positions one after another, `lengths` of them to each."""
         squares = (torch.tensor(some) - torch.tensor(others)).square()
-        positions = [float(part.mean().sqrt()) for part in squares.split(list(lengths))]
+        positions = [float(part.mean().sqrt()) for part in torch.split(squares, list(lengths))]
         # A number that is none must not get lost in a maximum.
         worst = max(positions) if all(value >= 0 for value in positions) else float("nan")
         return Distance(overall=float(squares.mean().sqrt()), worst=worst)

@@ -106,7 +106,7 @@ class WholeModel:
         return states[0], torch.cat(output.logits)
 
 
-class _Follow(LogitsProcessor):
+class _Follow(LogitsProcessor):  # type: ignore[misc]
     """Chooses the given tokens, one after another."""
 
     def __init__(self, token_ids: Sequence[int], *, num_prompt_tokens: int) -> None:
