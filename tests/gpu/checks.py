@@ -18,6 +18,7 @@ from .check_controls import MISTAKES, check_control
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import BUDGETS, check_float32
+from .check_trial import check_trial, check_trial_control
 from .setting import WIDE_FAMILIES
 
 BACKENDS = ("torch", "flashinfer", "varlen")
@@ -39,6 +40,7 @@ def get_checks() -> Iterator[Check]:
                 run=partial(check_float32, family, budget),
             )
     yield from _get_bfloat16_checks()
+    yield from _get_trial_checks()
     yield from _get_sync_checks()
 
 
@@ -83,6 +85,26 @@ def _get_bfloat16_checks() -> Iterator[Check]:
         )
     for mistake in MISTAKES:
         yield Check(name=f"bfloat16 control/{mistake}", run=partial(check_control, mistake))
+
+
+def _get_trial_checks() -> Iterator[Check]:
+    for family in ("llama", "internvl", "glm4v", "audioflamingo3", "smolvlm"):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Check(
+                name=f"trial/{family}/{_name(dtype)}/torch",
+                run=partial(check_trial, family, dtype, "torch"),
+            )
+    for family in ("wide-llama", "wide-llava", "wide-qwen2_5_vl"):
+        for backend in BACKENDS:
+            yield Check(
+                name=f"trial/{family}/bfloat16/{backend}",
+                run=partial(check_trial, family, torch.bfloat16, backend),
+            )
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Check(
+            name=f"trial/control/{_name(dtype)}",
+            run=partial(check_trial_control, "wide-llava", dtype),
+        )
 
 
 def _get_sync_checks() -> Iterator[Check]:

@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 
 import sensorium.engine.builder as builder
 import sensorium.models.loading as loading
-from sensorium import ModelError, SamplingParams
+from sensorium import LLM, ModelError, RequestError, SamplingParams
+from sensorium.core.counters import SchedulerCounters
+from sensorium.multimodal.dummy_media import make_dummy_media
+from tests.integration.odd_models import make_gemma4_unified, make_vibevoice_asr, make_vipllava
 from tests.parity.cases import MODALITIES
 from tests.parity.driver import assert_nothing_is_left, get_token_ids, make_llm
-from tests.parity.reference import GREEDY
+from tests.parity.reference import GREEDY, NUM_TOKENS
 from tiny_models.building import rescale
 
 TinyModel = Callable[[str], str]
@@ -32,36 +35,128 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "ADAPTERS", {})
 
 
+def get_figures(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[float, float, float, float]]:
+    """By what was tried: the distances overall and at worst, of the engine and of rounding."""
+    return {
+        record.args[0]: record.args[1:5]  # type: ignore[index,misc]
+        for record in caplog.records
+        if record.getMessage().startswith("trial of")
+    }
+
+
 @pytest.mark.usefixtures("nothing_is_known")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "internvl", "glm4v", "audioflamingo3", "smolvlm"])
 def test_a_family_that_needs_no_code_passes(
-    tiny_model: TinyModel, family: str, caplog: pytest.LogCaptureFixture
+    tiny_model: TinyModel, family: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="sensorium.engine.trial"):
-        llm = make_llm(tiny_model(family))
-    tried = [record.getMessage() for record in caplog.records if "trial of" in record.getMessage()]
-    assert len(tried) == 1 + len(MODALITIES[family])
-    statistics = llm.core.scheduler.encoder_cache.statistics()
-    assert (statistics.num_entries, statistics.num_used_embeds) == (0, 0)
+        llm = make_llm(tiny_model(family), dtype=dtype)
+    tried = get_figures(caplog)
+    assert tried.keys() == {"text", *(f"text with {m}" for m in MODALITIES[family])}
+    least = {"float32": 1e-4, "bfloat16": 2e-3}[dtype]
+    for overall, worst, rounding, worst_rounding in tried.values():
+        assert overall <= 1.25 * max(rounding, least)  # half of what is allowed
+        assert worst <= 2.5 * max(worst_rounding, least)
+    assert llm.input_processor.switched_off.reasons == {}
+    assert_no_trace(llm)
+
+
+def assert_no_trace(llm: LLM) -> None:
+    """All that an engine counts and keeps is as if it had never run anything."""
+    scheduler = llm.core.scheduler
+    statistics = scheduler.encoder_cache.statistics()
+    assert (statistics.num_entries, statistics.num_queries, statistics.num_hits) == (0, 0, 0)
+    assert scheduler.counters == SchedulerCounters()
+    for pool in scheduler.kv_cache.statistics():
+        assert (pool.num_used, pool.num_cached, pool.num_evictions) == (0, 0, 0)
+    assert llm.core.runner.num_encoder_bytes == 0
+    caches = llm.perception.caches
+    for cache in (caches.sender, caches.readonly):
+        counts = cache.statistics()
+        assert (counts.num_queries, counts.num_items, counts.num_bytes) == (0, 0, 0)
     assert_nothing_is_left(llm)
 
 
 @pytest.mark.usefixtures("nothing_is_known")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "message"),
+    ("family", "modality", "message"),
     [
-        ("qwen3_vl", "trial of text with image the model on its own computed something else"),
-        ("gemma3", "trial of text with image the model on its own computed something else"),
-        ("gemma4", "a trial of text with image failed"),
-        ("qwen2_audio", "a trial of text with audio failed"),
-        ("qwen2_5_omni", "a trial of text with image failed"),
+        ("qwen3_vl", "image", "trial of text with image the model on its own computed something"),
+        ("gemma3", "image", "trial of text with image the model on its own computed something"),
+        ("gemma4", "video", "a trial of text with video failed"),
+        ("qwen2_audio", "audio", "a trial of text with audio failed"),
+        ("qwen2_5_omni", "image", "a trial of text with image failed"),
     ],
 )
-def test_a_family_without_its_code_is_refused(
-    tiny_model: TinyModel, family: str, message: str
+def test_a_modality_of_a_family_without_its_code_is_switched_off(
+    tiny_model: TinyModel,
+    family: str,
+    dtype: str,
+    modality: str,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(ModelError, match=message):
-        make_llm(tiny_model(family))
+    llm = make_llm(tiny_model(family), dtype=dtype)
+    assert message in llm.input_processor.switched_off.reasons[modality]
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.startswith(f"{modality} is switched off") for line in lines].count(True) == 1
+    assert_no_trace(llm)
+    item = make_dummy_media(modality, 16_000)
+    marker = llm.input_processor.processor.get_marker(modality)
+    prompt: Any = {"prompt": f"{marker}hello", "multi_modal_data": {modality: item}}
+    with pytest.raises(
+        RequestError, match=f"{modality} is switched off on this server: .*{message}"
+    ):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    (output,) = llm.generate("hello world", GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [(make_gemma4_unified, {"image", "video"}), (make_vibevoice_asr, {"audio"})],
+    ids=["gemma4_unified", "vibevoice_asr"],
+)
+def test_models_of_the_wrong_kind_are_found_in_any_precision(
+    make: Callable[[Path], str], wrong: set[str], dtype: str, tmp_path: Path
+) -> None:
+    """One attends to pictures in both directions, the other draws random numbers."""
+    llm = make_llm(make(tmp_path / "model"), dtype=dtype)
+    reasons = llm.input_processor.switched_off.reasons
+    assert reasons.keys() == wrong
+    for reason in reasons.values():
+        assert "the model on its own computed something else" in reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_right_model_of_an_unlisted_type_takes_pictures(dtype: str, tmp_path: Path) -> None:
+    llm = make_llm(make_vipllava(tmp_path / "model"), dtype=dtype)
+    assert llm.input_processor.allowed_modalities == ("image",)
+
+
+def test_a_modality_that_no_prompt_may_have_is_not_tried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_vipllava(tmp_path / "model")
+    caplog.set_level(logging.INFO, logger="sensorium.engine.trial")
+    make_llm(directory, limit_mm_per_prompt={"image": 0})
+    assert get_figures(caplog).keys() == {"text"}
+
+
+def test_a_model_without_another_attention_is_compared_with_disturbed_embeddings(
+    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="sensorium.engine.trial")
+    directory = Path(write_decoder(tmp_path / "model", tiny_model, "Qwen3ForCausalLM"))
+    values = json.loads((directory / "config.json").read_text())
+    values["_attn_implementation"] = "eager"
+    (directory / "config.json").write_text(json.dumps(values))
+    make_llm(str(directory), dtype="bfloat16")
+    ((_, worst, _, worst_rounding),) = get_figures(caplog).values()
+    assert 0 < worst < 2.5 * worst_rounding
 
 
 def test_a_mask_that_is_not_known_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -96,7 +191,7 @@ def test_a_mask_that_is_not_known_is_refused(tiny_model: TinyModel, tmp_path: Pa
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     with pytest.raises(
-        ModelError, match=r"PaliGemmaForConditionalGeneration can't be run: .*trial"
+        ModelError, match=r"PaliGemmaForConditionalGeneration can't be run: in a trial of text"
     ):
         make_llm(str(tmp_path / "model"))
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from sensorium.multimodal import placeholders
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
 from sensorium.server.processes.frontend_half import FrontendHalf, build_frontend_half
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import ModelError, RequestError
 from tests.media_files import (
     make_clip,
     make_melody,
@@ -165,7 +166,7 @@ def watch_items(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return processed
 
 
-def test_what_fails_is_a_warning_and_the_rest_is_warmed(
+def test_a_modality_that_fails_is_switched_off_and_the_rest_is_warmed(
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -182,16 +183,56 @@ def test_what_fails_is_a_warning_and_the_rest_is_warmed(
 
     monkeypatch.setattr(MultiModalProcessor, "process_item", process)
     with build(tiny_model("qwen2_5_omni")) as half:
-        assert get_lines(caplog) == [
-            "Multi-modal warmup failed for video",
-            "Readonly multi-modal warmup failed for video",
-        ]
-        assert [r.levelname for r in caplog.records if "warmup" in r.getMessage()] == [
-            "WARNING"
-        ] * 2
-        assert "no videos today" in caplog.text
+        line, completed = get_lines(caplog)
+        assert line.startswith("video is switched off, and requests with it are refused: ")
+        assert line.endswith("no videos today")
+        assert completed.startswith(_READONLY_LINE)
+        assert [r.exc_info for r in caplog.records if r.levelname == "WARNING"] == [None]
         assert processed == ["image", "audio"] * 2
+        assert half.engine.modalities == ("image", "audio")
+        assert half.engine.switched_off["video"].endswith("no videos today")
         assert_no_trace(half)
+
+
+def test_a_dummy_that_is_over_the_limits_switches_nothing_off(
+    tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with build(tiny_model("llava"), media={"media_limits": {"max_pixels": 1000}}) as half:
+        lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert lines == [
+            f"{name} warmup failed for image: image 1: it has more than 1000 pixels, which is the "
+            "limit (this one: 168 x 112)"
+            for name in ("Multi-modal", "Readonly multi-modal")
+        ]
+        assert half.engine.modalities == ("image",)
+
+
+def test_a_template_without_a_place_for_a_picture_leaves_it_to_other_prompts(
+    tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for path in Path(tiny_model("llava")).iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with build(str(tmp_path)) as half:
+        assert "Multi-modal warmup failed for image" in caplog.text
+        assert half.engine.modalities == ("image",)
+
+
+def test_a_model_whose_text_can_not_be_prepared_is_refused(
+    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no words")
+
+    monkeypatch.setattr(placeholders, "tokenize", fail)
+    with (
+        pytest.raises(ModelError, match="no prompt of text can be prepared: no words"),
+        build(tiny_model("llava")),
+    ):
+        pass
 
 
 def test_a_model_without_a_chat_template_is_warmed_by_prompts(

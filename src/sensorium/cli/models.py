@@ -18,17 +18,25 @@ def add_command(commands: Any) -> None:
         "models",
         help="list the model families, or describe one model",
         description="List the families that are known, with what they take and their limits. "
-        "With a model: what it takes and needs, or why it can't be run; its weights are not read.",
+        "With a model: what it takes and needs, what is switched off, or why it can't be run.",
     )
     models.add_argument("model", nargs="?", help=f"a directory, a hub id or {EMBEDDED_MODEL}")
     models.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
     models.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
     )
+    models.add_argument(
+        "--try",
+        action="store_true",
+        dest="is_tried",
+        help="load the weights and, for a type that is not in the list, run the trial of a start: "
+        "what it would switch off is shown (default: weights are not read)",
+    )
     models.set_defaults(run=_show_models)
 
 
 def _show_models(arguments: argparse.Namespace) -> None:
+    from sensorium.engine.builder import Source
     from sensorium.engine.catalog import HEADER, OTHERS, describe_model, format_table, get_rows
     from sensorium.models.checkpoint import blame_checkpoint
 
@@ -36,9 +44,10 @@ def _show_models(arguments: argparse.Namespace) -> None:
         print(format_table(get_rows(), HEADER), OTHERS, _DEFAULT, sep="\n\n")
         return
     with blame_checkpoint(arguments.model):
-        text = describe_model(
-            arguments.model,
+        source = Source(
+            model=arguments.model,
             revision=arguments.revision,
             trust_remote_code=arguments.trust_remote_code,
         )
+        text = describe_model(source, is_tried=arguments.is_tried)
     print(text)

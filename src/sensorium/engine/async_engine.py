@@ -123,7 +123,13 @@ class AsyncEngine:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        return tuple(self._inputs.processor.modalities)
+        """What a prompt may have besides text."""
+        return self._inputs.allowed_modalities
+
+    @property
+    def switched_off(self) -> dict[str, str]:
+        """What the model takes besides text and this server does not: modality -> reason."""
+        return self._inputs.switched_off.reasons
 
     @property
     def tokenizer(self) -> Any:
@@ -160,6 +166,7 @@ class AsyncEngine:
         self.info = info
         self._inputs.defaults = info.defaults
         self._inputs.max_model_len = info.max_model_len
+        self._inputs.switched_off.take_core(info.switched_off)
 
     def disconnect(self, reason: str) -> None:
         """The core is gone, with all that it had."""

@@ -5,8 +5,8 @@ the parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from sensorium.engine.perception import (
     build_receiver,
     build_store,
 )
-from sensorium.engine.trial import run_trial
+from sensorium.engine.switched_off import log_switched_off
+from sensorium.engine.trial import Trial
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import group_layers
@@ -116,6 +117,7 @@ class Engine:
     processor: MultiModalProcessor
     perception: Perception
     defaults: GenerationDefaults
+    switched_off: Mapping[str, str]  # modality -> why it can't be used
 
 
 def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions) -> Engine:
@@ -130,8 +132,9 @@ def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions)
         get_tokenizer=lambda: frontend.processor.tokenizer,  # needed with the first grammar
     )
     frontend = build_frontend(source, loaded, media, build_caches(media, store, receiver))
+    switched_off = {}
     if built.needs_trial:
-        built = try_core(built, frontend)
+        switched_off = try_core(built, frontend, options.limit_mm_per_prompt)
     logger.info("media: %s", media)
     return Engine(
         core=built.core,
@@ -140,6 +143,7 @@ def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions)
         processor=frontend.processor,
         perception=frontend.perception,
         defaults=built.defaults,
+        switched_off=switched_off,
     )
 
 
@@ -340,16 +344,30 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
     )
 
 
-def try_core(built: Core, frontend: Frontend) -> Core:
-    """A core like this one, without a trace of the trial in its books."""
-    core, perception = built.core, frontend.perception
+def try_core(
+    built: Core, frontend: Frontend, limit_mm_per_prompt: Mapping[str, int]
+) -> dict[str, str]:
+    """Compare a core with its model; return why modalities can't be used: modality -> reason.
+
+    Raises a `ModelError` if the model can't be used at all. Leaves no trace in either half.
+    """
+    perceiver = frontend.perception.readonly.make_rehearsal()
+    trial = Trial(
+        built.core,
+        built.adapter,
+        frontend.processor,
+        perceiver,
+        config=built.config,
+        make_scheduler=_make_scheduler,
+        limit_mm_per_prompt=limit_mm_per_prompt,
+    )
     try:
-        run_trial(core, built.adapter, frontend.processor, perception.readonly)
+        faults = trial.run()
     except BaseException:
-        perception.close()
+        frontend.perception.close()
         raise
-    perception.readonly.cache.clear_cache()
-    core.scheduler.encoder_cache.clear_cache()
-    core.step()  # the worker drops what is no longer there
-    clean = EngineCore(_make_scheduler(built.config), core.runner, core.payloads)
-    return replace(built, core=clean)
+    finally:
+        perceiver.loader.close()
+    for modality, reason in faults.items():
+        log_switched_off(modality, reason)
+    return faults

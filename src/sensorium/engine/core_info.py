@@ -17,3 +17,4 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     defaults: GenerationDefaults
     epoch: int | None = None
     description: tuple[tuple[str, str], ...] = ()
+    switched_off: dict[str, str] = {}  # modality -> why the core's trial refused it

@@ -18,6 +18,7 @@ from sensorium.core.admission import check_length
 from sensorium.engine.external_names import rename_items
 from sensorium.engine.prompt_fields import get_media_items, normalise
 from sensorium.engine.rendered_prompt import ItemReader, RenderedItem, read_items
+from sensorium.engine.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.item_spec import ItemSpecs
@@ -61,6 +62,7 @@ class InputProcessor:
     core's, so that the core is not bothered with what it would refuse (`None`: not known yet).
     `trust_injected`: hashes that came over the wire are taken as they are. `grammars`: the core's,
     where it is near; else grammars are compiled here as well, so that a bad one gets no further.
+    `switched_off`: modalities that can't be used, with the reasons, where the core is near.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class InputProcessor:
         seed: int,
         grammars: GrammarCompiler | None = None,
         max_string_length: int | None = None,  # where `grammars` are made here
+        switched_off: Mapping[str, str] | None = None,
     ) -> None:
         self.processor = processor
         self.perceiver = perceiver
@@ -97,11 +100,15 @@ class InputProcessor:
         self._seeds = random.Random(seed)
         self._grammars = grammars
         self._max_string_length = max_string_length
+        self.switched_off = SwitchedOff(switched_off)
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
         """Those of which a prompt may have an item."""
-        return tuple(m for m in self.processor.modalities if self._limits.get(m) != 0)
+        off = self.switched_off.reasons
+        return tuple(
+            m for m in self.processor.modalities if self._limits.get(m) != 0 and m not in off
+        )
 
     @contextmanager
     def rehearse(self) -> Iterator[InputProcessor]:
@@ -366,6 +373,7 @@ class InputProcessor:
             if modality not in self.processor.modalities:
                 takes = ", ".join(self.processor.modalities) or "text only"
                 raise RequestError(f"this model takes no {modality} (it takes: {takes})")
+            self.switched_off.check(modality)
             limit = self._limits.get(modality)
             if limit is not None and count > limit:
                 raise RequestError(

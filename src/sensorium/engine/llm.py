@@ -384,6 +384,7 @@ def _make_input_processor(
         mm_processor_kwargs=media.mm_processor_kwargs,
         media_io_kwargs=media.media_io_kwargs,
         seed=options.seed,
+        switched_off=engine.switched_off,
     )
     inputs.max_model_len = engine.config.limits.max_model_len
     return inputs

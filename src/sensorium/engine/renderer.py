@@ -19,7 +19,7 @@ from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.warmup import PromptWarmup, warm_up_template
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
@@ -89,7 +89,8 @@ class Renderer:
     def warmup(self) -> None:
         """So that the first requests find nothing undone: the chat template, the processor with an
         item of each kind that a prompt may have, the same for requests that run no engine. Leaves
-        no trace in caches and counts. Never raises: what fails is a warning in the log.
+        no trace in caches and counts. What fails is a warning in the log, and a modality that
+        can't be prepared is switched off. Raises a `ModelError` only if no text can be prepared.
         """
         try:
             with self._inputs.rehearse() as inputs:
@@ -101,6 +102,8 @@ class Renderer:
                     modalities=self._inputs.allowed_modalities,
                 )
                 PromptWarmup(rehearsal, self._inputs, has_template=has_template).run()
+        except ModelError:
+            raise
         except Exception:  # as its parts: a server must not depend on its warm-up
             logger.warning("Warmup failed", exc_info=True)
 

@@ -2,8 +2,9 @@
 templates that are compiled and asked, decoders, the processor's first call.
 
 Dummies go the way of requests: as encoded files, through the same processor, in a rehearsal that
-has neither the caches nor the counts of the real thing. Nothing here raises: who starts cold
-serves all the same.
+has neither the caches nor the counts of the real thing. What fails because it is only cold is a
+warning. A modality that can't be prepared at all is switched off, and a model whose text can't be
+prepared is refused.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from sensorium.engine.chat import Chat
 from sensorium.engine.input_processor import InputProcessor
-from sensorium.multimodal.dummy_files import make_dummy_file
+from sensorium.multimodal.dummy_files import exceeds_limits, make_dummy_file
 from sensorium.render.chat_options import ChatOptions
 from sensorium.render.renderer import ChatRenderer
+from sensorium.types.errors import CapacityError, ModelError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 
@@ -56,27 +58,67 @@ class PromptWarmup:
         self._has_template = has_template
 
     def run(self) -> None:
-        """A prompt of text, then one for each kind of media, for both kinds of requests."""
-        _try(lambda: self._render(self._make_prompt(None)), "Text warmup failed")
+        """A prompt of text, then one for each kind of media, for both kinds of requests.
+
+        Raises a `ModelError` if not even text can be prepared. A modality that can't is switched
+        off: a server must not be ready for what it would refuse every time.
+        """
+        self._warm_up_text()
         if self._inputs.allowed_modalities:
             self._perceive("Multi-modal", skip_mm_cache=False)
             self._perceive("Readonly multi-modal", skip_mm_cache=True)
             loader = self._inputs.perceiver.loader
             _try(loader.prepare, "Warmup for media from elsewhere failed")
 
+    def _warm_up_text(self) -> None:
+        try:
+            self._render(self._make_prompt(None))
+        except Exception:  # a conversation may be what it can't do: then text is tried alone
+            logger.warning("Text warmup failed", exc_info=True)
+            try:
+                self._render({"prompt": _WORDS})
+            except Exception as error:  # a tokenizer may raise anything
+                raise ModelError(f"no prompt of text can be prepared: {error}") from error
+
     def _perceive(self, name: str, *, skip_mm_cache: bool) -> None:
         started = time.monotonic()
         outcomes = [
-            _try(
-                lambda modality=modality: self._render(  # type: ignore[misc]
-                    self._make_prompt(modality), skip_mm_cache=skip_mm_cache
-                ),
-                f"{name} warmup failed for {modality}",
-            )
+            self._warm_up_modality(name, modality, skip_mm_cache=skip_mm_cache)
             for modality in self._inputs.allowed_modalities
         ]
         if all(outcomes):
             logger.info("%s warmup completed in %.3fs", name, time.monotonic() - started)
+
+    def _warm_up_modality(self, name: str, modality: str, *, skip_mm_cache: bool) -> bool:
+        """Return whether a small item went the way of requests. Switch off what never can."""
+        try:
+            self._render(self._make_prompt(modality), skip_mm_cache=skip_mm_cache)
+        except Exception as error:  # a processor may raise anything
+            logger.debug("%s warmup failed for %s", name, modality, exc_info=True)
+            if self._is_worth_trying(modality, error, skip_mm_cache=skip_mm_cache):
+                logger.warning("%s warmup failed for %s: %s", name, modality, error)
+            else:
+                reason = f"a small {modality} could not be prepared at start: {error}"
+                self._inputs.switched_off.add(modality, reason)
+            return False
+        return True
+
+    def _is_worth_trying(self, modality: str, error: Exception, *, skip_mm_cache: bool) -> bool:
+        """Return whether a modality may still work after its warm-up has failed.
+
+        There was no room; or the limits allow no item as large as the dummy; or it is the chat
+        template that has no place for it, and prompts without one do.
+        """
+        limits = self._inputs.perceiver.limits
+        if isinstance(error, CapacityError) or exceeds_limits(modality, limits):
+            return True
+        if not self._has_template:
+            return False
+        try:
+            self._render(self._make_plain_prompt(modality), skip_mm_cache=skip_mm_cache)
+        except Exception:  # as above; the first reason is the one to name
+            return False
+        return True
 
     def _make_prompt(self, modality: str | None) -> Prompt | Chat:
         """A conversation, where the model has a template for one."""
@@ -86,10 +128,12 @@ class PromptWarmup:
             media = [] if url is None else [{"type": kind, kind: {"url": url}}]
             messages = [{"role": "user", "content": [*media, {"type": "text", "text": _WORDS}]}]
             return Chat(messages=messages, options=ChatOptions(), fields={})
-        if modality is None:
-            return {"prompt": _WORDS}
+        return {"prompt": _WORDS} if modality is None else self._make_plain_prompt(modality)
+
+    def _make_plain_prompt(self, modality: str) -> Prompt:
         marker = self._inputs.processor.get_marker(modality)
-        return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": {modality: [url]}}
+        media = {modality: [_make_url(modality)]}
+        return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
         """There and back: what a request is made of, and how its tokens read."""

@@ -9,8 +9,8 @@ decoder, and how rotary modules with two sets of factors choose among them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -209,24 +209,34 @@ class ModelAdapter:
                 break
         return probe.layers, is_equal
 
-    @torch.inference_mode()
-    def run_whole(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The log-probabilities behind a prompt by the model alone, with its own attention."""
-        self._set_attention(self._own_attention)
-        if hasattr(self._base, "rope_deltas"):
-            self._base.rope_deltas = None  # left over from the last call
+    # ---- the model on its own
+
+    @property
+    def own_attention_name(self) -> str:
+        """The attention that Transformers chose for the decoder."""
+        return self._own_attention
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        return self._decoder
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        return self._embedding
+
+    @contextmanager
+    def own_attention(self, name: str | None = None) -> Iterator[None]:
+        """Give the decoder Transformers' attention instead of ours: its own, or that of `name`."""
+        self._set_attention(name or self._own_attention)
         try:
-            arguments = {name: self.to_model(tensor) for name, tensor in inputs.items()}
-            output = self.model.generate(
-                **arguments,
-                max_new_tokens=1,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+            yield
         finally:
             self._set_attention(PAGED_ATTENTION)
-        return output.logits[0][0].float().log_softmax(-1).cpu()
+
+    def forget_positions(self) -> None:
+        """Forget what the model itself keeps of its last call's positions."""
+        if hasattr(self._base, "rope_deltas"):
+            self._base.rope_deltas = None
 
     # ---- positions
 

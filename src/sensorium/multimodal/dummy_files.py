@@ -7,6 +7,7 @@ import wave
 from typing import Any
 
 from sensorium.multimodal.dummy_media import make_dummy_media
+from sensorium.multimodal.media.limits import MediaLimits
 
 # Few models take sounds of this rate: a file of it is resampled, as most files are.
 _RATE = 24_000
@@ -19,6 +20,24 @@ def make_dummy_file(modality: str) -> bytes:
     file = io.BytesIO()
     _WRITERS[modality](file, media)
     return file.getvalue()
+
+
+def exceeds_limits(modality: str, limits: MediaLimits) -> bool:
+    """Return whether limits on media refuse the dummy, which then shows nothing of other items."""
+    media: Any = make_dummy_media(modality, _RATE)
+    if len(make_dummy_file(modality)) > limits.max_bytes:
+        return True
+    if modality == "audio":
+        return bool(len(media) > limits.max_duration_s * _RATE)
+    height, width = media.shape[-3:-1]
+    num_frames = 1 if modality == "image" else len(media)
+    if modality == "video" and num_frames > limits.max_duration_s * _FPS:
+        return True
+    return bool(
+        height * width > limits.max_pixels
+        or num_frames > limits.max_frames
+        or (modality == "video" and num_frames * height * width > limits.max_video_pixels)
+    )
 
 
 def _write_image(file: io.BytesIO, pixels: Any) -> None:

@@ -6,13 +6,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
+# Seconds of sound, and height and width of pictures: two items differ in both.
+_DURATIONS_S = (1.0, 1.4)
+_SHAPES = ((112, 168), (140, 84))
+_NUM_FRAMES = 4  # some processors stack the frames of several videos
 
-def make_dummy_media(modality: str, sampling_rate: int) -> object:
-    generator = np.random.default_rng(0)
+
+def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> object:
+    """Return a small item. Those of index 0 and 1 differ in content and size."""
+    generator = np.random.default_rng(index)
     if modality == "audio":
-        return (0.1 * generator.standard_normal(sampling_rate)).astype(np.float32)
-    shape = (112, 168, 3) if modality == "image" else (4, 112, 168, 3)
-    return generator.integers(0, 256, shape, dtype=np.uint8)
+        num_samples = int(_DURATIONS_S[index] * sampling_rate)
+        return (0.1 * generator.standard_normal(num_samples)).astype(np.float32)
+    height, width = _SHAPES[index]
+    frames = () if modality == "image" else (_NUM_FRAMES,)
+    return generator.integers(0, 256, (*frames, height, width, 3), dtype=np.uint8)
 
 
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:

@@ -6,7 +6,7 @@ tensors that the encoder takes, and its layout: what stands for it in an expande
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -138,28 +138,34 @@ class MultiModalProcessor:
         parts = [getattr(self._processor, part, None) for part in _PARTS["audio"]]
         return next((int(part.sampling_rate) for part in parts if part is not None), None)
 
-    def make_trial_text(self, modality: str | None, text: str) -> str:
-        """A prompt with one item: by the chat template, which knows what stands around an item."""
+    def make_trial_text(self, modality: str | None, texts: Sequence[str]) -> str:
+        """Return a prompt with an item between each two texts.
+
+        It is made by the chat template, where there is one: that has what stands around an item.
+        """
         if modality is None:
-            return text
+            return "".join(texts)
         marker = self.get_marker(modality)
-        content = [{"type": modality}, {"type": "text", "text": text}]
+        content: list[dict[str, str]] = [{"type": "text", "text": texts[0]}]
+        for text in texts[1:]:
+            content += [{"type": modality}, {"type": "text", "text": text}]
         try:
             prompt: str = self._processor.apply_chat_template(
                 [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
             )
-        except Exception:  # there is none, or it wants something else
-            return marker + text
-        return prompt if prompt.count(marker) == 1 else marker + text
+        except Exception:  # there is no template, or it wants something else
+            return marker.join(texts)
+        return prompt if prompt.count(marker) == len(texts) - 1 else marker.join(texts)
 
     def call_whole(
-        self, text: str, modality: str | None, media: object
+        self, text: str, modality: str | None, media: Sequence[object]
     ) -> Mapping[str, torch.Tensor]:
-        """All that the model's own call takes, for a prompt with at most one item."""
+        """Return all that the model's own call takes, for a prompt with items of one modality."""
         if modality is None:
             return {"input_ids": torch.tensor([tokenize(self.tokenizer, text)[0]])}
-        checked, metadata = self.check_media(modality, media, {})
-        return call_whole(self._processor, text, modality, checked, metadata, {})
+        checked = [self.check_media(modality, item, {}) for item in media]
+        items, metadata = [item for item, _ in checked], [known for _, known in checked]
+        return call_whole(self._processor, text, modality, items, metadata, {})
 
     def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]

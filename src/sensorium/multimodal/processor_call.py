@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def call_processor(
     """The tensors for the item's encoder, and what its marker becomes in a prompt."""
     marker: str = getattr(processor, f"{modality}_token")
     options = {**processor_kwargs, "return_text_replacement_offsets": True}
-    output = call_whole(processor, marker, modality, media, metadata, options)
+    output = call_whole(processor, marker, modality, [media], [metadata], options)
     return get_tensors(output), _get_replacement(processor, modality, marker, output)
 
 
@@ -45,15 +45,15 @@ def call_whole(
     processor: Any,
     text: str,
     modality: str,
-    media: object,
-    metadata: Mapping[str, object] | None,
+    media: Sequence[object],
+    metadata: Sequence[Mapping[str, object] | None],
     processor_kwargs: Mapping[str, object],
 ) -> Mapping[str, Any]:
-    """All that the processor makes of a prompt with one item."""
+    """Return all that the processor makes of a prompt with some items of one modality."""
     output: Mapping[str, Any] = processor(
         text=[text],
         return_tensors="pt",
-        **{_ARGUMENTS[modality]: [[media]] if modality == "video" else [media]},
+        **{_ARGUMENTS[modality]: [list(media)] if modality == "video" else list(media)},
         **_get_options(processor, modality, metadata, processor_kwargs),
     )
     return output
@@ -62,7 +62,7 @@ def call_whole(
 def _get_options(
     processor: Any,
     modality: str,
-    metadata: Mapping[str, object] | None,
+    metadata: Sequence[Mapping[str, object] | None],
     processor_kwargs: Mapping[str, object],
 ) -> dict[str, object]:
     options = dict(processor_kwargs)
@@ -70,8 +70,9 @@ def _get_options(
         options.setdefault("sampling_rate", processor.feature_extractor.sampling_rate)
     if modality == "video":
         options.setdefault("do_sample_frames", False)  # frames that were given are those to use
-        if metadata is not None:
-            options["video_metadata"] = [[dict(metadata)]]
+        known = [dict(entry) for entry in metadata if entry is not None]
+        if len(known) == len(metadata):
+            options["video_metadata"] = [known]
     return options
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from transformers import AutoConfig
 
+from sensorium.engine.builder import Source
 from sensorium.engine.catalog import HEADER, describe_model, format_table, get_rows
 from sensorium.models.families import ADAPTERS, FAMILIES
 from sensorium.multimodal.processor import MultiModalProcessor
@@ -40,7 +41,8 @@ def test_the_table_has_a_line_for_each_family() -> None:
 
 
 def test_a_model_is_described_without_its_weights(tiny_model: Callable[[str], str]) -> None:
-    text = describe_model(tiny_model("qwen2_5_vl"))
+    text = describe_model(Source(model=tiny_model("qwen2_5_vl")))
     assert "Qwen2_5_VLForConditionalGeneration" in text
     assert "<|image_pad|>, <|video_pad|>" in text
     assert "8192 tokens" in text
+    assert "switched off: -" in text

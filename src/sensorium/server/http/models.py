@@ -22,4 +22,6 @@ def _make_card(context: Context, name: str) -> ModelCard:
         created=context.started,
         root=context.options.model_names[0],
         max_model_len=None if info is None else info.max_model_len,
+        modalities=["text", *context.engine.modalities],
+        switched_off=context.engine.switched_off,
     )

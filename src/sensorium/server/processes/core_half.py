@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sensorium.engine.builder import (
@@ -50,14 +51,20 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         receiver = build_receiver(media, store)
         built = build_core(source, loaded, options=engine_options, receiver=receiver)
+        switched_off: dict[str, str] = {}
         if built.needs_trial:
-            built = _try_core(built, source, loaded, media)
+            limits = engine_options.limit_mm_per_prompt
+            switched_off = _try_core(built, source, loaded, media, limits)
         info = CoreInfo(
             endpoint=start.endpoint,
             max_model_len=built.config.limits.max_model_len,
             defaults=built.defaults,
             epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
-            description=describe_core(built, options, model_type=loaded.hf_config.model_type),
+            description=(
+                *describe_core(built, options, model_type=loaded.hf_config.model_type),
+                *(("switched off", f"{m}: {reason}") for m, reason in switched_off.items()),
+            ),
+            switched_off=switched_off,
         )
     write_as(CORE)
     metrics = CoreMetrics(options.model_names[0])
@@ -78,13 +85,19 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
     return loop, info
 
 
-def _try_core(built: Core, source: Source, loaded: LoadedConfig, media: MediaOptions) -> Core:
+def _try_core(
+    built: Core,
+    source: Source,
+    loaded: LoadedConfig,
+    media: MediaOptions,
+    limit_mm_per_prompt: Mapping[str, int],
+) -> dict[str, str]:
     """With a frontend of its own, which shares no cache and ends with the trial."""
     alone = replace(media, mm_processor_cache_type="lru", mm_processor_pool_size=0)
     frontend = build_frontend(source, loaded, alone, build_caches(alone, None))
-    tried = try_core(built, frontend)
+    switched_off = try_core(built, frontend, limit_mm_per_prompt)
     frontend.perception.close()
-    return tried
+    return switched_off
 
 
 def describe_core(

@@ -162,6 +162,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int | None = None
+    modalities: list[str]  # what a prompt may have: text, and kinds of media
+    switched_off: dict[str, str] = {}  # kinds of media that can't be used here -> the reasons
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

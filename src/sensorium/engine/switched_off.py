@@ -1,0 +1,46 @@
+"""Which modalities of a model can't be used here, and why.
+
+A core finds out by its trial, a frontend by its warm-up. Each frontend has one of these. It is the
+only place that a request, a list of models or a log line has the reason from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from sensorium.types.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class SwitchedOff:
+    def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
+        self._of_core = dict(of_core or {})  # modality -> reason, of the core that is there now
+        self._own: dict[str, str] = {}  # modality -> reason, of this frontend's warm-up
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Return why modalities are off: modality -> reason."""
+        return {**self._of_core, **self._own}
+
+    def take_core(self, reasons: Mapping[str, str]) -> None:
+        """Take what a core has found, in place of what an earlier one had."""
+        self._of_core = dict(reasons)
+
+    def add(self, modality: str, reason: str) -> None:
+        """Switch a modality off for as long as this frontend lives."""
+        self._own[modality] = reason
+        log_switched_off(modality, reason)
+
+    def check(self, modality: str) -> None:
+        """Raise a `RequestError` with the reason if the modality is off."""
+        reason = self.reasons.get(modality)
+        if reason is not None:
+            raise RequestError(f"{modality} is switched off on this server: {reason}")
+
+
+def log_switched_off(modality: str, reason: str) -> None:
+    """Write the one line that a log has of it."""
+    line = " ".join(reason.split())
+    logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)

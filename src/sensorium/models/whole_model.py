@@ -1,0 +1,143 @@
+"""Runs a model as Transformers alone would: its own `generate`, its own attention, its own cache.
+
+It is the reference that an engine is compared with. It follows tokens that are given instead of
+choosing its own, so that both are asked about the same text at every position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from sensorium.models.adapter import ModelAdapter
+
+_MAX_ROWS = 64  # positions whose logits exist at the same time
+# What a model's own attention can be exchanged for, to learn how much rounding alone changes.
+_OTHER_ATTENTIONS = {"sdpa": "eager"}
+
+
+class WholeModel:
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+
+    def score(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        output_ids: Sequence[int],
+        wanted_ids: Sequence[Sequence[int]],
+    ) -> list[float]:
+        """Return log-probabilities of tokens by the model on its own.
+
+        `inputs` are what the model's processor made of a prompt, and `output_ids` follow it.
+        `wanted_ids` has the tokens that are asked about, for each position from that of the second
+        prompt token to that of the last output.
+        """
+        with self._adapter.own_attention():
+            return self._score(inputs, output_ids, wanted_ids)
+
+    def score_otherwise(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        output_ids: Sequence[int],
+        wanted_ids: Sequence[Sequence[int]],
+    ) -> list[float]:
+        """Return the same, computed by the same model with other rounding.
+
+        The attention of its decoder is Transformers' eager one instead of PyTorch's. A model that
+        has only the eager one gets embeddings that are off by one rounding error instead.
+        """
+        own = self._adapter.own_attention_name
+        other = _OTHER_ATTENTIONS.get(own)
+        with ExitStack() as stack:
+            stack.enter_context(self._adapter.own_attention(other))
+            if other is None:
+                stack.enter_context(_disturb(self._adapter.embedding))
+            return self._score(inputs, output_ids, wanted_ids)
+
+    @torch.inference_mode()
+    def _score(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        output_ids: Sequence[int],
+        wanted_ids: Sequence[Sequence[int]],
+    ) -> list[float]:
+        # A model that draws random numbers draws the same ones each time: they are no rounding.
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            hidden, logits = self._generate(inputs, output_ids)
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        found: list[float] = []
+        for first in range(0, num_prompt_tokens - 1, _MAX_ROWS):
+            # The adapter's logits of hidden states equal the model's own: that is checked at load.
+            last = min(first + _MAX_ROWS, num_prompt_tokens - 1)
+            found += _pick(self._adapter.logits(hidden[first:last]), wanted_ids[first:last])
+        return found + _pick(logits.float(), wanted_ids[num_prompt_tokens - 1 :])
+
+    def _generate(
+        self, inputs: Mapping[str, torch.Tensor], output_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states of the prompt [P, width] and the logits behind it [n, vocab]."""
+        adapter, states = self._adapter, []
+        adapter.forget_positions()
+        model = adapter.model
+        hook = adapter.decoder.register_forward_hook(
+            lambda _module, _inputs, output: states.append(output.last_hidden_state[0])
+        )
+        eos_token_id = model.generation_config.eos_token_id
+        model.generation_config.eos_token_id = None  # the tokens are given, the last one too
+        try:
+            output = model.generate(
+                **{name: adapter.to_model(tensor) for name, tensor in inputs.items()},
+                max_new_tokens=len(output_ids),
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                logits_processor=LogitsProcessorList(
+                    [_Follow(output_ids, num_prompt_tokens=inputs["input_ids"].shape[1])]
+                ),
+            )
+        finally:
+            hook.remove()
+            model.generation_config.eos_token_id = eos_token_id
+        return states[0], torch.cat(output.logits)
+
+
+class _Follow(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the given tokens, one after another."""
+
+    def __init__(self, token_ids: Sequence[int], *, num_prompt_tokens: int) -> None:
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token_id = self._token_ids[input_ids.shape[1] - self._num_prompt_tokens]
+        followed = torch.full_like(scores, -torch.inf)
+        followed[:, token_id] = 0.0
+        return followed
+
+
+def _pick(logits: torch.Tensor, wanted_ids: Sequence[Sequence[int]]) -> list[float]:
+    logprobs = logits.log_softmax(-1)
+    rows = [row for row, token_ids in enumerate(wanted_ids) for _ in token_ids]
+    columns = [token_id for token_ids in wanted_ids for token_id in token_ids]
+    return logprobs[rows, columns].tolist()
+
+
+@contextmanager
+def _disturb(embedding: Any) -> Iterator[None]:
+    """Let an embedding layer's outputs be wrong by about one rounding error."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
+        return output * (1 + signs * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    hook = embedding.register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
