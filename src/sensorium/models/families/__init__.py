@@ -6,9 +6,8 @@ Models of other types run through the same generic adapter, if they pass a trial
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sensorium.models.adapter import ModelAdapter
+from sensorium.models.families.family import Family as Family
 from sensorium.models.families.gemma3 import Gemma3Adapter
 from sensorium.models.families.gemma4 import Gemma4Adapter
 from sensorium.models.families.qwen2_5_omni import Qwen25OmniAdapter
@@ -20,22 +19,6 @@ _VISUAL = ("image", "video")
 _AUDIO = ("audio",)
 _ALL = ("image", "video", "audio")
 _TIMES = "frames without metadata count as 24 a second"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """`modalities`: what it takes besides text. `embeds`: those of them whose items are nothing but
-    their embeddings in a prompt, so that these may come computed. `limits`: what a user may run
-    into.
-    """
-
-    model_type: str
-    name: str
-    modalities: tuple[str, ...] = ()
-    embeds: tuple[str, ...] = ()
-    adapter: type[ModelAdapter] = ModelAdapter
-    special: str = ""
-    limits: str = ""
 
 
 FAMILIES: tuple[Family, ...] = (
