@@ -188,3 +188,12 @@ def test_a_refused_prompt_keeps_its_text(tiny_model: Callable[[str], str]) -> No
     text = "hello world " * 20
     outputs = llm.generate([text, {"prompt": text}], use_tqdm=False, return_errors=True)
     assert [output.prompt for output in outputs] == [text, text]
+
+
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(llama: LLM) -> None:
+    text = "hello world " * 200_000
+    messages = [{"role": "user", "content": text}]
+    with pytest.raises(RequestError, match=r"2400000 characters.*127 tokens"):
+        llama.generate(text, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"24000\d\d characters.*127 tokens"):
+        llama.chat(messages, use_tqdm=False)
