@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 FLAGS: tuple[str, ...] = ()
 NUM_COMPLETIONS = 128
 _RECEIVE_BUFFER_BYTES = 4096
 _TIMEOUT_S = 300.0
+_PAUSE_S = 2.0
+_NUM_READS = 100_000
 
 
 def open_stream(url: str, *, n: int, max_tokens: int) -> socket.socket:
@@ -48,14 +50,26 @@ def open_stream(url: str, *, n: int, max_tokens: int) -> socket.socket:
 
 
 def is_ended(connection: socket.socket) -> bool:
-    """Read what is left, and return whether the server ended the stream before its last chunk."""
+    """Read what is left, and return whether the server ended the stream before its last chunk.
+
+    A reset that comes while the window is closed may be dropped; the next segment is answered with
+    another one. So something is sent when nothing comes.
+    """
+    connection.settimeout(_PAUSE_S)
     rest = b""
-    try:
-        while chunk := connection.recv(2**16):
-            rest = (rest + chunk)[-100:]
-    except ConnectionError:
-        return True
-    return not rest.endswith(b"0\r\n\r\n")
+    for _ in range(_NUM_READS):
+        try:
+            chunk = connection.recv(2**16)
+        except TimeoutError:
+            chunk = b" "
+            with suppress(ConnectionError):
+                connection.sendall(b"\r\n")
+        except ConnectionError:
+            return True
+        if not chunk:
+            return not rest.endswith(b"0\r\n\r\n")
+        rest = (rest + chunk)[-100:]
+    return False
 
 
 @contextmanager
