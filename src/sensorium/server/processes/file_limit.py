@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 _MOST_FILES = 65_536  # more than any frontend serves; each one costs the kernel memory
-_RESERVED_FILES = 256  # for what is no connection: pipes, shared memory, media that is fetched
+_RESERVED_FILES = 1024  # for what is no connection: pipes, shared memory, media that is fetched
 
 
 def raise_file_limit() -> int:
