@@ -16,6 +16,7 @@ from sensorium.multimodal.perceiver import PerceivedItem
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
+from sensorium.utils.pausing import Pausing
 
 DEFAULTS = GenerationDefaults(temperature=0.5, top_p=0.9, top_k=3, eos_token_ids=(7, 8))
 
@@ -63,14 +64,15 @@ class FakePerceiver:
         self.held: list[ItemHandle] = []
         self.cache = self
 
-    def perceive(
+    def perceive_pausing(
         self,
         items: Sequence[MediaItem],
         options: PerceptionOptions,
         *,
         needs_tensors: bool,
         cancelled: object,
-    ) -> list[PerceivedItem]:
+    ) -> Pausing[list[PerceivedItem]]:
+        yield from ()  # all of it is here: there is nothing to wait for
         del needs_tensors, cancelled
         self.calls += [(item, options) for item in items]
         for item in items:
