@@ -1,0 +1,149 @@
+"""What attacks cost the neighbours: how long three honest clients wait, with and without each one.
+
+One server on the embedded model for each attack. Quiet and attacked windows take turns, so that
+both see the same machine; in each window three clients ask side by side, one with text, one with a
+picture that is cached and one with a picture that is new. Every answer is checked. An attack passes
+if no answer is wrong or refused, the median wait is at most twice the quiet one, and the longest at
+most three seconds more.
+
+python benchmarks/attack_costs.py [--attacks NAME ...] [--windows N] [--rounds N] [--record]
+
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from attacks import (
+    costly_media,
+    enlarged_media,
+    full_disk,
+    greedy_stream,
+    long_text,
+    slow_bodies,
+    slow_hosts,
+)
+from attacks.neighbours import KINDS, Answer, Neighbours
+from live_server import LiveServer
+from records import write_record
+
+MODEL = "sensorium-mini"
+MAX_RATIO = 2.0
+MAX_LONGER_S = 3.0
+Attack = Callable[[str], AbstractContextManager[Any]]
+
+
+@contextmanager
+def _fill_disk(url: str) -> Iterator[None]:
+    """Fill the disk of temporary files, which the server at `url` was started on."""
+    del url
+    with full_disk.attack(Path(os.environ["TMPDIR"])):
+        yield
+
+
+# Name -> flags of the server, and the attack. The number is that of its test.
+ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
+    "9 long text": (long_text.FLAGS, long_text.attack),
+    "10 enlarged media": (enlarged_media.FLAGS, enlarged_media.attack),
+    "11 slow hosts": (slow_hosts.FLAGS, slow_hosts.attack),
+    "12 costly media": (costly_media.FLAGS, costly_media.attack),
+    "12 costly media within the limits": (
+        costly_media.FLAGS,
+        lambda url: costly_media.attack(url, num_frames=costly_media.NUM_FRAMES_WITHIN),
+    ),
+    "13 slow bodies": (slow_bodies.FLAGS, slow_bodies.attack),
+    "14 full disk": (full_disk.FLAGS, _fill_disk),
+    "16 greedy stream": (greedy_stream.FLAGS, greedy_stream.attack),
+}
+
+
+def measure(name: str, *, num_windows: int, num_rounds: int) -> dict[str, Any]:
+    """Return the waits of all neighbours, quiet and attacked, for one attack."""
+    flags, attack = ATTACKS[name]
+    quiet: list[Answer] = []
+    attacked: list[Answer] = []
+    with ExitStack() as stack:
+        if name.startswith("14"):
+            stack.enter_context(_use_small_disk())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        server = LiveServer(MODEL, "--port", "0", *flags, log=folder / "log")
+        stack.enter_context(server)
+        url = server.wait_for_url()
+        neighbours = Neighbours(url)
+        neighbours.ask_while(lambda: False, min_rounds=num_rounds)  # all is warm from here on
+        for _ in range(num_windows):
+            quiet += neighbours.ask_while(lambda: False, min_rounds=num_rounds)
+            with attack(url):
+                attacked += neighbours.ask_while(lambda: False, min_rounds=num_rounds)
+        faults = neighbours.list_faults([*quiet, *attacked])
+    return {"faults": faults, "kinds": {kind: _compare(kind, quiet, attacked) for kind in KINDS}}
+
+
+@contextmanager
+def _use_small_disk() -> Iterator[None]:
+    """Let temporary files of processes that are started here lie on a disk of 1 MB."""
+    before = os.environ.get("TMPDIR")
+    with (
+        tempfile.TemporaryDirectory(prefix="disk-", dir="/tmp") as folder,
+        full_disk.small_disk(Path(folder) / "d") as disk,
+    ):
+        os.environ["TMPDIR"] = str(disk)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
+
+
+def _compare(kind: str, quiet: list[Answer], attacked: list[Answer]) -> dict[str, Any]:
+    before = [answer.seconds for answer in quiet if answer.kind == kind]
+    after = [answer.seconds for answer in attacked if answer.kind == kind]
+    ratio = statistics.median(after) / statistics.median(before)
+    longer_s = max(after) - max(before)
+    return {
+        "num_answers": len(before) + len(after),
+        "median_ratio": round(ratio, 2),
+        "longest_quiet_s": round(max(before), 3),
+        "longest_longer_s": round(longer_s, 3),
+        "passes": ratio <= MAX_RATIO and longer_s <= MAX_LONGER_S,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--windows", type=int, default=3, help="of each kind (default 3)")
+    parser.add_argument("--rounds", type=int, default=10, help="questions a window (default 10)")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/records")
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for name in arguments.attacks:
+        found = measure(name, num_windows=arguments.windows, num_rounds=arguments.rounds)
+        figures[name] = found
+        for kind, row in found["kinds"].items():
+            verdict = "passes" if row["passes"] and not found["faults"] else "FAILS"
+            print(
+                f"{name:36} {kind:16} median {row['median_ratio']:5.2f}x, longest "
+                f"{row['longest_longer_s']:+6.2f} s: {verdict}",
+                flush=True,
+            )
+        for fault in found["faults"]:
+            print(f"  {fault}")
+    if arguments.record:
+        write_record("attack_costs", figures)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
