@@ -110,12 +110,6 @@ def test_a_server_that_only_renders_has_it_off_too(unpreparable_model: str) -> N
         check_image_is_off(server, "/v1/chat/completions/render", reason)
 
 
-def test_a_model_that_works_has_nothing_off(tiny_model: Callable[[str], str]) -> None:
-    with serve(tiny_model("llava"), *_FLAGS) as server:
-        (card,) = server.get("/v1/models").json()["data"]
-        assert (card["modalities"], card["switched_off"]) == (["text", "image"], {})
-
-
 def test_offline_it_is_an_error_with_the_reason(blind_model: str) -> None:
     llm = LLM(blind_model, device="cpu", dtype="float32", max_model_len=1024)
     prompt: Any = {

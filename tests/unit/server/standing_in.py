@@ -67,6 +67,8 @@ class ScriptedEngine:
     num_started: int = 0
     num_aborted: int = 0
     reset_error: Exception | None = None
+    modalities: tuple[str, ...] = ("image",)
+    switched_off: dict[str, str] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Any:

@@ -24,7 +24,9 @@ def test_models_are_listed_under_all_their_names(server: RunningServer) -> None:
         models = client.models.list().data
         assert [model.id for model in models] == ["tiny", "org/tiny"]
         assert client.models.retrieve("org/tiny").id == "org/tiny"
-    assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 64
+    card = server.get("/v1/models").json()["data"][0]
+    assert card["max_model_len"] == 64
+    assert (card["modalities"], card["switched_off"]) == (["text", "image"], {})
     assert server.get("/v1/models/gpt").status_code == 404
 
 
