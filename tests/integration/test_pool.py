@@ -25,10 +25,12 @@ import torch
 from sensorium.multimodal.item_codec import as_buffers, encode_header
 from sensorium.multimodal.pool import slot
 from sensorium.multimodal.pool.jobs import PoolJob
+from sensorium.multimodal.pool.messages import OWN_FAULT
 from sensorium.multimodal.pool.pool import PoolReply, ProcessPool
 from sensorium.multimodal.single_flight import SingleFlight
 from sensorium.types.errors import (
     CapacityError,
+    FailedRequestError,
     InvariantError,
     MediaFetchError,
     ModelError,
@@ -196,8 +198,8 @@ def test_the_result_is_what_the_callback_makes_of_it(servants: ProcessPool) -> N
         ("refuse request", RequestError, "a reason for the caller"),
         ("refuse capacity", CapacityError, "a reason for the caller"),
         ("refuse odd", MediaFetchError, "a reason for the caller"),
-        ("bug", RequestError, "it could not be processed"),
-        ("long_reply 17000000", RequestError, "it could not be processed"),
+        ("bug", FailedRequestError, OWN_FAULT),
+        ("long_reply 17000000", FailedRequestError, OWN_FAULT),
     ],
 )
 def test_an_error_travels_as_its_kind_and_message(

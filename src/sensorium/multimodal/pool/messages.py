@@ -6,6 +6,7 @@ import msgspec
 
 from sensorium.types.errors import (
     CapacityError,
+    FailedRequestError,
     MediaFetchError,
     MissingMediaError,
     ModelError,
@@ -14,10 +15,18 @@ from sensorium.types.errors import (
 )
 
 NOT_PROCESSED = "it could not be processed"
+OWN_FAULT = "it could not be processed because the server failed; its log has the reason"
 _MAX_MESSAGE_LENGTH = 2000
 _KINDS: dict[str, type[SensoriumError]] = {
     kind.__name__: kind
-    for kind in (RequestError, MediaFetchError, MissingMediaError, ModelError, CapacityError)
+    for kind in (
+        RequestError,
+        MediaFetchError,
+        MissingMediaError,
+        FailedRequestError,
+        ModelError,
+        CapacityError,
+    )
 }
 
 

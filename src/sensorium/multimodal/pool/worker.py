@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
 from sensorium.multimodal.pool.handler import Handler
 from sensorium.multimodal.pool.messages import (
-    NOT_PROCESSED,
+    OWN_FAULT,
     Acknowledge,
     Failure,
     Job,
@@ -32,7 +32,12 @@ from sensorium.multimodal.pool.messages import (
     encode_message,
     make_failure,
 )
-from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.types.errors import (
+    CapacityError,
+    FailedRequestError,
+    RequestError,
+    SensoriumError,
+)
 from sensorium.utils.loading import without_collection
 
 if TYPE_CHECKING:
@@ -131,9 +136,9 @@ def _answer(channel: Channel, handler: Handler, job: bytes, block: memoryview) -
         frame, buffers = _encode_reply(*handler(job, block))
     except (RequestError, CapacityError) as error:
         frame, buffers = encode_message(make_failure(error)), []
-    except Exception:  # a job fails alone; its caller hears no internals
+    except Exception:  # our bug: a job fails alone, and the client gets a 500 without internals
         _logger.exception("a job of the pool failed")
-        frame, buffers = encode_message(Failure(RequestError.__name__, NOT_PROCESSED)), []
+        frame, buffers = encode_message(Failure(FailedRequestError.__name__, OWN_FAULT)), []
     channel.send(frame, buffers)
 
 
