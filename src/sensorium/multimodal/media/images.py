@@ -8,6 +8,7 @@ limit is a global of the process.
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,6 +26,19 @@ from sensorium.types.errors import RequestError
 # AVIF and WebP as Pillow was built.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP")
 _KIND = "an image"
+# What Pillow raises for damaged files, by its sources and by a hundred thousand damaged files.
+# `RuntimeError` is what its AVIF decoder raises. `TypeError` and `AttributeError` are not among
+# them on purpose: where Pillow expects these of a bad header, it makes a `SyntaxError` of them.
+DECODER_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+    Image.DecompressionBombError,
+)
 _PREFIX_BYTES = 16  # what Pillow's formats look at to know their own
 _DEEP_GREY_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _TO_UPRIGHT = {
@@ -48,7 +62,7 @@ def decode_image(
     budget: WorkBudget | None = None,
 ) -> Image.Image:
     """An RGB image, turned as its EXIF data says; of several frames the first."""
-    with refuse_damaged(_KIND):
+    with refuse_damaged(_KIND, *DECODER_ERRORS):
         check_webp_size(data, limits)
         with open_image(data) as image:
             check_num_pixels(*image.size, limits)
@@ -121,7 +135,7 @@ def get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
     """What makes an image upright, by its EXIF data; `None` if it is."""
     try:
         orientation = read_exif().get(ExifTags.Base.Orientation)
-    except Exception:  # damaged notes beside good pixels
+    except DECODER_ERRORS:  # damaged notes beside good pixels
         return None
     return _TO_UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 

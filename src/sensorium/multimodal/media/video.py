@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sensorium.multimodal.media.av_container import (
+    check_codec,
     check_duration,
     get_decoder_options,
     open_container,
@@ -99,6 +100,7 @@ def _get_stream(container: InputContainer, limits: MediaLimits) -> VideoStream:
     if not container.streams.video:
         raise RequestError("there are no pictures in this file")
     stream = container.streams.video[0]
+    check_codec(stream)
     stream.codec_context.thread_count = 1  # several clips are decoded at once, in processes
     stream.codec_context.options = get_decoder_options(limits.max_pixels)
     return stream
@@ -181,7 +183,8 @@ def _read_frames(
 
 def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
     """Upright, and of the size of the frames before it: a clip may change its size on its way."""
-    num_turns = round(frame.rotation / 90)
+    # A matrix without an angle gives the lowest or another integer, depending on the processor.
+    num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0
     size: dict[str, int] = {}
     if kept is not None:
         height, width = kept.shape[1:3] if num_turns % 2 == 0 else kept.shape[2:0:-1]
