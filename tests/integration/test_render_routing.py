@@ -71,7 +71,7 @@ class _Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[bool, bool]] = []
         self.num_decoded = 0
-        process, decode_image = InputProcessor.process, decoding.decode_image
+        process, decode_image = InputProcessor.process_pausing, decoding.decode_image
 
         def watch_process(*args: Any, **options: Any) -> Any:
             self.told.append((options["skip_mm_cache"], options["needs_tensors"]))
@@ -81,7 +81,7 @@ class _Watch:
             self.num_decoded += 1
             return decode_image(*args, **options)
 
-        monkeypatch.setattr(InputProcessor, "process", watch_process)
+        monkeypatch.setattr(InputProcessor, "process_pausing", watch_process)
         monkeypatch.setattr(decoding, "decode_image", watch_decode)
 
 

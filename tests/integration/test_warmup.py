@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,8 @@ def test_a_modality_that_fails_is_switched_off_and_the_rest_is_warmed(
         assert line.endswith("no videos today")
         assert completed.startswith(_READONLY_LINE)
         assert [r.exc_info for r in caplog.records if r.levelname == "WARNING"] == [None]
-        assert processed == ["image", "audio"] * 2
+        # A sound is tried several times, to find out how much of it the model hears.
+        assert [modality for modality, _ in groupby(processed)] == ["image", "audio"] * 2
         assert half.engine.modalities == ("image", "audio")
         assert half.engine.switched_off["video"].endswith("no videos today")
         assert_no_trace(half)
