@@ -60,7 +60,7 @@ def test_what_is_just_small_enough_is_no_problem(check_sizes: ModuleType, tree: 
         ("src/package/module.py", 90, 61, "src/package/module.py:work: 61 lines, 60 at most"),
         ("src/package/families/family.py", 151, 2, "families/family.py: 151 lines, 150 at most"),
         ("benchmarks/bench.py", 90, 61, "benchmarks/bench.py:work: 61 lines, 60 at most"),
-        ("README.md", 121, 2, "README.md: 121 lines, 120 at most"),
+        ("README.md", 161, 2, "README.md: 161 lines, 160 at most"),
     ],
 )
 def test_one_line_more_is_a_problem(

@@ -247,14 +247,14 @@ def test_a_bug_of_ours_in_one_prompt_costs_its_neighbours_nothing(
     neighbours_of: NeighboursOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = neighbours_of("llama").llm
-    expand = type(llm.input_processor).process
+    expand = type(llm.input_processor).process_pausing
 
     def process(self: Any, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         if prompt == "trip":
             raise ZeroDivisionError("a bug")
         return expand(self, request_id, prompt, params, **options)
 
-    monkeypatch.setattr(type(llm.input_processor), "process", process)
+    monkeypatch.setattr(type(llm.input_processor), "process_pausing", process)
     outputs = llm.generate(["hello", "trip"], use_tqdm=False, return_errors=True)
     assert outputs[0].error is None
     assert "internal error: ZeroDivisionError: a bug" in str(outputs[1].error)

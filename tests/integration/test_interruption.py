@@ -75,7 +75,7 @@ def test_an_interruption_while_a_prompt_is_processed_leaves_nothing(
     for owner, call, is_after in (("input_processor", 3, False), ("processor", 1, True)):
         llm = make_llm(tiny_model("llava"))
         inputs = llm.input_processor
-        name = "process" if owner == "input_processor" else "process_item"
+        name = "process_pausing" if owner == "input_processor" else "process_item"
         target = inputs if owner == "input_processor" else inputs.processor
         interrupt(target, name, call=call, is_after=is_after)
         assert_it_works_on(llm, prompts, expected)

@@ -27,7 +27,18 @@ from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 
 _FAMILIES = (
-    *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llava", "llava_next"),
+    *(
+        "aya_vision",
+        "cohere2_vision",
+        "qwen3_vl_moe",
+        "gemma3",
+        "gemma4",
+        "glm4v",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_next",
+    ),
     *("llava_onevision", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm"),
 )
 _OPTIONS: dict[str, dict[str, object]] = {

@@ -276,6 +276,8 @@ def test_a_refusal_by_the_core_releases_everything_and_costs_no_second_look(
     llm, data = llm_of(cache_type), make_new_png()
     calls, queries = Calls(monkeypatch, llm), QueryCount(llm)
     params = replace(GREEDY, n=n)
+    # The input processor would refuse it first: here it has to reach the core.
+    monkeypatch.setattr(llm.input_processor, "max_model_len", None)
     with pytest.raises(RequestError, match="256"):
         llm.generate(make_prompt(data, text=LONG), params, use_tqdm=False)
     assert_idle(llm)

@@ -101,6 +101,7 @@ class Trial:
         self._config = config
         self._make_scheduler = make_scheduler
         self._limits = limit_mm_per_prompt
+        self._words = self._fit_words()
         # A random model may choose the token that stands for an item. Models treat it in their own
         # ways when it comes without one, and no real model writes it.
         placeholders = [i for m in processor.modalities for i in processor.get_token_ids(m)]
@@ -150,6 +151,13 @@ class Trial:
 
     # ---- the prompts
 
+    def _fit_words(self) -> list[str]:
+        """Return the words of prompts, cut short where the model's context is very small."""
+        num_tokens = len(self._processor.tokenizer("".join(_WORDS) + _WORDS[-1])["input_ids"])
+        room = self._config.limits.max_model_len - 2 * _NUM_TOKENS
+        share = min(1.0, max(0.1, room / num_tokens))
+        return [words[: math.ceil(share * len(words))] for words in _WORDS]
+
     def _make_cases(self, modality: str | None) -> list[_Case]:
         """Return two prompts of different lengths, the shorter one first.
 
@@ -157,18 +165,21 @@ class Trial:
         different places.
         """
         if modality is None:
-            return [self._make_case("0", _WORDS[:1]), self._make_case("1", self._make_long_text())]
+            return [
+                self._make_case("0", self._words[:1]),
+                self._make_case("1", self._make_long_text()),
+            ]
         num_items = min(2, self._limits.get(modality, 2))
         rate = self._processor.sampling_rate or 0
         items = [make_dummy_media(modality, rate, index=index) for index in (1, 0)][:num_items]
         return [
-            self._make_case("0", [_WORDS[0], _WORDS[2]], modality, items[-1:]),
-            self._make_case("1", [*_WORDS[:num_items], _WORDS[2] * 2], modality, items),
+            self._make_case("0", [self._words[0], self._words[2]], modality, items[-1:]),
+            self._make_case("1", [*self._words[:num_items], self._words[2] * 2], modality, items),
         ]
 
     def _make_long_text(self) -> list[str]:
         """Return a text that is longer than the model's windows, where that costs little."""
-        text = "".join(_WORDS)
+        text = "".join(self._words)
         num_tokens = len(self._processor.tokenizer(text)["input_ids"])
         room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
         windows = [group.window or 0 for group in self._config.groups]

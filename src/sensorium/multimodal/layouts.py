@@ -29,6 +29,8 @@ from sensorium.types.multimodal import ItemLayout, ProcessedItem
 # Processors that were held against themselves over many sizes: tests/integration/test_layouts.py.
 SIZED_PROCESSORS = frozenset(
     {
+        "AyaVisionProcessor",
+        "Cohere2VisionProcessor",
         "Gemma3Processor",
         "Gemma4Processor",
         "Glm4vProcessor",

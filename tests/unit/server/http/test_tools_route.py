@@ -54,8 +54,9 @@ class SpeakingEngine(ScriptedEngine):
     reason: FinishReason = FinishReason.STOP
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str
+        self, prompt: Any, params: SamplingParams, *, request_id: str, group: str | None = None
     ) -> AsyncGenerator[RequestDelta, None]:
+        del group
         self.calls.append((prompt, params))
         pieces = [self.text[i : i + self.length] for i in range(0, len(self.text), self.length)]
         for index, piece in enumerate(pieces):
