@@ -30,7 +30,6 @@ _FAMILIES = (
     *(
         "aya_vision",
         "cohere2_vision",
-        "qwen3_vl_moe",
         "gemma3",
         "gemma4",
         "glm4v",

@@ -3,16 +3,21 @@
 What a client has not read waits in the kernel and then in the connection's buffer. When that is
 full, nothing more is made for it; what the engine goes on to generate is kept as text, once. A
 client that takes no byte for the whole timeout loses its connection, and its request ends as if it
-had left. One that reads slowly keeps both: any byte that the kernel takes is a sign of life.
+had left. One that reads slowly keeps both: any byte that its machine acknowledges is a sign of
+life. The connection's buffer alone would not show that: the kernel takes more only when a large
+part of its own queue is free again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
 import struct
+import sys
+import termios
 from typing import Any
 
 from sensorium.server.http.http_protocol import LimitedHttpProtocol
@@ -55,8 +60,9 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self.stream_timeout_s and self._next_look is None:
-            num_bytes = self.transport.get_write_buffer_size()
-            watch = UnreadWatch(self.stream_timeout_s, num_bytes=num_bytes, now=self.loop.time())
+            watch = UnreadWatch(
+                self.stream_timeout_s, num_bytes=self._count_unread(), now=self.loop.time()
+            )
             self._look_later(watch)
 
     def resume_writing(self) -> None:
@@ -71,12 +77,18 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
         self._next_look = self.loop.call_later(watch.interval_s, self._look, watch)
 
     def _look(self, watch: UnreadWatch) -> None:
-        if watch.look(self.loop.time(), self.transport.get_write_buffer_size()):
+        if watch.look(self.loop.time(), self._count_unread()):
             logger.info("a client read nothing for %g s: it is cut off", self.stream_timeout_s)
             self._next_look = None
             self._cut_off()
             return
         self._look_later(watch)
+
+    def _count_unread(self) -> int:
+        """Return the bytes that wait in the connection's buffer and in the kernel's queue."""
+        number = self.transport.get_extra_info("socket").fileno()
+        queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _cut_off(self) -> None:
         """End the connection, and let the kernel drop what it still holds for the client."""
