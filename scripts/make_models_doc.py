@@ -54,8 +54,8 @@ of prompts and answers.
 
 How much rounding may change is measured in the dtype that is served: the same model with its own
 attention and with Transformers' eager one. The engine may be 2.5 times as far off over all, and 5
-times at the worst position. Models that are right are at 0.9 and 1.7 at most, wrong ones at 3 and
-14 or more. If the trial of text fails, so does the start. A modality whose trial fails is
+times at the worst position. Models that are right are at 0.9 and 1.7 at most, wrong ones at 11 and
+17 or more. If the trial of text fails, so does the start. A modality whose trial fails is
 switched off: one warning in the log has the reason, requests with it are a 400 with the reason,
 and `/v1/models` and `sensorium models MODEL --try` show it. The same holds for a modality of any
 model, listed or not, of which a small item can't be prepared when a server warms up. Listed

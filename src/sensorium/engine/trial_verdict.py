@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-# How often an engine's distance may be the rounding's. Models that are right have at most 1.7 times
-# the worst position's and 0.9 times the overall one; models that are wrong have 14 and 3, or more.
+# How often an engine's distance may be the rounding's. Tiny models that are right have at most 1.7
+# times the worst position's and 0.9 times the overall one; models of the wrong kind have 17 and 11,
+# or more (ADR 22).
 _WORST_FACTOR = 5.0
 _OVERALL_FACTOR = 2.5
 # Rounding is taken to be at least this: two attentions may happen to round in the same way.
