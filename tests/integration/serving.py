@@ -128,8 +128,14 @@ class ServerProcess:
         return [self.process.pid, *get_descendants(self.process.pid)]
 
     def find_children(self, word: str) -> list[int]:
-        """Those whose command line has this word, e.g. "core_main"."""
-        return [pid for pid in get_descendants(self.process.pid) if word in get_command(pid)]
+        """Return the processes with this word in their command line, e.g. "core_main".
+
+        A process that was forked and has not begun its own program has the line of its parent; it
+        does not count.
+        """
+        found = [pid for pid in get_descendants(self.process.pid) if word in get_command(pid)]
+        forked = {child for pid in found for child in get_descendants(pid)}
+        return [pid for pid in found if pid not in forked]
 
     def stop(self, timeout_s: float = 60.0) -> int:
         """As an operator does; the exit status."""
