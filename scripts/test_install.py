@@ -131,7 +131,7 @@ def try_installation(version: str, python: Path, wheel: Path, folder: Path) -> s
         own_python = make_environment(python, place / "environment")
         _say(f"Python {version}: installing the newest versions allowed")
         install(own_python, wheel, wheels)
-        versions = {name.lower(): number for name, number in read_versions(own_python).items()}
+        versions = read_versions(own_python)
         size_gb = measure_size(place / "environment")
         _say(f"Python {version}: {size_gb:.1f} GB; starting the server")
         command = [str(own_python.parent / "sensorium"), "serve", "--port", "0"]

@@ -78,8 +78,12 @@ def measure_size(folder: Path) -> float:
 
 def read_versions(python: Path) -> dict[str, str]:
     """Return the version of each package that is installed in an environment."""
-    output = _run([str(python), *_PIP, "list", "--format", "json"])
-    return {entry["name"]: entry["version"] for entry in json.loads(output)}
+    code = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
+    )
+    versions: dict[str, str] = json.loads(_run([str(python), "-I", "-c", code]))
+    return versions
 
 
 def find_media(python: Path) -> Path:
