@@ -22,7 +22,7 @@ from installing.pythons import VERSIONS, find_python
 
 _HEADER = """\
 # The versions that are tested, for each supported Python. `make setup` uses them.
-# Written by `make constraints`; pyproject.toml has the ranges.
+# `make constraints` renews them; pyproject.toml has the ranges.
 """
 _OF_CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 _OWN_NAME = "sensorium"
