@@ -136,14 +136,30 @@ def test_a_mask_that_a_layer_makes_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["aya_vision", "cohere2_vision"])
 def test_logits_that_the_model_does_not_scale_are_left_alone(
-    tiny_model: Callable[[str], str], family: str
+    tiny_model: Callable[[str], str], family: str, dtype: torch.dtype
 ) -> None:
     directory = tiny_model(family)
     cpu = torch.device("cpu")
-    adapter = load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+    adapter = load_model(directory, load_config(directory), dtype=dtype, device=cpu)
     adapter.probe_layers()
-    hidden = torch.linspace(-1, 1, adapter.text_config.hidden_size)[None]
+    hidden = torch.linspace(-1, 1, adapter.text_config.hidden_size, dtype=dtype)[None]
+    unscaled = adapter.model.get_output_embeddings()(hidden).float()
     assert adapter.text_config.logit_scale == 0.25
-    assert torch.equal(adapter.logits(hidden), adapter.model.get_output_embeddings()(hidden))
+    assert torch.equal(adapter.logits(hidden), unscaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_scaled_as_the_model_scales_them(
+    tiny_model: Callable[[str], str], dtype: torch.dtype
+) -> None:
+    directory = tiny_model("gemma4")
+    cpu = torch.device("cpu")
+    adapter = load_model(directory, load_config(directory), dtype=dtype, device=cpu)
+    adapter.probe_layers()
+    hidden = 50 * torch.linspace(-1, 1, adapter.text_config.hidden_size, dtype=dtype)[None]
+    softcap = adapter.text_config.final_logit_softcapping
+    unscaled = adapter.model.get_output_embeddings()(hidden).float()
+    assert torch.equal(adapter.logits(hidden), torch.tanh(unscaled / softcap) * softcap)
