@@ -30,7 +30,8 @@ VIDEO_OPTIONS: tuple[dict[str, Any], ...] = (
     {"mm_processor_kwargs": {"num_frames": 64}},
     {"media_io_kwargs": {"video": {"num_frames": 64}}},
 )
-_MAX_REQUESTS = 200
+_MAX_REQUESTS = 1000
+_PAUSE_S = 0.1  # between two requests: these are attacks by size, not by number
 _TIMEOUT_S = 300.0
 
 
@@ -65,10 +66,12 @@ def attack(
     is_over = threading.Event()
 
     def run() -> None:
-        for number in range(_MAX_REQUESTS):
-            if is_over.is_set():
-                return
-            answers.append(ask(url, make_picture_body(options[number % len(options)])))
+        with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client:
+            for number in range(_MAX_REQUESTS):
+                body = make_picture_body(options[number % len(options)])
+                answers.append(client.post("/v1/chat/completions", json=body))
+                if is_over.wait(_PAUSE_S):
+                    return
 
     thread = threading.Thread(target=run)
     thread.start()

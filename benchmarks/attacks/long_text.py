@@ -5,6 +5,7 @@ A server that tokenises a text before it looks at its length spends seconds and 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import httpx
 FLAGS: tuple[str, ...] = ()
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times. "
 _NUM_CLIENTS = 4
+_PAUSE_S = 1.0  # between two requests of a client: these are attacks by length, not by number
 _MAX_REQUESTS = 200  # of each client, so that the attack ends by itself
 _TIMEOUT_S = 300.0
 
@@ -39,16 +41,18 @@ def make_bodies(text: str) -> dict[str, dict[str, Any]]:
 @contextmanager
 def attack(url: str, num_characters: int = 8 * 2**20) -> Iterator[list[int]]:
     """Send chats of this length from four clients. The list fills with the answers' statuses."""
-    body = make_bodies(make_text(num_characters))["/v1/chat/completions"]
+    body = json.dumps(make_bodies(make_text(num_characters))["/v1/chat/completions"]).encode()
     statuses: list[int] = []
     is_over = threading.Event()
 
     def run() -> None:
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client:
+        headers = {"Content-Type": "application/json"}
+        with httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S) as client:
             for _ in range(_MAX_REQUESTS):
-                if is_over.is_set():
+                answer = client.post("/v1/chat/completions", content=body)
+                statuses.append(answer.status_code)
+                if is_over.wait(_PAUSE_S):
                     return
-                statuses.append(client.post("/v1/chat/completions", json=body).status_code)
 
     threads = [threading.Thread(target=run) for _ in range(_NUM_CLIENTS)]
     for thread in threads:

@@ -48,10 +48,15 @@ class Neighbours:
 
     def ask(self, kind: str) -> Answer:
         """Ask once, and wait for the answer."""
+        with self._make_client() as client:
+            return self._ask(client, kind)
+
+    def _make_client(self) -> httpx.Client:
+        return httpx.Client(headers=self._headers, timeout=_TIMEOUT_S)
+
+    def _ask(self, client: httpx.Client, kind: str) -> Answer:
         began = time.monotonic()
-        response = httpx.post(
-            self._url, json=_make_body(kind), headers=self._headers, timeout=_TIMEOUT_S
-        )
+        response = client.post(self._url, json=_make_body(kind))
         seconds = time.monotonic() - began
         content = ""
         if response.status_code == 200:
@@ -66,10 +71,12 @@ class Neighbours:
         def run(kind: str) -> None:
             num_asked = 0
             try:
-                while num_asked < min_rounds or is_wanted():
-                    answers.append(self.ask(kind))
-                    num_asked += 1
-                    time.sleep(_PAUSE_S)
+                # One client for all questions, since making one takes as long as an answer.
+                with self._make_client() as client:
+                    while num_asked < min_rounds or is_wanted():
+                        answers.append(self._ask(client, kind))
+                        num_asked += 1
+                        time.sleep(_PAUSE_S)
             except httpx.HTTPError as error:
                 failures.append(error)
 

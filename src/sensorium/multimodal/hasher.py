@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from sensorium.multimodal.media.images import DECODER_ERRORS
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.precomputed_embeds import PrecomputedEmbeds
 from sensorium.types.errors import ModelError, RequestError
@@ -157,8 +158,8 @@ def _as_plain(value: int | float) -> int | float:
 
 def _update_image(digest: Any, image: Image.Image) -> None:
     try:
-        image.load()
-    except Exception as error:  # PIL reads a file when its pixels are needed, and raises anything
+        image.load()  # Pillow reads a file when its pixels are needed
+    except DECODER_ERRORS as error:
         raise RequestError("the image can't be read: it is damaged or truncated") from error
     _frame(digest, b"image", f"{image.mode}:{image.size}".encode())
     width, height = image.size

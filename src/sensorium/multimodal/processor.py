@@ -36,6 +36,7 @@ _OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "
 # between them.
 _MAX_CHARACTERS = 2**12
 _MAX_CHARACTERS_PER_EMBED = 2**8
+_FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, AssertionError)
 
 
 class MultiModalProcessor:
@@ -187,17 +188,21 @@ class MultiModalProcessor:
         *,
         mm_hash: str = "",
     ) -> ProcessedItem:
-        """A `RequestError` if it can't be done, whatever is wrong with the item."""
+        """A `RequestError` if it can't be done because of the item or of its options."""
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
             tensors, text = self._call(
                 self._processor, modality, checked, metadata, processor_kwargs
             )
-            layout = self._make_layout(modality, text)
         except RequestError:
             raise
-        except Exception as error:  # damaged files and odd options make processors raise anything
+        except Exception as error:
+            # Odd options make processors raise anything. Without options, an item that was checked
+            # can't cause an error of these kinds: the fault is ours, and nobody else's.
+            if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
+                raise
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
+        layout = self._make_layout(modality, text)
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
 
     def count_item(

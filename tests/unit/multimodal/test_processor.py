@@ -137,6 +137,17 @@ def test_a_damaged_image_is_the_callers_fault(qwen: MultiModalProcessor, mode: s
         qwen.process_item("image", damaged, {})
 
 
+def test_a_fault_of_our_own_code_is_not_the_callers(
+    qwen: MultiModalProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("call() got an unexpected keyword argument")
+
+    monkeypatch.setattr(qwen, "_call", fail)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        qwen.process_item("image", Image.fromarray(PIXELS), {})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

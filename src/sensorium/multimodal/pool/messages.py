@@ -52,6 +52,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     job: bytes
     max_cost_s: float  # a job that is more work is answered by `Costly`; infinite: any may be
+    is_long: bool  # whether it is known to be long work, which is done at a low priority
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -116,11 +116,17 @@ class WorkerProcess:
         return message.reason if isinstance(message, StartFailed) else "it made no sense"
 
     def run(
-        self, job: bytes, blocks: Sequence[Buffer], *, deadline: float, max_cost_s: float
+        self,
+        job: bytes,
+        blocks: Sequence[Buffer],
+        *,
+        deadline: float,
+        max_cost_s: float,
+        is_long: bool = False,
     ) -> tuple[Reply | Failure | Costly, memoryview]:
         """Its answer and the block of the answer. `TimeoutError` after the deadline."""
         try:
-            message_bytes = encode_message(Job(job, max_cost_s))
+            message_bytes = encode_message(Job(job, max_cost_s, is_long))
             self._channel.send(message_bytes, blocks, deadline=deadline)
             message, block = self._receive(deadline, map_for_long)
         except TimeoutError:
@@ -203,7 +209,7 @@ def _spawn(descriptor: int, inherited_fds: Sequence[int]) -> subprocess.Popen[by
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment,
-        process_group=0,  # Ctrl-C is for the parent
+        start_new_session=True,  # Ctrl-C is for the parent; see also `priority`
     )
 
 

@@ -177,6 +177,7 @@ class Slot:
                 job.blocks,
                 deadline=time.monotonic() + job.deadline_s,
                 max_cost_s=self._queue.max_unknown_cost_s if is_unknown else math.inf,
+                is_long=job.is_long,
             )
         except TimeoutError:
             self._lose_process()

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
@@ -34,6 +35,7 @@ from sensorium.multimodal.pool.messages import (
     encode_message,
     make_failure,
 )
+from sensorium.multimodal.pool.priority import run_at_low_priority
 from sensorium.types.errors import (
     CapacityError,
     FailedRequestError,
@@ -134,8 +136,10 @@ def _serve(channel: Channel, handler: Handler) -> None:
 
 
 def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview) -> None:
+    work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
-        frame, buffers = _encode_reply(*handler(message.job, block, max_cost_s=message.max_cost_s))
+        reply = run_at_low_priority(work) if message.is_long else work()
+        frame, buffers = _encode_reply(*reply)
     except CostlyJobError as error:
         frame, buffers = encode_message(Costly(error.cost_s)), []
     except (RequestError, CapacityError) as error:

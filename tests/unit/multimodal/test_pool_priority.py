@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from sensorium.multimodal.pool.priority import run_at_low_priority
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+def _get_priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def _get_group_priority() -> str:
+    return AUTOGROUP.read_text().split("nice")[1].strip() if AUTOGROUP.exists() else "none"
+
+
+def test_a_long_job_runs_at_a_low_priority_and_nothing_else_does() -> None:
+    before, group_before = _get_priority(), _get_group_priority()
+
+    within, group_within = run_at_low_priority(lambda: (_get_priority(), _get_group_priority()))
+
+    assert within > before
+    assert group_within in ("10", "none")
+    assert _get_priority() == before
+    assert _get_group_priority() == group_before
+
+
+def test_what_a_long_job_raises_reaches_the_caller() -> None:
+    def fail() -> None:
+        raise ValueError("a damaged file")
+
+    with pytest.raises(ValueError, match="a damaged file"):
+        run_at_low_priority(fail)
