@@ -8,8 +8,8 @@ Invariants:
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
   4. Nothing is given out of order, with two exceptions. Tokens are kept for a span that found too
-     few of them in the last step, from those ahead of it: they go on in the next step. While others
-     wait, requests of one call are passed over beyond its share of the seats (`seat_shares`).
+     few of them in the last step, from those ahead of it: they go on in the next step. Beside
+     others, requests of one call are passed over beyond its shares (`seat_shares`).
   5. The first running request is never preempted: everyone behind it can be preempted for it.
   6. A step is empty only if there are no requests.
   7. A step encodes at most one item beyond the encoder budget. What it encoded too much is made up
@@ -142,7 +142,8 @@ class Scheduler:
     def _fill_step(self) -> Step:
         self._make_room_for_others()
         step = self._begin_step()
-        for request in tuple(self.running):
+        resting = self._shares.get_resting(self.running)
+        for request in [r for r in self.running if r.request_id not in resting]:
             if request.status is RequestStatus.RUNNING:
                 self._schedule_running(request, step)
         step.num_reserved_tokens = 0
@@ -155,9 +156,8 @@ class Scheduler:
         return step
 
     def _make_room_for_others(self) -> None:
-        """Preempt what one call holds beyond its share, if requests of others find no seat. Before
-        the step gives out anything: what has work in a step is not preempted in it.
-        """
+        """Preempt what one call holds beyond its share, if requests of others find no seat."""
+        # Before the step gives out anything: what has work in a step is not preempted in it.
         if not self.waiting:
             return
         blocked_rank = None if self._blocked is None else self._blocked[0]

@@ -1,20 +1,24 @@
-"""Who may take a seat of a step when one call has many requests: half of them at most, each.
+"""What one call with many requests may take from others: half of the seats, a quarter of a step.
 
 A call of a client may be many requests of the core: its prompts times their completions. While
 requests of others wait, one call holds at most half of all seats; alone it may hold them all, and
-gives the surplus back when others come. Decisions only: the scheduler preempts and starts.
+gives the surplus back when others come. Where a larger step takes longer, those who have a seat pay
+as well: while others run, at most a quarter of all seats decode for one call in a step, in turns.
+Decisions only: the scheduler preempts and starts.
 
 Invariants:
   1. At most one call holds more than its share: two would need more seats than there are.
   2. A call that holds less than its share is served in the order of ranks, as any other.
   3. A request that gave its seat back does not get one before the requests it made room for: its
      call still holds its share, and they belong to calls that do not.
+  4. Of every call that runs, at least one request takes part in each step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from heapq import nsmallest
 
 from sensorium.core.request import Request
 
@@ -25,6 +29,7 @@ class SeatShares:
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._share = max(1, max_num_seqs // 2)
+        self._step_share = max(1, max_num_seqs // 4)
         self._num_held: Counter[str] = Counter()  # group -> its requests that run
         self._largest: str | None = None  # the group that holds more than its share
 
@@ -70,6 +75,24 @@ class SeatShares:
             return []
         own = [request for request in running if request.group == self._largest]
         return own[::-1][: min(num_wanted, num_over)]
+
+    def get_resting(self, running: Sequence[Request]) -> set[str]:
+        """Return the ids of requests that take no part in the next step: those of a call beyond its
+        share of a step, if others run too. The ones with the fewest tokens come first, so that all
+        go on alike. Only requests that decode rest; the others fill tokens, not rows.
+        """
+        if len(self._num_held) < 2:
+            return set()
+        resting: set[str] = set()
+        for group, num_held in self._num_held.items():
+            if num_held > self._step_share:
+                own = [r for r in running if r.group == group]
+                decoding = [r for r in own if r.num_computed_tokens == r.num_tokens - 1]
+                num_others = len(own) - len(decoding)
+                num_taken = max(1, self._step_share - num_others)
+                taken = nsmallest(num_taken, decoding, key=lambda r: (r.num_tokens, r.rank))
+                resting.update({r.request_id for r in decoding} - {r.request_id for r in taken})
+        return resting
 
     def _count_entitled(self, waiting: Sequence[Request], *, most: int) -> int:
         """Count the waiting requests that their calls' shares have room for, up to `most`."""

@@ -74,3 +74,28 @@ def test_single_requests_are_served_in_their_order_as_ever() -> None:
         driver.add(make_request(name, (1,), sampling_params=tokens(2)))
     assert [list(windows) for windows in run(driver, 4)] == [["a", "b"]] * 2 + [["c", "d"]] * 2
     assert driver.scheduler.counters.num_preemptions == 0
+
+
+def get_scheduled(driver: SchedulerDriver) -> set[str]:
+    (windows,) = run(driver)
+    return set(windows)
+
+
+def test_beside_others_a_quarter_of_the_seats_decodes_for_one_call_in_turns() -> None:
+    driver = make_driver(max_num_seqs=8, num_blocks=1001)
+    add_call(driver, "a", 8)
+    run(driver, 3)
+    driver.add(make_request("x", (2,), sampling_params=tokens(50)))
+    run(driver, 2)
+    steps = [get_scheduled(driver) for _ in range(7)]
+    assert all("x" in step and len(step) == 3 for step in steps)
+    assert set().union(*steps) == {"x", *(f"a{index}" for index in range(7))}
+    driver.drain()
+
+
+def test_alone_a_call_decodes_in_all_its_seats_again() -> None:
+    driver = make_driver(max_num_seqs=8, num_blocks=1001)
+    add_call(driver, "a", 8)
+    driver.add(make_request("x", (2,), sampling_params=tokens(4)))
+    run(driver, 20)
+    assert len(get_scheduled(driver)) == 8
