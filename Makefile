@@ -90,6 +90,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/warmup.py --record
 	$(BIN)/python benchmarks/render.py --record
 	$(BIN)/python benchmarks/structured.py --record
+	$(BIN)/python benchmarks/trial.py --record
+	$(BIN)/python benchmarks/attack_costs.py --record
 
 serve: $(READY)
 	$(BIN)/sensorium serve --port 8000
