@@ -215,13 +215,16 @@ class SchedulerDriver:
         assert set(self.scheduler.requests) == set(self.open)
 
     def _check_seats(self) -> None:
-        """No call keeps more than half of the seats from a request whose call has less."""
+        """No call keeps more than half of the seats from an urgent request whose call has less."""
         scheduler = self.scheduler
         share = max(1, self.limits.max_num_seqs // 2)
         held = Counter(request.group for request in scheduler.running)
         is_full = len(scheduler.running) == self.limits.max_num_seqs
         if is_full and max(held.values()) > share:
-            assert all(held[request.group] >= share for request in scheduler.waiting)
+            largest = max(held, key=held.__getitem__)
+            urgency = min(r.rank[0] for r in scheduler.running if r.group == largest)
+            urgent = [r for r in scheduler.waiting if r.rank[0] <= urgency]
+            assert all(held[request.group] >= share for request in urgent)
 
     def _check_budgets(self, output: SchedulerOutput) -> None:
         limits = self.limits

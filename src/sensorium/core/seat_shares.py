@@ -4,7 +4,8 @@ A call of a client may be many requests of the core: its prompts times their com
 requests of others wait, one call holds at most half of all seats; alone it may hold them all, and
 gives the surplus back when others come. Where a larger step takes longer, those who have a seat pay
 as well: while others run, at most a quarter of all seats decode for one call in a step, in turns.
-Decisions only: the scheduler preempts and starts.
+Nothing is taken from a call for others that are less urgent. Decisions only: the scheduler preempts
+and starts.
 
 Invariants:
   1. At most one call holds more than its share: two would need more seats than there are.
@@ -17,8 +18,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import nsmallest
+from itertools import takewhile
 
 from sensorium.core.request import Request
 
@@ -50,11 +52,14 @@ class SeatShares:
             del self._num_held[group]
 
     def get_next(self, waiting: Sequence[Request]) -> Request:
-        """Return the first whose call holds less than its share; the first of all if there is none.
+        """Return the first whose call holds less than its share; the first of all if there is none
+        that is as urgent.
 
         Passing over the rest costs time in proportion to the waiting requests of one call.
         """
         for request in waiting:
+            if _get_urgency(request) > _get_urgency(waiting[0]):
+                break
             if self._num_held[request.group] < self._share:
                 return request
         return waiting[0]
@@ -70,22 +75,25 @@ class SeatShares:
             return []
         num_free = 0 if is_next_blocked else self._max_num_seqs - len(running)
         num_over = self._num_held[self._largest] - self._share
-        num_wanted = self._count_entitled(waiting, most=num_over + num_free) - num_free
+        own = [request for request in running if request.group == self._largest]
+        urgent = takewhile(lambda r: _get_urgency(r) <= _get_urgency(own[0]), waiting)
+        num_wanted = self._count_entitled(urgent, most=num_over + num_free) - num_free
         if num_wanted <= 0:
             return []
-        own = [request for request in running if request.group == self._largest]
         return own[::-1][: min(num_wanted, num_over)]
 
     def get_resting(self, running: Sequence[Request]) -> set[str]:
         """Return the ids of requests that take no part in the next step: those of a call beyond its
-        share of a step, if others run too. The ones with the fewest tokens come first, so that all
-        go on alike. Only requests that decode rest; the others fill tokens, not rows.
+        share of a step, if others as urgent run too. The ones with the fewest tokens come first, so
+        that all go on alike. Only requests that decode rest; the others fill tokens, not rows.
         """
         if len(self._num_held) < 2:
             return set()
         resting: set[str] = set()
-        for group, num_held in self._num_held.items():
-            if num_held > self._step_share:
+        urgencies = {request.group: _get_urgency(request) for request in running}
+        for group in [g for g, num_held in self._num_held.items() if num_held > self._step_share]:
+            urgency = urgencies[group]
+            if any(g != group and other <= urgency for g, other in urgencies.items()):
                 own = [r for r in running if r.group == group]
                 decoding = [r for r in own if r.num_computed_tokens == r.num_tokens - 1]
                 num_others = len(own) - len(decoding)
@@ -94,7 +102,7 @@ class SeatShares:
                 resting.update({r.request_id for r in decoding} - {r.request_id for r in taken})
         return resting
 
-    def _count_entitled(self, waiting: Sequence[Request], *, most: int) -> int:
+    def _count_entitled(self, waiting: Iterable[Request], *, most: int) -> int:
         """Count the waiting requests that their calls' shares have room for, up to `most`."""
         taken: Counter[str] = Counter()
         num_entitled = 0
@@ -106,3 +114,8 @@ class SeatShares:
                 taken[group] += 1
                 num_entitled += 1
         return num_entitled
+
+
+def _get_urgency(request: Request) -> int:
+    """Return its priority: the lower, the more urgent."""
+    return request.rank[0]

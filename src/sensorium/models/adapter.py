@@ -182,9 +182,8 @@ class ModelAdapter:
         return probe.windows
 
     def _run_two_tokens(self, call: Any) -> torch.Tensor:
-        token_ids = torch.zeros(2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)
-        embeds, extra = self.embed(token_ids, None, None)
+        embeds, extra = self.embed(_get_probe_ids(self.device), None, None)
         return self.forward(
             embeds, positions.expand(3, 2) if self.has_mrope else positions, call, extra
         )
@@ -199,7 +198,7 @@ class ModelAdapter:
         hidden = self._run_two_tokens(probe)
         positions = torch.arange(2, device=self.device)
         whole = self.model(
-            input_ids=torch.zeros(1, 2, dtype=torch.long, device=self.device),
+            input_ids=_get_probe_ids(self.device)[None],
             position_ids=positions.expand(3, 1, 2) if self.has_mrope else positions[None],
             use_cache=False,
             attention_call=KVProbe(),
@@ -308,6 +307,11 @@ class ModelAdapter:
     ) -> list[torch.Tensor]:
         """Each item's share of what its encoder gave."""
         return _split(output, [_get_num_parts(item) for item in items], num_embeds)
+
+
+def _get_probe_ids(device: torch.device) -> torch.Tensor:
+    """Two tokens, not one twice: the embedding of the first may be zero, and say nothing."""
+    return torch.arange(2, device=device)
 
 
 def gather_arguments(

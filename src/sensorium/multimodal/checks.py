@@ -96,11 +96,17 @@ def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metad
     fps = metadata.get("fps")
     if fps is not None and not (_is_number(fps) and float(fps) > 0):  # type: ignore[arg-type]
         raise RequestError(f"video metadata: fps must be a number above 0, not {fps!r}")
+    total = metadata.get("total_num_frames")
+    total = num_frames if total is None else total
+    if type(total) is not int or total < 1:
+        raise RequestError(
+            f"video metadata: total_num_frames must be an integer above 0, not {total!r}"
+        )
     given = metadata.get("frames_indices")
     indices = list(range(num_frames)) if given is None else _as_list(given)
     if len(indices) != num_frames:
         raise RequestError(f"{len(indices)} frames_indices for {num_frames} frames")
-    return {"total_num_frames": num_frames, **metadata, "frames_indices": indices}
+    return {**metadata, "total_num_frames": total, "frames_indices": indices}
 
 
 def _as_list(indices: Any) -> list[int]:

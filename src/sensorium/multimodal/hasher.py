@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sensorium.multimodal.media.images import DECODER_ERRORS
+from sensorium.multimodal.media.images import DECODER_ERRORS, load_pixels
 from sensorium.multimodal.media.media_bytes import MediaBytes
 from sensorium.multimodal.precomputed_embeds import PrecomputedEmbeds
 from sensorium.types.errors import ModelError, RequestError
@@ -158,7 +158,7 @@ def _as_plain(value: int | float) -> int | float:
 
 def _update_image(digest: Any, image: Image.Image) -> None:
     try:
-        image.load()  # Pillow reads a file when its pixels are needed
+        load_pixels(image)  # Pillow reads a file when its pixels are needed
     except DECODER_ERRORS as error:
         raise RequestError("the image can't be read: it is damaged or truncated") from error
     _frame(digest, b"image", f"{image.mode}:{image.size}".encode())

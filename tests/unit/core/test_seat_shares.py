@@ -99,3 +99,17 @@ def test_alone_a_call_decodes_in_all_its_seats_again() -> None:
     driver.add(make_request("x", (2,), sampling_params=tokens(4)))
     run(driver, 20)
     assert len(get_scheduled(driver)) == 8
+
+
+def test_nothing_is_taken_from_an_urgent_call_for_others() -> None:
+    driver = make_driver(max_num_seqs=8, num_blocks=1001, policy="priority")
+    add_call(driver, "a", 8)
+    run(driver, 3)
+    for name in ("x", "y"):
+        driver.add(make_request(name, (2,), sampling_params=tokens(50), priority=1))
+    assert get_scheduled(driver) == {f"a{index}" for index in range(8)}
+    driver.add(make_request("z", (2,), sampling_params=tokens(50), priority=-1))
+    run(driver)
+    assert get_running(driver) == ["z", *(f"a{index}" for index in range(7))]
+    assert len(get_scheduled(driver)) == 3
+    driver.drain()

@@ -173,6 +173,7 @@ def test_frames_without_metadata_have_none() -> None:
     ("metadata", "message"),
     [
         ({"fps": 0}, "fps must be a number above 0"),
+        ({"total_num_frames": "x"}, "total_num_frames must be an integer above 0, not 'x'"),
         ({"fps": "fast"}, "fps must be a number above 0, not 'fast'"),
         ({"frames_indices": [0, 1]}, "2 frames_indices for 4 frames"),
         ({"frames_indices": [0, 1, 2, -3]}, "integers >= 0"),

@@ -21,7 +21,7 @@ from sensorium.multimodal.media.av_container import (
     refuse_if_longer,
 )
 from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.work_budget import WorkBudget, estimate_sound_s
+from sensorium.multimodal.media.work_budget import SOUND_FRAME_S, WorkBudget, estimate_sound_s
 from sensorium.types.errors import RequestError
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def _read_mono(
             raise RequestError("the sampling rate of this sound changes on its way")
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
-        budget.spend(estimate_sound_s(frame.samples / rate))
+        # The number of frames is not limited by the duration: one may have a single sample.
+        budget.spend(estimate_sound_s(frame.samples / rate) + SOUND_FRAME_S)
         values = _read_samples(frame)
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T
@@ -136,11 +137,13 @@ def _trim_end(pieces: Iterator[Samples], length: Fraction | int) -> Iterator[Sam
 
 def _gather(pieces: Iterator[Samples]) -> Iterator[Samples]:
     waiting: list[Samples] = []
+    num_waiting = 0
     for piece in pieces:
         waiting.append(piece)
-        if sum(map(len, waiting)) >= _PIECE:
+        num_waiting += len(piece)
+        if num_waiting >= _PIECE:
             yield np.concatenate(waiting)
-            waiting = []
+            waiting, num_waiting = [], 0
     if waiting:
         yield np.concatenate(waiting)
 

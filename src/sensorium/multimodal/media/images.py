@@ -28,7 +28,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP")
 _KIND = "an image"
 # What Pillow raises for damaged files, by its sources and by a hundred thousand damaged files.
 # `RuntimeError` is what its AVIF decoder raises. `TypeError` and `AttributeError` are not among
-# them on purpose: where Pillow expects these of a bad header, it makes a `SyntaxError` of them.
+# them on purpose: they would hide mistakes of ours. `load_pixels` makes an exception.
 DECODER_ERRORS = (
     OSError,
     SyntaxError,
@@ -69,12 +69,21 @@ def decode_image(
             if budget is not None:
                 budget.expect(estimate_frames_s(1, *image.size))
             try:
-                image.load()
+                load_pixels(image)
             except Image.DecompressionBombError as error:
                 raise RequestError(_too_many_pixels(limits)) from error
             upright = to_rgb(_turn_upright(image), background=background)
             upright.info = {}  # nobody turns it again
             return upright
+
+
+def load_pixels(image: Image.Image) -> None:
+    """Decode an image that was opened. Errors are those in `DECODER_ERRORS`."""
+    try:
+        image.load()
+    except TypeError as error:  # Pillow takes tags of any type from a TIFF, and computes with them
+        raise ValueError("a field of the file has a wrong type") from error
+    _drop_texts(image)
 
 
 def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:
@@ -112,9 +121,18 @@ def open_image(data: bytes) -> Image.Image:
         accepts = cast("Callable[[bytes], bool | str]", accept)
         # A text instead of True is the reason why this build of Pillow can't read the format.
         if accepts(prefix) is True:
-            return cast("Image.Image", factory(io.BytesIO(data), ""))
+            image = cast("Image.Image", factory(io.BytesIO(data), ""))
+            _drop_texts(image)
+            return image
     known = ", ".join(_FORMATS)
     raise RequestError(f"this is not an image of a supported format ({known})")
+
+
+def _drop_texts(image: Image.Image) -> None:
+    """Forget texts of a PNG whose names Pillow keeps for a colour and for bytes."""
+    for name in ("transparency", "exif", "xmp"):
+        if isinstance(image.info.get(name), str):
+            del image.info[name]
 
 
 def check_webp_size(data: bytes, limits: MediaLimits) -> None:

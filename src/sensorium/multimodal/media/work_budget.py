@@ -16,6 +16,7 @@ from sensorium.types.errors import RequestError, SensoriumError
 _PIXELS_PER_S = 100e6  # real pictures: 50 to 150 million; frames of videos: 100 to 500 million
 _FRAME_S = 50e-6  # what a frame costs, however small it is
 _SOUND_S_PER_S = 300.0  # seconds of sound that are decoded and processed in one second
+SOUND_FRAME_S = 100e-6  # what a frame of a sound costs, however short it is
 
 
 class CostlyItemError(SensoriumError):

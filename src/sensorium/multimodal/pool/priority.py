@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ from typing import TypeVar
 
 _NICE = 10  # about a tenth of a core that others want too
 _AUTOGROUP = "/proc/self/autogroup"
+_RETRY_S = 0.03
+_MAX_TRIES = 50
 _Result = TypeVar("_Result")
 
 
@@ -44,5 +47,13 @@ def _lowering_group() -> Iterator[None]:
 
 
 def _set_group_priority(nice: int) -> None:
-    with suppress(OSError), open(_AUTOGROUP, "w") as file:  # not every kernel has such groups
-        file.write(str(nice))
+    for _ in range(_MAX_TRIES):
+        try:
+            with open(_AUTOGROUP, "w") as file:
+                file.write(str(nice))
+        except BlockingIOError:  # without privileges, Linux takes one change in 0.1 s, of anybody
+            time.sleep(_RETRY_S)
+        except OSError:  # not every kernel has such groups
+            return
+        else:
+            return

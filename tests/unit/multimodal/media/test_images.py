@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image, ImageOps, features
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, features
 
+from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.media.images import decode_image
 from sensorium.multimodal.media.limits import MediaLimits
 from sensorium.types.errors import RequestError
@@ -242,3 +244,33 @@ def test_messages_say_nothing_of_the_library() -> None:
         with pytest.raises(RequestError) as caught:
             decode(data)
         assert not any(word in str(caught.value) for word in ("PIL", "0x", "Bytes", "/", "Error"))
+
+
+@pytest.mark.parametrize("name", ["xmp", "exif", "transparency", "icc_profile"])
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_texts_of_a_png_may_have_any_name(name: str, is_compressed: bool) -> None:
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text(name, "hello", zip=is_compressed)
+    np.testing.assert_array_equal(decode(write_image(PIXELS, "PNG", pnginfo=notes)), PIXELS)
+
+
+def set_type(tiff: bytes, tag: int, kind: int) -> bytes:
+    """Return the file with another type of this tag's values."""
+    (start,) = struct.unpack_from("<I", tiff, 4)
+    (num_tags,) = struct.unpack_from("<H", tiff, start)
+    changed = bytearray(tiff)
+    for place in range(start + 2, start + 2 + 12 * num_tags, 12):
+        if struct.unpack_from("<H", tiff, place) == (tag,):
+            struct.pack_into("<H", changed, place + 2, kind)
+    return bytes(changed)
+
+
+# Where the pixels are, and notes; as a text, a ratio and a fraction.
+@pytest.mark.parametrize(("tag", "kind"), [(273, 2), (273, 5), (273, 11), (700, 5), (700, 11)])
+def test_tags_of_wrong_types_are_the_files_fault(tag: int, kind: int) -> None:
+    tiff = write_image(PIXELS, "TIFF", tiffinfo={700: b"some notes beside the pixels"})
+    with pytest.raises(RequestError, match="truncated or damaged"):
+        decode(set_type(tiff, tag, kind))
+    in_process = Image.open(io.BytesIO(set_type(tiff, tag, kind)))
+    with pytest.raises(RequestError, match="damaged or truncated"):
+        MediaHasher().digest_source(in_process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 
@@ -120,3 +121,20 @@ def test_a_video_whose_frames_are_too_many_pixels_in_all_is_refused_with_the_num
     message = "21 frames of 48 x 32 would have to be decoded, which are 32256 pixels; 30720 is"
     with pytest.raises(RequestError, match=message):
         decode_video(video, choose_frames=lambda _: [20], limits=limits)
+
+
+def make_caf(num_samples: int, *, rate: float = 16_000.0) -> bytes:
+    """Return a sound of two channels that has every sample in a packet of its own."""
+    data = bytes(4 * num_samples)
+    form = struct.pack(">d", rate) + b"lpcm" + struct.pack(">IIIII", 2, 4, 1 << 24, 2, 16)
+    head = b"caff\0\1\0\0desc" + struct.pack(">Q", len(form)) + form
+    return head + b"data" + struct.pack(">Q", len(data) + 4) + bytes(4) + data
+
+
+def test_a_short_sound_of_many_packets_is_long_work() -> None:
+    with pytest.raises(CostlyItemError):
+        decode_audio(
+            make_caf(20_000), sampling_rate=RATE, limits=LIMITS, budget=WorkBudget(max_cost_s=0.5)
+        )
+    budget = WorkBudget(max_cost_s=60.0)
+    assert len(decode_audio(make_caf(500), sampling_rate=16_000, limits=LIMITS, budget=budget))
