@@ -16,7 +16,7 @@ import httpx
 FLAGS: tuple[str, ...] = ()
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times. "
 _NUM_CLIENTS = 4
-_PAUSE_S = 1.0  # between two requests of a client: these are attacks by length, not by number
+_PAUSE_S = 2.0  # between two requests of a client: these are attacks by length, not by number
 _MAX_REQUESTS = 200  # of each client, so that the attack ends by itself
 _TIMEOUT_S = 300.0
 
