@@ -52,10 +52,11 @@ class SeatShares:
             del self._num_held[group]
 
     def get_next(self, waiting: Sequence[Request]) -> Request:
-        """Return the first whose call holds less than its share; the first of all if there is none
-        that is as urgent.
+        """Return the waiting request that is to start next.
 
-        Passing over the rest costs time in proportion to the waiting requests of one call.
+        It is the first whose call holds less than its share. If no request that is as urgent as the
+        first one has such a call, it is the first one. Passing over the rest costs time in
+        proportion to the waiting requests of one call.
         """
         for request in waiting:
             if _get_urgency(request) > _get_urgency(waiting[0]):

@@ -270,7 +270,7 @@ class ModelAdapter:
         token_types: torch.Tensor,
         items: Sequence[MultiModalKwargsItem],
     ) -> torch.Tensor:
-        """[3, 1, prompt]"""
+        """Return the model's own positions of a prompt, of shape [3, 1, prompt]."""
         function = self._base.get_rope_index
         arguments = gather_arguments(items, inspect.signature(function).parameters.keys())
         positions: torch.Tensor = function(input_ids, mm_token_type_ids=token_types, **arguments)[0]

@@ -129,7 +129,11 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def _drop_texts(image: Image.Image) -> None:
-    """Forget texts of a PNG whose names Pillow keeps for a colour and for bytes."""
+    """Remove texts of a PNG from where Pillow expects something else.
+
+    A PNG may have texts of any name. Pillow stores them beside its own values, so that a text can
+    stand where it looks for a transparent colour, or for the bytes of notes.
+    """
     for name in ("transparency", "exif", "xmp"):
         if isinstance(image.info.get(name), str):
             del image.info[name]

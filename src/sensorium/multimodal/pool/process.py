@@ -63,7 +63,7 @@ class WorkerLostError(Exception):
 
 
 class WorkerInterruptedError(Exception):
-    """The one who waited was told to stop."""
+    """The pool is stopping, so nobody waits for the worker's answer any more."""
 
 
 class WorkerProcess:
