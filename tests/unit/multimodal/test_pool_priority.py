@@ -16,7 +16,8 @@ def _get_priority() -> int:
 
 
 def _get_group_priority() -> str:
-    return AUTOGROUP.read_text().split("nice")[1].strip() if AUTOGROUP.exists() else "none"
+    text = AUTOGROUP.read_text() if AUTOGROUP.exists() else ""
+    return text.rpartition("nice")[2].strip() or "none"  # empty: no session was started here yet
 
 
 def test_a_long_job_runs_at_a_low_priority_and_nothing_else_does() -> None:
