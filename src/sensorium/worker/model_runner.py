@@ -258,7 +258,7 @@ class ModelRunner:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """The decoder's attention layers call this (`models.attention_seam`); the window is that
+        """The decoder's attention layers call this (`models.seams`); the window is that
         of the layer's group.
         """
         del window
