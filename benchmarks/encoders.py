@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -70,34 +71,24 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     adapter = ModelAdapter(make_tower(arguments.depth, device))
     figures: dict[str, Any] = {"depth": arguments.depth, "device": device}
-    kept: dict[int, list[torch.Tensor]] = {}
-    for num_images in arguments.images:
-        items, num_embeds = make_items(num_images, adapter)
+    runs = {n: partial(adapter.encode, "image", *make_items(n, adapter)) for n in arguments.images}
 
-        def run(items: Any = items, num_embeds: Any = num_embeds) -> list[torch.Tensor]:
-            return adapter.encode("image", items, num_embeds)
+    def run_own(num_images: int) -> list[torch.Tensor]:
+        with adapter.own_attention():
+            return runs[num_images]()
 
-        def run_own(run: Callable[[], Any] = run) -> list[torch.Tensor]:
-            with adapter.own_attention():
-                return run()
-
-        kept[num_images] = run_own()
-        times = time_in_turns({"own": run_own, "packed": run}, arguments.rounds, device)
-        figures[str(num_images)] = {
-            "ms": times,
-            "distance": {"packed": get_distance(run(), kept[num_images])},
-        }
-        print(num_images, figures[str(num_images)], flush=True)
+    expected = {num_images: run_own(num_images) for num_images in runs}
+    for num_images, run in runs.items():
+        times = time_in_turns(
+            {"own": partial(run_own, num_images), "packed": run}, arguments.rounds, device
+        )
+        distance = get_distance(run(), expected[num_images])
+        figures[str(num_images)] = {"ms": times, "distance": {"packed": distance}}
     figures["padded_modules"] = align_widths(adapter.model)
-    for num_images in arguments.images:
-        items, num_embeds = make_items(num_images, adapter)
+    for num_images, run in runs.items():
         entry = figures[str(num_images)]
-
-        def run_aligned(items: Any = items, num_embeds: Any = num_embeds) -> list[torch.Tensor]:
-            return adapter.encode("image", items, num_embeds)
-
-        entry["ms"] |= time_in_turns({"aligned": run_aligned}, arguments.rounds, device)
-        entry["distance"]["aligned"] = get_distance(run_aligned(), kept[num_images])
+        entry["ms"] |= time_in_turns({"aligned": run}, arguments.rounds, device)
+        entry["distance"]["aligned"] = get_distance(run(), expected[num_images])
         print(num_images, entry, flush=True)
     return figures
 
