@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 
-from sensorium.worker.graphs import decode_buffers
-from sensorium.worker.graphs.decode_buffers import DecodeBuffers
 from tests.parity.cases import FAMILIES
 from tests.parity.driver import (
     ROOMS,
@@ -19,6 +15,7 @@ from tests.parity.driver import (
     make_llm,
     run_staggered,
 )
+from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
 from tests.parity.graph_parts import use_graphs
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
@@ -67,38 +64,13 @@ def test_preempted_requests_give_the_reference_tokens(
     assert recorder.num_replays > 0
 
 
-@pytest.mark.parametrize(
-    "mistake", ["padding that writes", "a shifted slot", "stale block tables", "stale lengths"]
-)
+@pytest.mark.parametrize("mistake", GRAPH_MISTAKES)
 def test_a_mistake_in_what_a_replay_reads_is_seen(
     reference_of: ReferenceOf, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_graphs(monkeypatch)
     reference = reference_of("llama")
     llm = make_llm(reference.directory, max_num_batched_tokens=4096)
-    _make_mistake(mistake, monkeypatch)
-    outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
+    with making_graph_mistake(mistake):
+        outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) != []
-
-
-def _make_mistake(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_arrays = DecodeBuffers._make_arrays
-
-    def change(self: DecodeBuffers, rows: Any, size: int) -> Any:
-        arrays: Any = make_arrays(self, rows, size)
-        if mistake == "a shifted slot":
-            arrays["slots0"][: len(rows)] += 1
-        if mistake == "stale lengths":
-            arrays["seq_lens"][: len(rows)] -= 1
-        return arrays
-
-    if mistake == "padding that writes":
-        monkeypatch.setattr(decode_buffers, "_NO_SLOT", 17)  # in the first request's first block
-    elif mistake == "stale block tables":
-        monkeypatch.setattr(
-            DecodeBuffers,
-            "_make_table",
-            staticmethod(lambda rows, _: np.zeros((len(rows), 0), dtype=np.int64)),
-        )
-    else:
-        monkeypatch.setattr(DecodeBuffers, "_make_arrays", change)
