@@ -79,9 +79,11 @@ class AgainRecorder:
         return sum(recording.num_replays - 1 for recording in self.recordings)
 
 
-def use_graphs(monkeypatch: pytest.MonkeyPatch) -> AgainRecorder:
+def use_graphs(
+    monkeypatch: pytest.MonkeyPatch, recorder: AgainRecorder | None = None
+) -> AgainRecorder:
     """Let engines that are built from now on use graphs, on any device."""
-    recorder = AgainRecorder()
+    recorder = recorder or AgainRecorder()
     parts = GraphParts(kernels=PlainKernels(), recorder=recorder)
     monkeypatch.setattr(building, "find_graph_parts", lambda *_, **__: parts)
     return recorder

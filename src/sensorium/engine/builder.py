@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
@@ -58,6 +59,7 @@ from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.worker.graphs.building import GraphOptions, build_decode_graphs
+from sensorium.worker.graphs.sizes import get_decode_sizes
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
 
@@ -180,7 +182,7 @@ def build_core(
     text_config = hf_config.get_text_config(decoder=True)
     limits = resolve_limits(options, text_config=text_config, device=device)
     weights = find_weights(source.model, loaded.checkpoint, use_tqdm=source.use_tqdm_on_load)
-    memory = _plan_memory(weights, hf_config, options, limits, dtype.itemsize)
+    memory = _plan_memory(weights, hf_config, options, limits, dtype.itemsize, device)
     free_bytes = get_free_bytes(device, options.gpu_memory_utilization)
     check_memory(memory, free_bytes=free_bytes, device=device)
     adapter = load_model(
@@ -268,7 +270,10 @@ def _plan_memory(
     options: EngineOptions,
     limits: Limits,
     element_size: int,
+    device: torch.device,
 ) -> MemoryPlan:
+    has_graphs = device.type == "cuda" and not options.enforce_eager
+    sizes = options.cuda_graph_sizes or get_decode_sizes(limits.max_num_seqs)
     return plan_memory(
         hf_config,
         limits=limits,
@@ -278,6 +283,7 @@ def _plan_memory(
         num_kv_tokens=options.max_model_len
         or min(limits.max_model_len, limits.max_num_batched_tokens),
         element_size=element_size,
+        num_graphs=len(sizes) if has_graphs else 0,
     )
 
 

@@ -23,6 +23,7 @@ from sensorium.types.scheduling import (
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
+    StepMode,
 )
 from sensorium.utils.to_device import to_device
 from sensorium.worker.encoder_cache import EncoderCache
@@ -223,15 +224,20 @@ class ModelRunner:
 
     def _run(self, rows: Sequence[Row]) -> ModelRunnerOutput:
         """Compute a step, and the next token of each request that has reached its last one."""
-        size = None if self._decode_graphs is None else self._decode_graphs.find_size(rows)
-        if self._decode_graphs is not None and size is not None:
-            self._clear_blocks(
-                torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
-                for index in range(self._num_groups)
-            )
-            result = self._decode_graphs.replay(rows, size)
-            states = [state for _, state in rows]
-            return self._choose(states, result.logits, {}, likeliest=result.likeliest)
+        graphs = self._decode_graphs
+        size = StepMode.EAGER_NO_GRAPHS if graphs is None else graphs.find_size(rows)
+        if graphs is None or isinstance(size, StepMode):
+            return replace(self._run_eagerly(rows), mode=StepMode(size))
+        self._clear_blocks(
+            torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
+            for index in range(self._num_groups)
+        )
+        result = graphs.replay(rows, size)
+        states = [state for _, state in rows]
+        output = self._choose(states, result.logits, {}, likeliest=result.likeliest)
+        return replace(output, mode=StepMode.DECODE_GRAPH)
+
+    def _run_eagerly(self, rows: Sequence[Row]) -> ModelRunnerOutput:
         inputs = self._input_batch.prepare(rows)
         hidden = self._forward(inputs)
         prompt_logprobs = self._prompt_scorer.score(hidden, inputs.rows)

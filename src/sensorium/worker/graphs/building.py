@@ -107,6 +107,10 @@ def build_decode_graphs(
 
 
 def _give_up(reason: str, device: torch.device) -> tuple[None, str]:
-    if device.type == "cuda":
+    if _is_worth_a_warning(device):
         logger.warning("steps run without CUDA graphs: %s", reason)
     return None, f"none: {reason}"
+
+
+def _is_worth_a_warning(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
+from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from sensorium.worker.graphs.recorder import Recorder, Recording, Tensors
 from sensorium.worker.graphs.sizes import find_size
@@ -141,11 +142,11 @@ class DecodeGraphs:
         self._recordings[size] = recording
         return None
 
-    def find_size(self, rows: Sequence[Row]) -> int | None:
-        """Return the batch size whose graph can compute these rows, if there is one."""
-        if not self._recordings or not all(_is_decoding(row) for row in rows):
-            return None
-        return find_size(self._sizes, len(rows))
+    def find_size(self, rows: Sequence[Row]) -> int | StepMode:
+        """Return the batch size whose graph can compute these rows, or why there is none."""
+        if not all(_is_decoding(row) for row in rows):
+            return StepMode.EAGER_PROMPT
+        return find_size(self._sizes, len(rows)) or StepMode.EAGER_LARGE_BATCH
 
     def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
         self._buffers.fill(rows, size)
