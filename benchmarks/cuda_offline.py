@@ -1,8 +1,12 @@
 """Output tokens per second on CUDA of a random Qwen2.5-VL of the shape of the 3B one, in bfloat16.
 
-1, 8 and 64 requests at once, each with an image of 448 × 448 (256 tokens) and 80 tokens of text,
-128 tokens out, no two images alike; against `model.generate` one at a time. The same weights, made
-on the device. Tokens are counted from adding the requests to the last step, encoders included.
+1, 8 and 64 requests at once, each with an image of 448 × 448 (256 tokens) and `--text` tokens of
+text, 128 tokens out, no two images alike; against `model.generate` one at a time. The same weights,
+made on the device. Tokens are counted from adding the requests to the last step, encoders included.
+
+A step that decodes is measured twice: by the wall (`decode_step_ms`, all of `core.step()`), and on
+the device from its first copy to the chosen tokens (`decode_gpu_ms`, where it is a CUDA graph).
+`--no-eager` leaves out the engine without graphs.
 
 python benchmarks/cuda_offline.py [--backends NAME ...] [--record-to PATH [--commit HASH]]
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -63,6 +68,36 @@ def run_reference(model: Any, device: str, prompts: list[Prompt]) -> tuple[float
     return sum(map(len, outputs)) / elapsed, outputs
 
 
+class GpuTimes:
+    """How long the replays of an engine's graphs take on the device."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._events: list[tuple[Any, Any]] = []
+        runner: Any = core.runner
+        self.has_graphs = runner._decode_graphs is not None
+        if self.has_graphs:
+            self._replay = runner._decode_graphs.replay
+            runner._decode_graphs.replay = self._time
+
+    def _time(self, *arguments: Any) -> Any:
+        event: Any = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        result = self._replay(*arguments)
+        end.record()
+        self._events.append((start, end))
+        return result
+
+    def take_median(self) -> float | None:
+        """Return the median of the milliseconds since the last call."""
+        if not self._events:
+            return None
+        torch.cuda.synchronize()
+        times: list[float] = [start.elapsed_time(end) for start, end in self._events]
+        self._events.clear()
+        return round(statistics.median(times), 3)
+
+
 def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, list[list[int]]]:
     """Tokens per second, the median milliseconds of a step that only decodes, and the tokens."""
     outputs: dict[str, list[int]] = {}
@@ -87,14 +122,16 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
 
 
 def measure_backend(
-    adapter: ModelAdapter, backend: str, batches: tuple[int, ...], num_rounds: int
+    adapter: ModelAdapter, backend: str, arguments: argparse.Namespace, *, enforce_eager: bool
 ) -> dict[str, Any]:
     start = perf_counter()
+    batches = get_batches(arguments)
     options = EngineOptions(
-        max_model_len=1024,
+        max_model_len=arguments.text + 1024,
         max_num_seqs=max(batches),
-        kv_cache_memory_bytes=(4 << 30) if adapter.device.type == "cuda" else (64 << 20),
+        kv_cache_memory_bytes=(8 << 30) if adapter.device.type == "cuda" else (64 << 20),
         attention_backend=backend,
+        enforce_eager=enforce_eager,
     )
     limits = resolve_limits(options, text_config=adapter.text_config, device=adapter.device)
     memory = plan_memory(
@@ -116,41 +153,60 @@ def measure_backend(
     )
     figures: dict[str, Any] = {
         "attention_backend": config.attention_backend,
+        "graphs": config.graphs,
         "start_s": round(perf_counter() - start, 1),
         "tokens_per_s": {},
         "decode_step_ms": {},
+        "decode_gpu_ms": {},
     }
+    gpu_times = GpuTimes(core)
     for batch in batches:
-        run_ours(core, make_prompts(batch, seed=1000 + batch))  # first uses
+        run_ours(core, _make_prompts(arguments, batch, seed=1000 + batch))  # first uses
+        gpu_times.take_median()
         runs = [
-            run_ours(core, make_prompts(batch, seed=batch + 100 * r)) for r in range(num_rounds)
+            run_ours(core, _make_prompts(arguments, batch, seed=batch + 100 * r))
+            for r in range(arguments.rounds)
         ]
-        figures["tokens_per_s"][str(batch)] = round(statistics.median(r[0] for r in runs), 1)
-        figures["decode_step_ms"][str(batch)] = round(statistics.median(r[1] for r in runs), 2)
-        print(f"{backend}, {batch} at once: {figures['tokens_per_s'][str(batch)]} tokens/s")
+        key = str(batch)
+        figures["tokens_per_s"][key] = round(statistics.median(r[0] for r in runs), 1)
+        figures["decode_step_ms"][key] = round(statistics.median(r[1] for r in runs), 2)
+        figures["decode_gpu_ms"][key] = gpu_times.take_median()
+        print(
+            f"{backend}, {batch} at once: {figures['tokens_per_s'][key]} tokens/s, a step "
+            f"{figures['decode_step_ms'][key]} ms, on the GPU {figures['decode_gpu_ms'][key]}",
+            flush=True,
+        )
         if batch == 1:
             figures["first_output"] = runs[0][2][0]
     return figures
 
 
+def get_batches(arguments: argparse.Namespace) -> tuple[int, ...]:
+    return (1, 2) if arguments.tiny else BATCHES
+
+
+def _make_prompts(arguments: argparse.Namespace, num_prompts: int, *, seed: int) -> list[Prompt]:
+    return make_prompts(num_prompts, seed=seed, num_text_tokens=arguments.text)
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    batches = (1, 2) if arguments.tiny else BATCHES
     model = make_model(device, is_tiny=arguments.tiny)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters / 1e9:.2f}B parameters on {device}", flush=True)
-    run_reference(model, device, make_prompts(1, seed=999))  # first uses
+    run_reference(model, device, _make_prompts(arguments, 1, seed=999))  # first uses
     reference = [
-        run_reference(model, device, make_prompts(1, seed=1 + 100 * r))
+        run_reference(model, device, _make_prompts(arguments, 1, seed=1 + 100 * r))
         for r in range(arguments.rounds)
     ]
     speed = statistics.median(r[0] for r in reference)
     print(f"generate: {speed:.1f} tokens/s", flush=True)
     adapter = ModelAdapter(model)  # from here on its decoder attends through pages
     backends = []
-    for backend in arguments.backends:
+    modes = [False] if arguments.no_eager else [False, True]
+    for backend, enforce_eager in itertools.product(arguments.backends, modes):
         try:
-            figures = measure_backend(adapter, backend, batches, arguments.rounds)
+            figures = measure_backend(adapter, backend, arguments, enforce_eager=enforce_eager)
         except ModelError as error:
             print(f"{backend}: {error}")
             continue
@@ -165,7 +221,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": "tiny" if arguments.tiny else "Qwen2.5-VL-3B shape, random",
         "num_parameters": num_parameters,
         "dtype": str(adapter.dtype).removeprefix("torch."),
-        "num_prompt_tokens": len(make_prompts(1, seed=0)[0][0]),
+        "num_prompt_tokens": len(_make_prompts(arguments, 1, seed=0)[0][0]),
         "num_output_tokens": NUM_OUTPUT_TOKENS,
         "generate_tokens_per_s": round(speed, 1),
         "backends": backends,
@@ -177,7 +233,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=2, help="how often each is measured")
-    parser.add_argument("--backends", nargs="+", default=["flashinfer", "torch"], metavar="NAME")
+    parser.add_argument("--backends", nargs="+", default=["auto"], metavar="NAME")
+    parser.add_argument("--text", type=int, default=1146, help="tokens of text in a prompt")
+    parser.add_argument("--no-eager", action="store_true", help="only with graphs")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--record-to", type=Path, metavar="PATH", help="write a record there")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")

@@ -70,12 +70,14 @@ def make_model(device: str, *, is_tiny: bool) -> Any:
     return model.eval()
 
 
-def make_prompts(num_prompts: int, *, seed: int) -> list[Prompt]:
+def make_prompts(
+    num_prompts: int, *, seed: int, num_text_tokens: int = NUM_TEXT_TOKENS
+) -> list[Prompt]:
     """Token ids and the tensors of an image, all random."""
     generator = torch.Generator().manual_seed(seed)
     prompts = []
     for _ in range(num_prompts):
-        text = torch.randint(100, 150_000, (NUM_TEXT_TOKENS,), generator=generator).tolist()
+        text = torch.randint(100, 150_000, (num_text_tokens,), generator=generator).tolist()
         image = [VISION_START, *[IMAGE_PAD] * NUM_IMAGE_TOKENS, VISION_END]
         tensors = {
             "pixel_values": torch.randn(GRID * GRID, PATCH_ELEMENTS, generator=generator),

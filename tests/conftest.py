@@ -13,6 +13,9 @@ from hypothesis import settings
 
 from tests.parity.table import ParityTable, mark_item
 
+if not torch.cuda.is_available():
+    # Triton's kernels then run on the CPU. It is read when Triton is first imported, by whomever.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 # How long an example takes says more about the machine than about the code. The same examples every

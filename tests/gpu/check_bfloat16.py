@@ -122,18 +122,19 @@ def _force_reference(reference: DeviceReference, entry: Expected) -> torch.Tenso
 
 def _force_ours(llm: LLM, entry: Expected) -> torch.Tensor:
     """Our logits at each generated position, the reference's tokens being chosen."""
-    adapter: Any = llm.core.runner._adapter  # type: ignore[attr-defined]
-    compute, seen = adapter.logits, []
+    sampler: Any = llm.core.runner._sampler  # type: ignore[attr-defined]
+    sample, seen = sampler.sample, []
 
-    def compute_and_force(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(compute(hidden))
-        return _only(seen[-1], entry.token_ids[len(seen) - 1])
+    def force(logits: torch.Tensor, rows: Any, likeliest: Any = None) -> Any:
+        del likeliest
+        seen.append(logits.clone())  # a replay writes the next ones to the same place
+        return sample(_only(logits, entry.token_ids[len(seen) - 1]), rows)
 
-    adapter.logits = compute_and_force
+    sampler.sample = force
     try:
         (output,) = llm.generate(entry.prompt, GREEDY, use_tqdm=False)
     finally:
-        adapter.logits = compute
+        sampler.sample = sample
     assert list(output.prompt_token_ids) == entry.prompt_token_ids, entry.case.name
     assert list(output.outputs[0].token_ids) == entry.token_ids, entry.case.name
     return torch.cat(seen)

@@ -8,24 +8,39 @@ import torch
 
 from sensorium import RequestOutput
 from tests.parity.driver import assert_nothing_is_left, run_staggered
+from tests.parity.graph_mistakes import making_graph_mistake
 from tests.parity.reference import GREEDY, Expected, get_differences
 
-from .setting import get_reference, make_device_llm
+from .setting import UnavailableError, get_reference, make_device_llm
 
-BUDGETS = (7, 24, 4096)
+BUDGETS = (7, 4096)
 
 
-def check_float32(family: str, budget: int) -> str:
+def check_float32(family: str, budget: int, *, enforce_eager: bool = False) -> str:
     reference = get_reference(family, torch.float32)
-    llm = make_device_llm(family, torch.float32, max_num_batched_tokens=budget)
-    assert llm.config.attention_backend == "torch"  # flash kernels have no float32
+    llm = make_device_llm(
+        family, torch.float32, max_num_batched_tokens=budget, enforce_eager=enforce_eager
+    )
+    assert llm.config.attention_backend in ("triton", "torch")  # flash kernels have no float32
     prompts = [entry.prompt for entry in reference.expected]
     for state in ("cold", "cached"):
         outputs = run_staggered(llm, prompts, GREEDY)
         names = get_differences(outputs, reference.expected)
         assert not names, f"{state}: {describe_differences(outputs, reference.expected)}"
     assert_nothing_is_left(llm)
-    return f"{len(prompts)} prompts, cold and cached"
+    return f"{len(prompts)} prompts, cold and cached; graphs: {llm.config.graphs}"
+
+
+def check_graph_mistake(mistake: str) -> str:
+    reference = get_reference("llama", torch.float32)
+    llm = make_device_llm("llama", torch.float32, max_num_batched_tokens=4096)
+    if not llm.config.graphs.startswith("decoding"):
+        raise UnavailableError(llm.config.graphs)
+    with making_graph_mistake(mistake):
+        outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
+    names = get_differences(outputs, reference.expected)
+    assert names, "nobody saw it"
+    return f"seen in {len(names)} of {len(reference.expected)} prompts"
 
 
 def describe_differences(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> str:

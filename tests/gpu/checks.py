@@ -11,17 +11,18 @@ from functools import partial
 import torch
 
 from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
+from tests.parity.graph_mistakes import GRAPH_MISTAKES
 
 from .check_attention import check_backend
 from .check_bfloat16 import check_decoder, check_embeddings
 from .check_controls import MISTAKES, check_control
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
-from .check_tokens import BUDGETS, check_float32
+from .check_tokens import BUDGETS, check_float32, check_graph_mistake
 from .check_trial import check_trial, check_trial_control
 from .setting import WIDE_FAMILIES
 
-BACKENDS = ("torch", "flashinfer", "varlen")
+BACKENDS = ("torch", "triton", "flashinfer", "varlen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,12 @@ def get_checks() -> Iterator[Check]:
                 name=f"float32 tokens/{family}/budget {budget}",
                 run=partial(check_float32, family, budget),
             )
+        yield Check(
+            name=f"float32 tokens/{family}/eager",
+            run=partial(check_float32, family, 24, enforce_eager=True),
+        )
+    for mistake in GRAPH_MISTAKES:
+        yield Check(name=f"float32 control/{mistake}", run=partial(check_graph_mistake, mistake))
     yield from _get_bfloat16_checks()
     yield from _get_trial_checks()
     yield from _get_sync_checks()
@@ -49,6 +56,12 @@ def _get_attention_checks() -> Iterator[Check]:
         ("torch", torch.float32, 16, 16),
         ("torch", torch.float32, 128, 4),
         ("torch", torch.bfloat16, 128, 16),
+        ("triton", torch.float32, 16, 16),
+        ("triton", torch.float32, 80, 4),
+        ("triton", torch.bfloat16, 64, 1),
+        ("triton", torch.bfloat16, 128, 16),
+        ("triton", torch.float16, 256, 16),
+        ("triton", torch.bfloat16, 512, 16),
         ("flashinfer", torch.bfloat16, 64, 16),
         ("flashinfer", torch.bfloat16, 64, 1),
         ("flashinfer", torch.bfloat16, 128, 16),

@@ -19,6 +19,8 @@ _NAMES = (
     "disable_chunked_mm_input",
     "scheduling_policy",
     "attention_backend",
+    "enforce_eager",
+    "cuda_graph_sizes",
     "limit_mm_per_prompt",
     "gpu_memory_utilization",
     "structured_string_limit",

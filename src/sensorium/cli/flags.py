@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.media_flags import make_llm_media
-from sensorium.cli.parsing import at_least
+from sensorium.cli.parsing import at_least, parse_sizes
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
@@ -45,7 +45,19 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument(
-        "--attention-backend", default="auto", help="auto, flashinfer, varlen or torch"
+        "--attention-backend", default="auto", help="auto, flashinfer, varlen, triton or torch"
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="launch every kernel of a step instead of replaying CUDA graphs",
+    )
+    group.add_argument(
+        "--cuda-graph-sizes",
+        type=parse_sizes,
+        metavar="N,N,...",
+        help="batch sizes that have a CUDA graph (default: 1,2,4,8, then every eighth up to "
+        "--max-num-seqs)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -69,6 +81,8 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
         arguments.model,
         max_model_len=arguments.max_model_len,
         attention_backend=arguments.attention_backend,
+        enforce_eager=arguments.enforce_eager,
+        cuda_graph_sizes=arguments.cuda_graph_sizes,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         **make_loading_kwargs(arguments),
         **make_llm_media(arguments),

@@ -53,6 +53,11 @@ def parse_bytes(text: str) -> int:
     return num_bytes
 
 
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`1,2,4` is three sizes."""
+    return tuple(at_least(1)(word) for word in text.split(","))
+
+
 def parse_mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

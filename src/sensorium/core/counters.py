@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sensorium.core.request import Request
 from sensorium.types.request import FinishReason
+from sensorium.types.scheduling import StepMode
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class SchedulerCounters:
     num_prefix_hits: int = 0
     num_preemptions: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
+    steps: Counter[StepMode] = field(default_factory=Counter)
 
     def add_look_up(self, request: Request, num_cached_tokens: int) -> None:
         self.num_prefix_queries += request.num_prompt_tokens

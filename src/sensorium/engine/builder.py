@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
@@ -40,7 +41,7 @@ from sensorium.engine.switched_off import log_switched_off
 from sensorium.engine.trial import Trial
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
-from sensorium.layers.kv_layout import group_layers
+from sensorium.layers.kv_layout import LayerGroup, group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
 from sensorium.models.families import ADAPTERS, EMBEDS
@@ -57,6 +58,8 @@ from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
+from sensorium.worker.graphs.building import GraphOptions, build_decode_graphs
+from sensorium.worker.graphs.sizes import get_decode_sizes
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
 
@@ -179,7 +182,7 @@ def build_core(
     text_config = hf_config.get_text_config(decoder=True)
     limits = resolve_limits(options, text_config=text_config, device=device)
     weights = find_weights(source.model, loaded.checkpoint, use_tqdm=source.use_tqdm_on_load)
-    memory = _plan_memory(weights, hf_config, options, limits, dtype.itemsize)
+    memory = _plan_memory(weights, hf_config, options, limits, dtype.itemsize, device)
     free_bytes = get_free_bytes(device, options.gpu_memory_utilization)
     check_memory(memory, free_bytes=free_bytes, device=device)
     adapter = load_model(
@@ -207,6 +210,7 @@ def build_core(
         memory=memory,
         # Weights that lie in memory as pages of their files still count as free.
         most_bytes=free_bytes - memory.weights_bytes,
+        use_tqdm=source.use_tqdm_on_load,
     )
     logger.info("model %s on %s, %s: %s", source.model, device, dtype, config)
     return Core(
@@ -266,7 +270,10 @@ def _plan_memory(
     options: EngineOptions,
     limits: Limits,
     element_size: int,
+    device: torch.device,
 ) -> MemoryPlan:
+    has_graphs = device.type == "cuda" and not options.enforce_eager
+    sizes = options.cuda_graph_sizes or get_decode_sizes(limits.max_num_seqs)
     return plan_memory(
         hf_config,
         limits=limits,
@@ -276,6 +283,7 @@ def _plan_memory(
         num_kv_tokens=options.max_model_len
         or min(limits.max_model_len, limits.max_num_batched_tokens),
         element_size=element_size,
+        num_graphs=len(sizes) if has_graphs else 0,
     )
 
 
@@ -288,6 +296,7 @@ def build_engine_core(
     memory: MemoryPlan,
     most_bytes: int,
     grammars: GrammarCompiler | None = None,
+    use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
     layers = adapter.probe_layers()
     limits = limit_context(options, limits, adapter.find_context_limit(layers))
@@ -313,22 +322,49 @@ def build_engine_core(
         free_bytes=min(most_bytes, get_free_bytes(adapter.device, options.gpu_memory_utilization)),
     )
     payloads = PayloadStore(receiver)
+    kv_cache = _make_kv_cache(adapter, layer_groups, config)
+    decode_graphs, graphs = build_decode_graphs(
+        adapter,
+        _make_graph_options(options, config.limits, use_tqdm=use_tqdm),
+        layers=layers,
+        kv_cache=kv_cache,
+        groups=config.groups,
+        block_size=config.block_size,
+    )
+    config = replace(config, graphs=graphs)
     runner = ModelRunner(
         adapter,
-        kv_cache=KVCache(
-            layer_groups,
-            config.groups,
-            block_size=config.block_size,
-            dtype=adapter.dtype,
-            device=adapter.device,
-        ),
+        kv_cache=kv_cache,
         groups=config.groups,
         block_size=config.block_size,
         attention=attention,
         payloads=payloads,
         grammars=grammars,
+        decode_graphs=decode_graphs,
     )
     return EngineCore(_make_scheduler(config), runner, payloads), config
+
+
+def _make_kv_cache(
+    adapter: ModelAdapter, layer_groups: Sequence[LayerGroup], config: EngineConfig
+) -> KVCache:
+    return KVCache(
+        layer_groups,
+        config.groups,
+        block_size=config.block_size,
+        dtype=adapter.dtype,
+        device=adapter.device,
+    )
+
+
+def _make_graph_options(options: EngineOptions, limits: Limits, *, use_tqdm: bool) -> GraphOptions:
+    return GraphOptions(
+        enforce_eager=options.enforce_eager,
+        sizes=options.cuda_graph_sizes,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        use_tqdm=use_tqdm,
+    )
 
 
 def _make_scheduler(config: EngineConfig) -> Scheduler:

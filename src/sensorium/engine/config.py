@@ -43,6 +43,8 @@ class EngineOptions:
     disable_chunked_mm_input: bool = False
     scheduling_policy: str = "fcfs"
     attention_backend: str = "auto"
+    enforce_eager: bool = False
+    cuda_graph_sizes: tuple[int, ...] | None = None
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_utilization: float = 0.9
     generation_config: str = "auto"
@@ -78,6 +80,9 @@ class EngineOptions:
                 f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, "
                 f"not {self.generation_config!r}"
             )
+        sizes = self.cuda_graph_sizes
+        if sizes is not None and not all(_is_count(size, at_least=1) for size in sizes):
+            raise ModelError(f"cuda_graph_sizes must be integers >= 1, not {sizes!r}")
         if not _is_share(self.gpu_memory_utilization):
             raise ModelError(
                 "gpu_memory_utilization must be above 0 and at most 1, "
@@ -128,6 +133,7 @@ class EngineConfig:
     scheduling_policy: str
     attention_backend: str  # the chosen one, never "auto"
     memory: MemoryPlan
+    graphs: str = "none"  # which steps are replayed, or why none are
 
 
 def resolve_limits(

@@ -91,6 +91,8 @@ class EngineCore:
                 raise
             logger.exception("a step of %d requests failed", len(scheduled.scheduled))
             return outputs
+        if result.mode is not None:
+            self.scheduler.counters.steps[result.mode] += 1
         outputs = self.scheduler.update_from_output(scheduled, result)
         self._forget_finished(outputs)
         return outputs

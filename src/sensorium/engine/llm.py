@@ -50,8 +50,10 @@ class LLM:
     - `limit_mm_per_prompt`: most items of a modality in a prompt, e.g. `{"image": 4}`;
     - `disable_chunked_mm_input`: an item's tokens are computed in one step;
     - `scheduling_policy`: "fcfs", or "priority" (a prompt's lower `priority` first);
-    - `attention_backend`: "flashinfer", "varlen", "torch", or "auto": the first that can run the
-      model here;
+    - `attention_backend`: "flashinfer", "varlen", "triton", "torch", or "auto", the first that runs
+      the model here;
+    - `enforce_eager`: no CUDA graphs; `cuda_graph_sizes`: the batch sizes that have one (default:
+      1, 2, 4, 8, then every eighth up to `max_num_seqs`);
     - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
       the checkpoint is in bfloat16;
     - `revision`: the branch, tag or commit of a hub id; config, processor and weights are all of
@@ -94,6 +96,8 @@ class LLM:
         disable_chunked_mm_input: bool = False,
         scheduling_policy: str = "fcfs",
         attention_backend: str = "auto",
+        enforce_eager: bool = False,
+        cuda_graph_sizes: Sequence[int] | None = None,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -119,29 +123,31 @@ class LLM:
             disable_chunked_mm_input=disable_chunked_mm_input,
             scheduling_policy=scheduling_policy,
             attention_backend=attention_backend,
+            enforce_eager=enforce_eager,
+            cuda_graph_sizes=None if cuda_graph_sizes is None else tuple(cuda_graph_sizes),
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             gpu_memory_utilization=gpu_memory_utilization,
             generation_config=generation_config,
             structured_string_limit=structured_string_limit,
             seed=seed,
         )
-        with blame_checkpoint(str(model)):
-            source = Source(
-                model=_as_text(model),
-                dtype=str(dtype).removeprefix("torch."),
-                device=str(device),
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                use_tqdm_on_load=use_tqdm_on_load,
-            )
+        source = Source(
+            model=_as_text(model),
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_tqdm_on_load=use_tqdm_on_load,
+        )
+        self._load(source, options, media_options)
+
+    def _load(self, source: Source, options: EngineOptions, media_options: MediaOptions) -> None:
+        with blame_checkpoint(source.model):
             engine = build_engine(source, options=options, media=media_options)
         self.config, self.core, self.perception = engine.config, engine.core, engine.perception
         self.input_processor = _make_input_processor(engine, options, media_options)
         self._num_threads = media_options.mm_processor_pool_size
-        self._prepare_requests(engine)
-
-    def _prepare_requests(self, engine: Engine) -> None:
-        """Make what follows requests from their arrival to their end."""
+        # What follows requests from their arrival to their end.
         self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
         self._outputs = OutputProcessor(engine.processor.tokenizer)
         self._siblings, self._ids = Siblings(partial(_release, self._sender)), count()

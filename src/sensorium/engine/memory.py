@@ -23,6 +23,7 @@ _NUM_HIDDEN_TENSORS = 6
 _NUM_INNER_TENSORS = 3
 # float32 logits, and what sampling makes of them: sorted values, their order (int64), sums, masks.
 _BYTES_PER_LOGIT = 6 * 4
+_BYTES_PER_GRAPH = 4 << 20
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
 _INNER_NAMES = ("intermediate_size", "encoder_ffn_dim", "ffn_dim")
 _DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
@@ -37,11 +38,14 @@ class MemoryPlan:
     encoder_cache_bytes: int
     encoder_peak_bytes: int
     step_bytes: int
+    graph_bytes: int = 0
 
     @property
     def reserve_bytes(self) -> int:
         """What has to stay free beside weights and KV cache."""
-        return self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes
+        return (
+            self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes + self.graph_bytes
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -54,6 +58,7 @@ class MemoryPlan:
             ("encoder outputs", self.encoder_cache_bytes),
             ("encoders at work", self.encoder_peak_bytes),
             ("a step's tensors", self.step_bytes),
+            ("CUDA graphs", self.graph_bytes),
         )
         return " + ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
 
@@ -81,6 +86,7 @@ def plan_memory(
     kv_cache_bytes: int | None,
     num_kv_tokens: int,
     element_size: int,
+    num_graphs: int = 0,
 ) -> MemoryPlan:
     """The least that is needed. `kv_cache_bytes`: what was asked for; `None`: as much as
     `num_kv_tokens` take.
@@ -97,7 +103,13 @@ def plan_memory(
     ]
     width = _get_number(text_config, _WIDTH_NAMES, 0)
     encoder_cache_bytes = limits.encoder_cache_size * width * element_size
+    # Graphs of one pool share the memory of the largest, and each has a little of its own.
+    row_bytes = _get_num_layer_elements(text_config, keeps_layers=False) * element_size
+    row_bytes += int(text_config.vocab_size) * (4 + element_size)
     return MemoryPlan(
+        graph_bytes=num_graphs * _BYTES_PER_GRAPH + limits.max_num_seqs * row_bytes
+        if num_graphs
+        else 0,
         weights_bytes=weights_bytes,
         kv_cache_bytes=kv_cache_bytes,
         encoder_cache_bytes=encoder_cache_bytes if encoder_peaks else 0,

@@ -2,8 +2,9 @@
 logits.
 
 The defaults ask the model itself. A family overrides what can't be asked. Nothing here knows
-requests, blocks or schedules. Of the model nothing is changed but the attention function of its
-decoder, and how rotary modules with two sets of factors choose among them.
+requests, blocks or schedules. Of the model nothing is changed but the attention functions of its
+decoder and of encoders that pack, and how rotary modules with two sets of factors choose among
+them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sensorium.layers.kv_layout import LayerSpec
-from sensorium.models.attention_seam import PAGED_ATTENTION, AttentionCall
 from sensorium.models.context_limit import ContextLimit, find_context_limit
 from sensorium.models.kv_probe import KVProbe
 from sensorium.models.long_rope import LongRope
 from sensorium.models.mask_probe import PROBE_ATTENTION, MaskProbe
+from sensorium.models.seams import host_lengths
+from sensorium.models.seams.packed_attention import (
+    DENSE_ATTENTION,
+    PACKED_ATTENTION,
+    find_packing_towers,
+    set_attention,
+)
+from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.utils.to_device import to_device
@@ -51,6 +59,9 @@ class ModelAdapter:
         self._decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
         self._embedding: Any = model.get_input_embeddings()
+        self._towers = find_packing_towers(model, self._decoder)
+        set_attention(self._towers, PACKED_ATTENTION)
+        host_lengths.compute_on_host(self._towers)
         self._long_rope = LongRope(self._decoder)
         self.has_mrope = hasattr(self._base, "get_rope_index")
         # Whether the model's head scales logits as its config says; the probe finds out.
@@ -230,12 +241,16 @@ class ModelAdapter:
 
     @contextmanager
     def own_attention(self, name: str | None = None) -> Iterator[None]:
-        """Give the decoder Transformers' attention instead of ours: its own, or that of `name`."""
+        """Give the model Transformers' attention instead of ours. The decoder gets its own, or
+        that of `name`.
+        """
         self._set_attention(name or self._own_attention)
+        set_attention(self._towers, DENSE_ATTENTION)
         try:
             yield
         finally:
             self._set_attention(PAGED_ATTENTION)
+            set_attention(self._towers, PACKED_ATTENTION)
 
     def forget_positions(self) -> None:
         """Forget what the model itself keeps of its last call's positions."""
@@ -286,10 +301,15 @@ class ModelAdapter:
         """
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
-        arguments = {
-            name: self.to_model(tensor) for name, tensor in collate(items).items() if name in names
-        }
-        output = function(**arguments, return_dict=True)
+        given = {name: tensor for name, tensor in collate(items).items() if name in names}
+        arguments = {name: self.to_model(tensor) for name, tensor in given.items()}
+        pairs = [
+            (arguments[name], tensor)
+            for name, tensor in given.items()
+            if not tensor.is_floating_point()
+        ]
+        with host_lengths.keeping(pairs):
+            output = function(**arguments, return_dict=True)
         return self.split(output, items, num_embeds)
 
     def to_model(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 
@@ -68,6 +69,18 @@ class SchedulerOutput:
         return not self.scheduled
 
 
+class StepMode(str, Enum):
+    """How a step was computed: replayed as a CUDA graph, or launched kernel by kernel, and why."""
+
+    DECODE_GRAPH = "decode_graph"
+    EAGER_NO_GRAPHS = "eager_no_graphs"  # there are none on this device, for this model, or at all
+    EAGER_PROMPT = "eager_prompt"  # tokens of prompts are computed in it
+    EAGER_LARGE_BATCH = "eager_large_batch"  # more requests than the largest graph has
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
     """The sampled token of each request that sampled, and what failed, with the reason.
@@ -75,7 +88,7 @@ class ModelRunnerOutput:
     A failed request was left out of the step, or nothing sensible came of it. `failed_encodes` are
     by encoder key. `prompt_logprobs` has an entry for each token of the step that is followed by
     another one of the prompt, for the requests that want them. `encode_s`: how long the step's
-    encoders took, seen from the host.
+    encoders took, seen from the host. `mode` is `None` if nothing was computed.
 
     Of requests with a grammar: `late_request_ids` could not choose a token, because it isn't known
     yet which are allowed; they have to compute their last token once more. After their token
@@ -88,6 +101,7 @@ class ModelRunnerOutput:
     failed_requests: Mapping[str, str] = field(default_factory=dict)  # by request id
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     encode_s: float = 0.0
+    mode: StepMode | None = None
     late_request_ids: frozenset[str] = frozenset()
     completed_request_ids: frozenset[str] = frozenset()
 

@@ -88,7 +88,7 @@ class InputBatch:
                 state.get_slots(index, s.num_computed_tokens, _end(s), self._block_size)
                 for s, state in ordered
             )
-            arrays[f"partial{index}"] = self._get_partial_blocks(ordered, index)
+            arrays[f"partial{index}"] = get_partial_blocks(ordered, index, self._block_size)
             arrays[f"tables{index}"] = _pad_tables(
                 [state.block_ids[index].values for _, state in ordered]
             )
@@ -118,15 +118,6 @@ class InputBatch:
             logits_index=tensors["logits_index"],
             partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self._groups))),
         )
-
-    def _get_partial_blocks(self, rows: Sequence[Row], group_index: int) -> IntArray:
-        """Only the last new block of a request can be one."""
-        block_ids = [
-            entry.new_block_ids[group_index][-1]
-            for entry, _ in rows
-            if entry.new_block_ids[group_index] and _end(entry) % self._block_size
-        ]
-        return np.array(block_ids, dtype=np.int64)
 
     def _gather_mm_embeds(
         self, rows: Sequence[Row], starts: IntArray
@@ -164,6 +155,16 @@ class InputBatch:
                     if a < b:
                         until[start + a - first : start + b - first] = span_end
         return until if has_span else None
+
+
+def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:
+    """Return the new blocks that a step fills in part: the last one of a request, if any."""
+    block_ids = [
+        entry.new_block_ids[group_index][-1]
+        for entry, _ in rows
+        if entry.new_block_ids[group_index] and _end(entry) % block_size
+    ]
+    return np.array(block_ids, dtype=np.int64)
 
 
 def _end(scheduled: ScheduledRequest) -> int:

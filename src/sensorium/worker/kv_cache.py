@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +14,15 @@ from sensorium.layers.kv_layout import LayerGroup
 from sensorium.types.scheduling import KVCacheGroup
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack:
+    """Layers of one group and shape lie behind one another, so that one call reaches all."""
+
+    group_index: int
+    keys: torch.Tensor  # [layers, blocks, block_size, K, D]
+    values: torch.Tensor
 
 
 class KVCache:
@@ -30,33 +40,41 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self._layers: dict[int, LayerCache] = {}
+        self._stacks: list[_Stack] = []
         for group_index, (layer_group, group) in enumerate(zip(layer_groups, groups, strict=True)):
-            for layer in layer_group.layers:
-                if layer.source == layer.layer_index:
-                    shape = (group.num_blocks, block_size, layer.num_kv_heads)
+            own = [layer for layer in layer_group.layers if layer.source == layer.layer_index]
+            shapes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in own}
+            for shape in sorted(shapes):
+                num_kv_heads, key_dim, value_dim = shape
+                layers = [x for x in own if (x.num_kv_heads, x.key_dim, x.value_dim) == shape]
+                size = (len(layers), group.num_blocks, block_size, num_kv_heads)
+                stack = _Stack(
+                    group_index=group_index,
+                    keys=_make_zeros(*size, key_dim, dtype=dtype, device=device),
+                    values=_make_zeros(*size, value_dim, dtype=dtype, device=device),
+                )
+                self._stacks.append(stack)
+                for place, layer in enumerate(layers):
                     self._layers[layer.layer_index] = LayerCache(
-                        keys=_make_zeros(*shape, layer.key_dim, dtype=dtype, device=device),
-                        values=_make_zeros(*shape, layer.value_dim, dtype=dtype, device=device),
+                        keys=stack.keys[place],
+                        values=stack.values[place],
                         group_index=group_index,
                         is_shared=False,
                     )
-                else:
-                    source = self._layers[layer.source]
-                    self._layers[layer.layer_index] = LayerCache(
-                        keys=source.keys,
-                        values=source.values,
-                        group_index=group_index,
-                        is_shared=True,
+            for layer in layer_group.layers:
+                if layer.source != layer.layer_index:
+                    self._layers[layer.layer_index] = replace(
+                        self._layers[layer.source], group_index=group_index, is_shared=True
                     )
 
     def clear_blocks(self, group_index: int, block_ids: torch.Tensor) -> None:
         """Zero blocks that a step fills only in part. What an earlier request left there is masked,
         but masked values are multiplied by zero, which a NaN survives.
         """
-        for layer in self._layers.values():
-            if layer.group_index == group_index and not layer.is_shared:
-                layer.keys.index_fill_(0, block_ids, 0)
-                layer.values.index_fill_(0, block_ids, 0)
+        for stack in self._stacks:
+            if stack.group_index == group_index:
+                stack.keys.index_fill_(1, block_ids, 0)
+                stack.values.index_fill_(1, block_ids, 0)
 
     def __getitem__(self, layer_index: int) -> LayerCache:
         return self._layers[layer_index]

@@ -23,12 +23,15 @@ from sensorium.types.scheduling import (
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
+    StepMode,
 )
+from sensorium.utils.to_device import to_device
 from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
 from sensorium.worker.gather import get_gather_slices
 from sensorium.worker.grammar_masks import GrammarMasks, Progress, StepMasks
-from sensorium.worker.input_batch import InputBatch, StepInputs
+from sensorium.worker.graphs.decode_graphs import DecodeGraphs
+from sensorium.worker.input_batch import InputBatch, Row, StepInputs, get_partial_blocks
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.prompt_scorer import PromptScorer
 from sensorium.worker.request_states import PromptPositions, RequestState
@@ -49,11 +52,14 @@ class ModelRunner:
         attention: PagedAttention,
         payloads: Mapping[str, MultiModalKwargsItem],
         grammars: GrammarCompiler | None = None,
+        decode_graphs: DecodeGraphs | None = None,
     ) -> None:
         self.encoder_cache = EncoderCache()
         self._adapter = adapter
         self._kv_cache = kv_cache
         self._num_groups = len(groups)
+        self._block_size = block_size
+        self._decode_graphs = decode_graphs
         self._attention = attention
         self._payloads = payloads
         self._states: dict[str, RequestState] = {}
@@ -137,7 +143,7 @@ class ModelRunner:
             for entry in output.scheduled
             if entry.request_id not in left_out
         ]
-        result = self._run(self._input_batch.prepare(rows)) if rows else _NOTHING
+        result = self._run(rows) if rows else _NOTHING
         return replace(
             result,
             failed_encodes=failed,
@@ -216,33 +222,62 @@ class ModelRunner:
             f"has room for {num_embeds}"
         )
 
-    def _run(self, inputs: StepInputs) -> ModelRunnerOutput:
-        """The decoder, and the next token of each request that has reached its last one."""
+    def _run(self, rows: Sequence[Row]) -> ModelRunnerOutput:
+        """Compute a step, and the next token of each request that has reached its last one."""
+        graphs = self._decode_graphs
+        size = StepMode.EAGER_NO_GRAPHS if graphs is None else graphs.find_size(rows)
+        if graphs is None or isinstance(size, StepMode):
+            return replace(self._run_eagerly(rows), mode=StepMode(size))
+        self._clear_blocks(
+            torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
+            for index in range(self._num_groups)
+        )
+        result = graphs.replay(rows, size)
+        states = [state for _, state in rows]
+        output = self._choose(states, result.logits, {}, likeliest=result.likeliest)
+        return replace(output, mode=StepMode.DECODE_GRAPH)
+
+    def _run_eagerly(self, rows: Sequence[Row]) -> ModelRunnerOutput:
+        inputs = self._input_batch.prepare(rows)
         hidden = self._forward(inputs)
         prompt_logprobs = self._prompt_scorer.score(hidden, inputs.rows)
         if not inputs.sampled:
             return replace(_NOTHING, prompt_logprobs=prompt_logprobs)
         logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
-        masks = self._grammars.take(inputs.sampled)
+        return self._choose(inputs.sampled, logits, prompt_logprobs)
+
+    def _choose(
+        self,
+        states: Sequence[RequestState],
+        logits: torch.Tensor,  # a row for each state
+        prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]],
+        *,
+        likeliest: torch.Tensor | None = None,
+    ) -> ModelRunnerOutput:
+        """Choose the next token of each request."""
+        masks = self._grammars.take(states)
         rows = [
-            state.get_sampling_row(masks.masks.get(state.request.request_id))
-            for state in inputs.sampled
+            state.get_sampling_row(masks.masks.get(state.request.request_id)) for state in states
         ]
-        sampled = self._sampler.sample(logits, rows)
+        sampled = self._sampler.sample(logits, rows, likeliest)
         chosen = [
             (state, token_id)
-            for state, token_id in zip(inputs.sampled, sampled.token_ids, strict=True)
+            for state, token_id in zip(states, sampled.token_ids, strict=True)
             if token_id is not None and not masks.is_without(state.request.request_id)
         ]
         for state, token_id in chosen:
             state.append_token(token_id)
         progress = self._grammars.consume(chosen)
-        return _make_output(inputs.sampled, sampled, prompt_logprobs, masks, progress)
+        return _make_output(states, sampled, prompt_logprobs, masks, progress)
+
+    def _clear_blocks(self, block_ids_by_group: Iterable[torch.Tensor]) -> None:
+        for group_index, block_ids in enumerate(block_ids_by_group):
+            if len(block_ids):
+                on_device = to_device(block_ids, self._adapter.device)
+                self._kv_cache.clear_blocks(group_index, on_device)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        for group_index, block_ids in enumerate(inputs.partial_blocks):
-            if len(block_ids):
-                self._kv_cache.clear_blocks(group_index, block_ids)
+        self._clear_blocks(inputs.partial_blocks)
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
         with self._adapter.choosing_factors(inputs.is_long):
@@ -258,7 +293,7 @@ class ModelRunner:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """The decoder's attention layers call this (`models.attention_seam`); the window is that
+        """The decoder's attention layers call this (`models.seams`); the window is that
         of the layer's group.
         """
         del window

@@ -54,27 +54,48 @@ class Sampler:
     def __init__(self, *, device: torch.device) -> None:
         self._staging = StagingBuffer(device=device, num_words=1 << 10)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        likeliest: torch.Tensor | None = None,
+    ) -> SamplerOutput:
         """float32 logits [B, vocabulary] → a token for each row, and log-probabilities if the row
-        wants them.
+        wants them. `likeliest`: what `mark_likeliest` makes of the logits, if it is known.
         """
         edits = prepare_edits(rows, logits.shape[-1])
         arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
+        if not arrays and likeliest is not None:
+            return _make_output(likeliest.tolist(), (None,) * len(rows))
         tensors = self._staging.upload(arrays) if arrays else {}
         edited = apply_edits(logits, tensors) if edits else logits
         highest, token_ids = edited.max(dim=-1)  # a NaN anywhere in a row is its maximum
         if "random_rows" in tensors:
             token_ids = token_ids.index_copy(0, tensors["random_rows"], draw(edited, tensors))
-        marked = torch.where(highest.isfinite(), token_ids, -1)
+        marked = _mark(highest, token_ids)
         if edits:
             is_all_banned = highest.isneginf() & logits.amax(-1).isfinite()
             marked = marked.masked_fill(is_all_banned, -2)
-        chosen = marked.tolist()
-        return SamplerOutput(
-            token_ids=tuple(token_id if token_id >= 0 else None for token_id in chosen),
-            logprobs=_get_logprobs(logits, token_ids, tensors, rows),
-            failures={row: _FAILURES[mark] for row, mark in enumerate(chosen) if mark < 0},
-        )
+        return _make_output(marked.tolist(), _get_logprobs(logits, token_ids, tensors, rows))
+
+
+def mark_likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest token of each row [B], or -1 where a logit is not a finite number."""
+    return _mark(*logits.max(dim=-1))
+
+
+def _mark(highest: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return torch.where(highest.isfinite(), token_ids, -1)
+
+
+def _make_output(
+    chosen: Sequence[int], logprobs: tuple[TokenLogprobs | None, ...]
+) -> SamplerOutput:
+    return SamplerOutput(
+        token_ids=tuple(token_id if token_id >= 0 else None for token_id in chosen),
+        logprobs=logprobs,
+        failures={row: _FAILURES[mark] for row, mark in enumerate(chosen) if mark < 0},
+    )
 
 
 def _prepare_logprobs(rows: Sequence[SamplingRow]) -> Arrays:

@@ -33,6 +33,11 @@ class StagingBuffer:
             else self._host
         )
 
+    @property
+    def address(self) -> int:
+        """Where the device's memory lies. It moves when a step needs more than there is."""
+        return self._device.data_ptr()
+
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
         """int64 and float64 arrays by name, as tensors on the device; valid until the next
         upload.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sensorium.models.adapter import ModelAdapter, _split, collate
-from sensorium.models.attention_seam import _paged_attention
 from sensorium.models.loading import load_config, load_model
+from sensorium.models.seams.paged_attention import _paged_attention
 from sensorium.types.errors import ModelError, RequestError
 
 

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
-from sensorium.layers.attention import flashinfer_backend, varlen_backend
+from sensorium.layers.attention import flashinfer_backend, triton_backend, varlen_backend
 from sensorium.layers.attention.backend import PagedAttention
 from sensorium.layers.attention.flashinfer_backend import FlashInferAttention
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.layers.attention.trial import find_fault
+from sensorium.layers.attention.triton_backend import TritonPagedAttention
 from sensorium.layers.attention.varlen_backend import VarlenAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_BACKENDS = ("auto", "flashinfer", "varlen", "torch")
+ATTENTION_BACKENDS = ("auto", "flashinfer", "varlen", "triton", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ _CANDIDATES = {
         find_obstacle=flashinfer_backend.find_obstacle, make=FlashInferAttention
     ),
     "varlen": _Candidate(find_obstacle=varlen_backend.find_obstacle, make=VarlenAttention),
+    "triton": _Candidate(find_obstacle=triton_backend.find_obstacle, make=TritonPagedAttention),
 }
 
 

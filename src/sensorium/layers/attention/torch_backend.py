@@ -11,6 +11,7 @@ Masks and block lists are made once per step and group, and used by all its laye
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -45,7 +46,7 @@ class _Prefill:
 class _GroupPlan:
     slot_mapping: torch.Tensor
     num_decodes: int
-    buckets: tuple[_DecodeBucket, ...]
+    decodes: Any  # what `_plan_decodes` made
     prefills: tuple[_Prefill, ...]
 
 
@@ -71,14 +72,12 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         plan = self._plans[cache.group_index]
         if not cache.is_shared:
-            store_new_tokens(cache, plan.slot_mapping, key, value)
+            self._store(cache, plan.slot_mapping, key, value)
         num_heads, num_tokens = query.shape[1], query.shape[2]
         output = query.new_empty(num_tokens, num_heads, cache.values.shape[-1])
-        for bucket in plan.buckets:
+        if plan.num_decodes:
             queries = query[0].transpose(0, 1)[: plan.num_decodes]
-            output[: plan.num_decodes][bucket.rows] = _decode(
-                cache, queries[bucket.rows], bucket, scaling
-            )
+            self._attend_decoding(cache, queries, plan.decodes, scaling, output[: plan.num_decodes])
         for prefill in plan.prefills:
             tokens = slice(prefill.start, prefill.end)
             if prefill.block_ids is None:
@@ -109,13 +108,29 @@ class TorchPagedAttention:
         return _GroupPlan(
             slot_mapping=group.slot_mapping,
             num_decodes=num_decodes,
-            buckets=self._plan_decodes(group, layout.seq_lens[:num_decodes]),
+            decodes=self._plan_decodes(group, layout.seq_lens[:num_decodes]),
             prefills=tuple(prefills),
         )
 
-    def _plan_decodes(
-        self, group: GroupTables, seq_lens: tuple[int, ...]
-    ) -> tuple[_DecodeBucket, ...]:
+    # ---- requests that decode: another backend may do this part otherwise
+
+    def _store(
+        self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        store_new_tokens(cache, slots, key, value)
+
+    def _attend_decoding(
+        self,
+        cache: LayerCache,
+        queries: torch.Tensor,  # [b, H, D]
+        decodes: Any,
+        scaling: float | None,
+        output: torch.Tensor,  # [b, H, D of values], filled here
+    ) -> None:
+        for bucket in decodes:
+            output[bucket.rows] = _decode(cache, queries[bucket.rows], bucket, scaling)
+
+    def _plan_decodes(self, group: GroupTables, seq_lens: tuple[int, ...]) -> Any:
         if not seq_lens:
             return ()
         firsts = [self._first_block(group, seq_len - 1) for seq_len in seq_lens]

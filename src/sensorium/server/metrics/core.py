@@ -15,6 +15,7 @@ from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.server.metrics.metric_set import MetricSet
 from sensorium.server.metrics.totals import Totals
 from sensorium.types.request import EngineCoreOutput, FinishReason
+from sensorium.types.scheduling import StepMode
 
 _SYNC_S = 0.25
 
@@ -83,6 +84,8 @@ class CoreMetrics:
         self._totals.follow("vllm:prompt_tokens_cached_by_source_total", num_cached, "device")
         self._totals.follow("sensorium:sampled_tokens_total", counters.num_sampled_tokens)
         self._totals.follow("vllm:num_preemptions_total", counters.num_preemptions)
+        for mode in StepMode:
+            self._totals.follow("sensorium:steps_total", counters.steps[mode], str(mode))
         for reason in FinishReason:
             count = counters.finished[reason]
             self._totals.follow("sensorium:core_requests_total", count, str(reason))

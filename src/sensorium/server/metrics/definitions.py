@@ -11,6 +11,7 @@ from itertools import product
 from typing import Literal
 
 from sensorium.types.request import FinishReason
+from sensorium.types.scheduling import StepMode
 from sensorium.types.times import ITEM_STAGES
 
 ENGINE = "0"  # the label of vLLM's data-parallel engines: here there is one
@@ -163,6 +164,12 @@ _OF_THE_CORE = (
     _count("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
     _count("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache."),
     _histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS),
+    _count(
+        "sensorium:steps_total",
+        "Steps, by how they were computed: as a CUDA graph, or without one and why.",
+        labels=("mode",),
+        values=_each(tuple(str(mode) for mode in StepMode)),
+    ),
     _count("sensorium:sampled_tokens_total", "Tokens sampled, whether somebody read them or not."),
     _count(
         "sensorium:core_requests_total",

@@ -1,0 +1,190 @@
+"""Attention inside the sequences of a packed batch, for encoders: each token sees its sequence.
+
+Two implementations compute it. torch's `varlen_attn` is one kernel for all sequences; it needs a
+CUDA device and half precision. The other one works everywhere: sequences of equal length form one
+batch of `scaled_dot_product_attention`. A tower with windows has hundreds of sequences but few
+lengths.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from sensorium.utils.to_device import to_device
+
+logger = logging.getLogger(__name__)
+
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8  # head sizes of the kernel are multiples of it
+_TRIAL_LENGTHS = (5, 17, 1, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLengths:
+    """The sequences of a packed batch. The host knows their lengths without asking the device."""
+
+    lengths: tuple[int, ...]
+    starts: torch.Tensor  # int32 [sequences + 1], on the device of the batch
+
+    @classmethod
+    def from_starts(cls, host_starts: Sequence[int], starts: torch.Tensor) -> PackedLengths:
+        """Make it from the same numbers, on the host and on the device."""
+        lengths = tuple(b - a for a, b in pairwise(host_starts))
+        return cls(lengths, starts.to(torch.int32))
+
+
+class PackedKernel(Protocol):
+    """Computes attention inside the sequences of a packed batch."""
+
+    name: str
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [1, H, N, D]
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: PackedLengths,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Return the output as [1, N, H, D]."""
+
+
+class BatchKernel:
+    """Attends with one call for all sequences of the same length."""
+
+    name = "batches of equal length"
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: PackedLengths,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        num_heads, num_tokens, head_dim = query.shape[1:]
+        output = query.new_empty(num_tokens, num_heads, head_dim)
+        for length, rows in _group_by_length(lengths.lengths, query.device):
+            parts = (
+                tensor[0].transpose(0, 1)[rows].view(-1, length, num_heads, head_dim)
+                for tensor in (query, key, value)
+            )
+            q, k, v = (part.transpose(1, 2) for part in parts)
+            result = scaled_dot_product_attention(q, k, v, scale=scaling)
+            output[rows] = result.transpose(1, 2).reshape(-1, num_heads, head_dim)
+        return output[None]
+
+
+@lru_cache(maxsize=64)  # the layers of a tower ask for the same one or two
+def _group_by_length(
+    lengths: tuple[int, ...], device: torch.device
+) -> tuple[tuple[int, torch.Tensor], ...]:
+    """Return each length with the tokens of all its sequences."""
+    starts_by_length: dict[int, list[int]] = {}
+    start = 0
+    for length in lengths:
+        starts_by_length.setdefault(length, []).append(start)
+        start += length
+    return tuple(
+        (
+            length,
+            to_device((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), device),
+        )
+        for length, starts in starts_by_length.items()
+        if length
+    )
+
+
+class VarlenKernel:
+    """Attends with torch's kernel for sequences of different lengths."""
+
+    name = "varlen"
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._varlen_attn: Any = varlen_attn
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: PackedLengths,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        head_dim = query.shape[-1]
+        num_missing = -head_dim % _HEAD_DIM_STEP
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        tensors = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        if num_missing:
+            tensors = [pad(tensor, (0, num_missing)) for tensor in tensors]
+        longest = max(lengths.lengths)
+        output = self._varlen_attn(
+            *(tensor.contiguous() for tensor in tensors),
+            lengths.starts,
+            lengths.starts,
+            longest,
+            longest,
+            scale=scaling,
+        )
+        result: torch.Tensor = output[None, ..., :head_dim]
+        return result
+
+
+@cache
+def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedKernel:
+    """Return the fastest kernel that works here, chosen once."""
+    obstacle = _find_obstacle(device, dtype, head_dim)
+    if obstacle is None:
+        logger.info("attention of encoders: %s", VarlenKernel.name)
+        return VarlenKernel()
+    logger.info("attention of encoders: %s (not varlen: %s)", BatchKernel.name, obstacle)
+    return BatchKernel()
+
+
+def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why torch's kernel can't be used, or `None` if it can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"its heads have at most {_MAX_HEAD_DIM} numbers, not {head_dim}"
+    try:
+        return _try_varlen(device, dtype, head_dim)
+    except Exception as error:
+        # Imports and kernels fail in their own ways; here all mean: not on this machine.
+        logger.debug("the trial of varlen failed", exc_info=True)
+        return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(_TRIAL_LENGTHS)
+    query, key, value = (
+        torch.randn(1, 2, num_tokens, head_dim, generator=generator).to(device, dtype)
+        for _ in range(3)
+    )
+    host_starts = [sum(_TRIAL_LENGTHS[:index]) for index in range(len(_TRIAL_LENGTHS) + 1)]
+    lengths = PackedLengths.from_starts(host_starts, torch.tensor(host_starts, device=device))
+    expected = BatchKernel().attend(
+        query.float(), key.float(), value.float(), lengths, scaling=None
+    )
+    found = VarlenKernel().attend(query, key, value, lengths, scaling=None)
+    # Random values of size 1 are averaged, and rounded a few times on the way.
+    distance = float((found.float() - expected).abs().max())
+    if distance > 8 * torch.finfo(dtype).eps:
+        return f"a trial gave numbers that are wrong by {distance:.3g}"
+    return None

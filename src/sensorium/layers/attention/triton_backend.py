@@ -1,0 +1,82 @@
+"""Paged attention with kernels of our own where requests decode, and torch's for prompts.
+
+The kernels read pages where they lie, in every precision and for every head size. Prompts go
+through the gather of `torch_backend`, whose attention over many queries is fast as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sensorium.layers import kernels
+from sensorium.layers.attention.backend import GroupTables, LayerCache
+from sensorium.layers.attention.torch_backend import TorchPagedAttention
+from sensorium.layers.kv_layout import LayerSpec
+from sensorium.utils.to_device import to_device
+
+
+def find_obstacle(
+    layers: Sequence[LayerSpec], *, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why these layers can't be computed here, or `None` if they can."""
+    del layers, dtype
+    return kernels.find_obstacle(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingRows:
+    """What the kernel is told about requests that decode, for one group of layers."""
+
+    block_tables: torch.Tensor  # int [b, blocks]
+    seq_lens: torch.Tensor  # int [b]
+    window: int | None
+
+
+class TritonPagedAttention(TorchPagedAttention):
+    name = "triton"
+
+    def __init__(self, *, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(block_size=block_size, dtype=dtype)
+        del device
+        from sensorium.layers.kernels.decode_attention import attend_decoding
+        from sensorium.layers.kernels.kv_store import store_new_tokens
+
+        self._attend = attend_decoding
+        self._store_new_tokens = store_new_tokens
+
+    def _store(
+        self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self._store_new_tokens(cache.keys, cache.values, slots, key, value)
+
+    def _plan_decodes(self, group: GroupTables, seq_lens: tuple[int, ...]) -> DecodingRows:
+        device = group.block_tables.device
+        return DecodingRows(
+            block_tables=group.block_tables[: len(seq_lens)],
+            seq_lens=to_device(torch.tensor(seq_lens), device),
+            window=group.window,
+        )
+
+    def _attend_decoding(
+        self,
+        cache: LayerCache,
+        queries: torch.Tensor,
+        decodes: Any,
+        scaling: float | None,
+        output: torch.Tensor,
+    ) -> None:
+        output.copy_(
+            self._attend(
+                queries,
+                cache.keys,
+                cache.values,
+                decodes.block_tables,
+                decodes.seq_lens,
+                scaling=scaling,
+                window=decodes.window,
+            )
+        )

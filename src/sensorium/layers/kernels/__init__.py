@@ -1,0 +1,16 @@
+"""Kernels of our own, in Triton. Import its modules only where `find_obstacle` finds none."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+
+def find_obstacle(device: torch.device) -> str | None:
+    """Return why these kernels can't be used on a device, or `None` if they can."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None

@@ -1,0 +1,177 @@
+"""Paged attention for requests that decode: one query token each, in two kernels.
+
+Each request's keys are divided among several programs, so that a few long requests fill the device
+as well as many short ones; the second kernel puts the parts together. Everything that changes from
+step to step is read from tensors, and nothing is planned on the host: the same two launches serve
+every step of a batch size, which is what CUDA graphs need.
+
+Keys and values beyond a request's length are never loaded, so it does not matter what an earlier
+request left in its last block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Programs that fill a large device twice: it has about 132 multiprocessors.
+_NUM_PROGRAMS = 264
+_MAX_SPLITS = 64
+_MIN_SIDE = 16  # of a matrix product in Triton
+_ENDLESS = 1 << 30  # a window that nothing is outside of
+
+
+# fmt: off
+@triton.jit
+def _attend_part(
+    query, keys, values, tables, seq_lens, parts, maxima, sums, scaling, window, query_row,
+    query_head, key_slot, key_head, value_slot, value_head, table_row, num_heads, num_splits,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to one part of one request's keys, for the query heads of one key head."""
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    first = tl.maximum(seq_len - window, 0)
+    size = tl.cdiv(tl.cdiv(seq_len - first, num_splits), TILE) * TILE
+    start = first + split * size
+    end = tl.minimum(start + size, seq_len)
+
+    g, n = tl.arange(0, GROUP_PAD), tl.arange(0, TILE)
+    d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    heads = kv_head * GROUP + g
+    q = tl.load(
+        query + row * query_row + heads[:, None] * query_head + d[None, :],
+        mask=(g[:, None] < GROUP) & (d[None, :] < D),
+        other=0.0,
+    )
+    maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    sum_of_values = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+    for at in range(start, end, TILE):
+        position = at + n
+        is_seen = position < end
+        page = tl.load(tables + row * table_row + position // PAGE, mask=is_seen, other=0)
+        slot = page.to(tl.int64) * PAGE + position % PAGE
+        k = tl.load(
+            keys + slot[None, :] * key_slot + kv_head * key_head + d[:, None],
+            mask=is_seen[None, :] & (d[:, None] < D),
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision=PRECISION) * scaling
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp(scores - new_maximum[:, None])
+        kept = tl.exp(maximum - new_maximum)
+        v = tl.load(
+            values + slot[:, None] * value_slot + kv_head * value_head + dv[None, :],
+            mask=is_seen[:, None] & (dv[None, :] < DV),
+            other=0.0,
+        )
+        sum_of_values = sum_of_values * kept[:, None]
+        sum_of_values += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        total = total * kept + tl.sum(weights, 1)
+        maximum = new_maximum
+
+    place = (row * num_heads + heads) * num_splits + split
+    is_head = g < GROUP
+    tl.store(maxima + place, maximum, mask=is_head)
+    tl.store(sums + place, total, mask=is_head)
+    tl.store(
+        parts + place[:, None] * DV + dv[None, :],
+        sum_of_values,
+        mask=is_head[:, None] & (dv[None, :] < DV),
+    )
+# fmt: on
+
+
+@triton.jit
+def _merge_parts(
+    parts,
+    maxima,
+    sums,
+    output,
+    num_splits,
+    SPLITS_PAD: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+):
+    """Put the parts of one query head together. A part that saw no key weighs nothing."""
+    row = tl.program_id(0)
+    split = tl.arange(0, SPLITS_PAD)
+    dv = tl.arange(0, DV_PAD)
+    is_part = split < num_splits
+    maximum = tl.load(maxima + row * num_splits + split, mask=is_part, other=float("-inf"))
+    total = tl.load(sums + row * num_splits + split, mask=is_part, other=0.0)
+    weight = tl.exp(maximum - tl.max(maximum, 0))
+    values = tl.load(
+        parts + (row * num_splits + split[:, None]) * DV + dv[None, :],
+        mask=is_part[:, None] & (dv[None, :] < DV),
+        other=0.0,
+    )
+    result = tl.sum(values * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(output + row * DV + dv, result.to(output.dtype.element_ty), mask=dv < DV)
+
+
+def attend_decoding(
+    query: torch.Tensor,  # [B, H, D]
+    keys: torch.Tensor,  # [blocks, block_size, K, D]
+    values: torch.Tensor,  # [blocks, block_size, K, D of values]
+    block_tables: torch.Tensor,  # int [B, blocks]
+    seq_lens: torch.Tensor,  # int [B], at least 1 each
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the attention output [B, H, D of values]."""
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    batch, num_heads, head_dim = query.shape
+    block_size, num_kv_heads = keys.shape[1:3]
+    value_dim = values.shape[3]
+    num_splits = get_num_splits(batch * num_kv_heads)
+    # For every part: the sum of values, then the largest score and the sum of weights.
+    parts = query.new_empty(batch, num_heads, num_splits, value_dim, dtype=torch.float32)
+    maxima, sums = query.new_empty(2, batch, num_heads, num_splits, dtype=torch.float32)
+    output = query.new_empty(batch, num_heads, value_dim)
+    is_float32 = query.dtype == torch.float32
+    group = num_heads // num_kv_heads
+    sizes = {"DV": value_dim, "DV_PAD": _pad(value_dim)}
+    _attend_part[(batch, num_kv_heads, num_splits)](
+        *(query, keys, values, block_tables, seq_lens, parts, maxima, sums),
+        head_dim**-0.5 if scaling is None else scaling,
+        _ENDLESS if window is None else window,
+        *(*query.stride()[:2], *keys.stride()[1:3], *values.stride()[1:3]),
+        block_tables.stride(0),
+        num_heads,
+        num_splits,
+        PAGE=block_size,
+        GROUP=group,
+        GROUP_PAD=_pad(group),
+        D=head_dim,
+        D_PAD=_pad(head_dim),
+        TILE=32 if is_float32 or max(head_dim, value_dim) > 128 else 64,
+        PRECISION="ieee" if is_float32 else "tf32",
+        num_warps=4,
+        num_stages=2,
+        **sizes,
+    )
+    _merge_parts[(batch * num_heads,)](
+        *(parts, maxima, sums, output),
+        num_splits,
+        SPLITS_PAD=max(2, triton.next_power_of_2(num_splits)),
+        num_warps=2,
+        **sizes,
+    )
+    return output
+
+
+def get_num_splits(num_pairs: int) -> int:
+    """Return into how many parts the keys of each pair of request and key head are divided."""
+    return max(1, min(_MAX_SPLITS, -(-_NUM_PROGRAMS // num_pairs)))
+
+
+def _pad(number: int) -> int:
+    return max(_MIN_SIDE, triton.next_power_of_2(number))

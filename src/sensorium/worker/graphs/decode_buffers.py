@@ -1,0 +1,121 @@
+"""What a captured step that only decodes reads: fixed memory, filled anew for each step.
+
+A batch is padded to the size of its graph. Padding rows have a slot below 0, where nothing is
+stored, and read one key of the null block, which is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sensorium.types.errors import InvariantError
+from sensorium.types.scheduling import KVCacheGroup
+from sensorium.utils.growing_array import IntArray
+from sensorium.worker.input_batch import Row
+from sensorium.worker.staging import StagingBuffer
+
+_NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """One batch size's share of the buffers. B is that size."""
+
+    input_ids: torch.Tensor  # [B]
+    positions: torch.Tensor  # [B], or [3, B] with M-RoPE
+    seq_lens: torch.Tensor  # [B]
+    is_long: torch.Tensor | None  # [B], other than 0 for long requests; None: there are no such
+    slots: tuple[torch.Tensor, ...]  # per group: [B]
+    block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
+
+
+class DecodeBuffers:
+    """Owns the memory. All batch sizes share it: only one step runs at a time."""
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[KVCacheGroup],
+        block_size: int,
+        max_batch: int,
+        max_model_len: int,
+        has_mrope: bool,
+        has_long_factors: bool,
+        device: torch.device,
+    ) -> None:
+        self._num_groups = len(groups)
+        self._block_size = block_size
+        self._has_mrope = has_mrope
+        self._has_long_factors = has_long_factors
+        width = -(-max_model_len // block_size) + 1
+        num_words_per_row = 6 + len(groups) * (2 + width)
+        self._staging = StagingBuffer(device=device, num_words=max_batch * num_words_per_row)
+        self._address = self._staging.address
+        self._tables = [
+            torch.zeros(max_batch, width, dtype=torch.int32, device=device) for _ in groups
+        ]
+
+    def fill(self, rows: Sequence[Row], size: int) -> DecodeInputs:
+        """Write a step's rows, and padding up to `size`; return where they lie.
+
+        The tensors that are returned for a size have the same addresses each time.
+        """
+        arrays = self._make_arrays(rows, size)
+        tables = [self._make_table(rows, index) for index in range(self._num_groups)]
+        named_tables = {f"tables{index}": table for index, table in enumerate(tables)}
+        tensors = self._staging.upload({**arrays, **named_tables})
+        if self._staging.address != self._address:
+            raise InvariantError("the buffers of captured steps have moved")
+        for index, static in enumerate(self._tables):
+            table = tensors[f"tables{index}"]
+            if table.numel():
+                static[: table.shape[0], : table.shape[1]].copy_(table)
+            static[len(rows) : size, :1].zero_()  # padding reads the null block
+        return DecodeInputs(
+            input_ids=tensors["input_ids"],
+            positions=tensors["positions"],
+            seq_lens=tensors["seq_lens"],
+            is_long=tensors.get("is_long"),
+            slots=tuple(tensors[f"slots{index}"] for index in range(self._num_groups)),
+            block_tables=tuple(static[:size] for static in self._tables),
+        )
+
+    def _make_arrays(self, rows: Sequence[Row], size: int) -> dict[str, npt.NDArray[np.generic]]:
+        num_rows = len(rows)
+        input_ids = np.zeros(size, dtype=np.int64)
+        seq_lens = np.ones(size, dtype=np.int64)
+        positions = np.zeros((3, size) if self._has_mrope else size, dtype=np.int64)
+        slots = np.full((self._num_groups, size), _NO_SLOT, dtype=np.int64)
+        for row, (scheduled, state) in enumerate(rows):
+            index = scheduled.num_computed_tokens
+            input_ids[row] = state.token_ids.values[index]
+            seq_lens[row] = index + 1
+            positions[..., row] = state.get_positions(index, index + 1)[..., 0]
+            for group_index in range(self._num_groups):
+                block = state.block_ids[group_index].values[index // self._block_size]
+                slots[group_index, row] = block * self._block_size + index % self._block_size
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "seq_lens": seq_lens,
+        }
+        if self._has_long_factors:
+            is_long = np.zeros(size, dtype=np.int64)
+            is_long[:num_rows] = [state.is_long for _, state in rows]
+            arrays["is_long"] = is_long
+        return arrays | {f"slots{index}": slots[index] for index in range(self._num_groups)}
+
+    @staticmethod
+    def _make_table(rows: Sequence[Row], group_index: int) -> IntArray:
+        """Return the block tables of the rows, as wide as the longest; its own copy is int32."""
+        tables = [state.block_ids[group_index].values for _, state in rows]
+        width = max(map(len, tables), default=0)
+        padded = np.zeros((len(tables), width), dtype=np.int64)
+        for row, table in enumerate(tables):
+            padded[row, : len(table)] = table
+        return padded

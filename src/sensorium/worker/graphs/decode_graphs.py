@@ -1,0 +1,218 @@
+"""Steps in which every request decodes, replayed as one CUDA graph each.
+
+A graph has everything from token ids to logits and the likeliest token. It is captured once for
+each batch size at start, on padding alone, and its logits are compared with those of the same
+computation without a graph. A model that can't be captured runs without; the reason is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from tqdm import tqdm
+
+from sensorium.layers.attention.backend import LayerCache
+from sensorium.models.adapter import ModelAdapter
+from sensorium.types.scheduling import StepMode
+from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
+from sensorium.worker.graphs.recorder import Recorder, Recording, Tensors
+from sensorium.worker.graphs.sizes import find_size
+from sensorium.worker.input_batch import Row
+from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.sampler import mark_likeliest
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeKernels(Protocol):
+    """Attention over pages, with everything that changes in tensors."""
+
+    def store(
+        self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Put keys and values [1, K, B, D] into slots; those below 0 are left out."""
+
+    def attend(
+        self,
+        cache: LayerCache,
+        query: torch.Tensor,  # [B, H, D]
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Return the attention output [B, H, D of values]."""
+
+
+class TritonKernels:
+    """The kernels of `layers.kernels`."""
+
+    def __init__(self) -> None:
+        from sensorium.layers.kernels.decode_attention import attend_decoding
+        from sensorium.layers.kernels.kv_store import store_new_tokens
+
+        self._attend = attend_decoding
+        self._store = store_new_tokens
+
+    def store(
+        self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        self._store(cache.keys, cache.values, slots, key, value)
+
+    def attend(
+        self,
+        cache: LayerCache,
+        query: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        return self._attend(
+            query, cache.keys, cache.values, block_tables, seq_lens, scaling=scaling, window=window
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeResult:
+    """What a replay computed for the rows of a step, valid until the next one."""
+
+    logits: torch.Tensor  # float32 [rows, vocabulary]
+    likeliest: torch.Tensor  # int64 [rows], as `mark_likeliest` gives it
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        *,
+        kv_cache: KVCache,
+        windows: Sequence[int | None],  # per group
+        buffers: DecodeBuffers,
+        kernels: DecodeKernels,
+        recorder: Recorder,
+        sizes: Sequence[int],  # ascending
+    ) -> None:
+        self._adapter = adapter
+        self._kv_cache = kv_cache
+        self._windows = tuple(windows)
+        self._buffers = buffers
+        self._kernels = kernels
+        self._recorder = recorder
+        self._sizes = tuple(sizes)
+        self._recordings: dict[int, Recording] = {}
+
+    @torch.inference_mode()
+    def capture(self, *, use_tqdm: bool = False) -> str | None:
+        """Capture all sizes; return why that is not possible, or `None` if it was done."""
+        for size in tqdm(
+            self._sizes[::-1],
+            desc="capturing graphs",
+            unit="size",
+            disable=None if use_tqdm else True,  # None: only on a terminal
+            leave=False,
+        ):
+            try:
+                reason = self._capture_size(size)
+            except Exception as error:
+                # What can't be captured says so in many ways, most of them CUDA's.
+                logger.debug("capturing %d rows failed", size, exc_info=True)
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if reason is not None:
+                self._recordings.clear()
+                return reason
+        return None
+
+    def _capture_size(self, size: int) -> str | None:
+        inputs = self._buffers.fill([], size)
+        expected, _ = self._compute(inputs)  # also the first use of kernels and workspaces
+        recording = self._recorder.record(lambda: self._compute(inputs))
+        recording.replay()
+        found = recording.outputs[0]
+        scale = float(expected.abs().max())
+        distance = float((found - expected).abs().max())
+        if not distance <= 64 * torch.finfo(self._adapter.dtype).eps * max(scale, 1.0):
+            return f"a replay of {size} rows gave logits that are off by {distance:.3g}"
+        self._recordings[size] = recording
+        return None
+
+    def find_size(self, rows: Sequence[Row]) -> int | StepMode:
+        """Return the batch size whose graph can compute these rows, or why there is none."""
+        if not all(_is_decoding(row) for row in rows):
+            return StepMode.EAGER_PROMPT
+        return find_size(self._sizes, len(rows)) or StepMode.EAGER_LARGE_BATCH
+
+    def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
+        self._buffers.fill(rows, size)
+        recording = self._recordings[size]
+        recording.replay()
+        logits, likeliest = recording.outputs
+        return DecodeResult(logits=logits[: len(rows)], likeliest=likeliest[: len(rows)])
+
+    def _compute(self, inputs: DecodeInputs) -> Tensors:
+        """One step, from token ids to logits and the likeliest tokens."""
+        adapter = self._adapter
+        embeds, extra = adapter.embed(inputs.input_ids, None, None)
+        is_long = None if inputs.is_long is None else inputs.is_long.bool()
+        call = _DecodeCall(self._kv_cache, self._kernels, inputs, self._windows)
+        with adapter.choosing_factors(is_long):
+            hidden = adapter.forward(embeds, inputs.positions, call, extra)
+        logits = adapter.logits(hidden)
+        return logits, mark_likeliest(logits)
+
+
+class _DecodeCall:
+    """Runs in place of the decoder's attention."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        kernels: DecodeKernels,
+        inputs: DecodeInputs,
+        windows: Sequence[int | None],
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._kernels = kernels
+        self._inputs = inputs
+        self._windows = windows
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        del window  # that of the layer's group
+        cache = self._kv_cache[layer_index]
+        group = cache.group_index
+        if not cache.is_shared:
+            self._kernels.store(cache, self._inputs.slots[group], key, value)
+        output = self._kernels.attend(
+            cache,
+            query[0].transpose(0, 1),
+            self._inputs.block_tables[group],
+            self._inputs.seq_lens,
+            scaling=scaling,
+            window=self._windows[group],
+        )
+        return output[None]
+
+
+def _is_decoding(row: Row) -> bool:
+    """Return whether a row computes one token of its answer."""
+    scheduled, state = row
+    return (
+        scheduled.num_new_tokens == 1
+        and scheduled.is_sampled
+        and scheduled.num_computed_tokens >= state.num_prompt_tokens
+    )

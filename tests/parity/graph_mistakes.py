@@ -1,0 +1,50 @@
+"""Deliberate mistakes in what a replayed step reads: a check has to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from sensorium.worker.graphs import decode_buffers
+from sensorium.worker.graphs.decode_buffers import DecodeBuffers
+
+_make_arrays = DecodeBuffers._make_arrays
+_FIRST_SLOT = 17  # of the first request: blocks have 16 slots, and one is the null block
+
+
+def _shift_slots(self: DecodeBuffers, rows: Any, size: int) -> Any:
+    arrays: Any = _make_arrays(self, rows, size)
+    arrays["slots0"][: len(rows)] += 1
+    return arrays
+
+
+def _forget_the_new_token(self: DecodeBuffers, rows: Any, size: int) -> Any:
+    arrays: Any = _make_arrays(self, rows, size)
+    arrays["seq_lens"][: len(rows)] -= 1
+    return arrays
+
+
+def _make_no_table(rows: Any, group_index: int) -> Any:
+    del group_index
+    return np.zeros((len(rows), 0), dtype=np.int64)
+
+
+_PATCHES: dict[str, Any] = {
+    "padding that writes": lambda: patch.object(decode_buffers, "_NO_SLOT", _FIRST_SLOT),
+    "a shifted slot": lambda: patch.object(DecodeBuffers, "_make_arrays", _shift_slots),
+    "stale lengths": lambda: patch.object(DecodeBuffers, "_make_arrays", _forget_the_new_token),
+    "stale block tables": lambda: patch.object(
+        DecodeBuffers, "_make_table", staticmethod(_make_no_table)
+    ),
+}
+GRAPH_MISTAKES = tuple(_PATCHES)
+
+
+@contextmanager
+def making_graph_mistake(name: str) -> Iterator[None]:
+    with _PATCHES[name]():
+        yield

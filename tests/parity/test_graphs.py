@@ -1,0 +1,76 @@
+"""Steps that are replayed give the same tokens, whatever runs in them and comes between them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.parity.cases import FAMILIES
+from tests.parity.driver import (
+    ROOMS,
+    Trace,
+    assert_nothing_is_left,
+    get_kv_bytes,
+    make_llm,
+    run_staggered,
+)
+from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
+from tests.parity.graph_parts import use_graphs
+from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
+
+
+@pytest.mark.check("graphs")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_steps_give_the_reference_tokens(
+    reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = use_graphs(monkeypatch)
+    reference = reference_of(family)
+    llm = make_llm(reference.directory, max_num_batched_tokens=24)
+    assert llm.config.graphs == "decoding, 4 batch sizes up to 8"
+    prompts = [entry.prompt for entry in reference.expected]
+    for _ in range(2):  # fresh, then with what the first pass left in the caches
+        outputs = run_staggered(llm, prompts, GREEDY)
+        assert get_differences(outputs, reference.expected) == []
+    assert recorder.num_replays > NUM_TOKENS
+    assert_nothing_is_left(llm)
+
+
+@pytest.mark.check("graphs")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_5_vl"])
+def test_preempted_requests_give_the_reference_tokens(
+    reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = reference_of(family)
+    expected = [*reference.expected, *reversed(reference.expected)]
+    longest = max(len(entry.prompt_token_ids) for entry in expected) + NUM_TOKENS
+    kv_bytes = partial(get_kv_bytes, make_llm(reference.directory, block_size=1))
+    recorder = use_graphs(monkeypatch)
+    for room in ROOMS:
+        llm = make_llm(
+            reference.directory,
+            max_model_len=longest,
+            block_size=1,
+            kv_cache_memory_bytes=kv_bytes(longest + room),
+        )
+        trace = Trace(llm)
+        outputs = run_staggered(llm, [entry.prompt for entry in expected], GREEDY, steps_between=1)
+        assert get_differences(outputs, expected) == []
+        if trace.preempted_ids:
+            break
+    else:
+        pytest.fail("nobody was preempted")
+    assert recorder.num_replays > 0
+
+
+@pytest.mark.parametrize("mistake", GRAPH_MISTAKES)
+def test_a_mistake_in_what_a_replay_reads_is_seen(
+    reference_of: ReferenceOf, mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_graphs(monkeypatch)
+    reference = reference_of("llama")
+    llm = make_llm(reference.directory, max_num_batched_tokens=4096)
+    with making_graph_mistake(mistake):
+        outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
+    assert get_differences(outputs, reference.expected) != []
