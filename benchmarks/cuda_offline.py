@@ -6,7 +6,9 @@ made on the device. Tokens are counted from adding the requests to the last step
 
 A step that decodes is measured twice: by the wall (`decode_step_ms`, all of `core.step()`), and on
 the device from its first copy to the chosen tokens (`decode_gpu_ms`, where it is a CUDA graph).
-`--no-eager` leaves out the engine without graphs.
+A step with a prompt of 32 or 1,400 tokens of text is measured on the device from its first kernel
+to the logits (`prefill_ms`), and by the wall. `--no-eager` leaves out the engine without
+graphs.
 
 python benchmarks/cuda_offline.py [--backends NAME ...] [--record-to PATH [--commit HASH]]
 
@@ -22,7 +24,7 @@ import json
 import statistics
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,6 +41,8 @@ from sensorium.types.transfer import Transfer
 
 BATCHES = (1, 8, 64)
 NUM_OUTPUT_TOKENS = 128
+PROMPTS = (32, 1400)
+NUM_PREFILLS = 15
 
 
 def _synchronize(device: str) -> None:
@@ -74,10 +78,10 @@ class GpuTimes:
     def __init__(self, core: EngineCore) -> None:
         self._events: list[tuple[Any, Any]] = []
         runner: Any = core.runner
-        self.has_graphs = runner._decode_graphs is not None
-        if self.has_graphs:
-            self._replay = runner._decode_graphs.replay
-            runner._decode_graphs.replay = self._time
+        graphs = runner._graphs.decoding
+        if graphs is not None:
+            self._replay = graphs.replay
+            graphs.replay = self._time
 
     def _time(self, *arguments: Any) -> Any:
         event: Any = torch.cuda.Event
@@ -96,6 +100,39 @@ class GpuTimes:
         times: list[float] = [start.elapsed_time(end) for start, end in self._events]
         self._events.clear()
         return round(statistics.median(times), 3)
+
+
+def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step with one prompt, by its number of tokens: on the device, and all."""
+    runner, event = cast(Any, core.runner), cast(Any, torch.cuda.Event)
+    forward, compute_logits = runner._forward, runner._adapter.logits
+    start, end = event(enable_timing=True), event(enable_timing=True)
+
+    def forward_and_time(*arguments: Any) -> Any:
+        start.record()
+        return forward(*arguments)
+
+    def compute_and_time(*arguments: Any) -> Any:
+        logits = compute_logits(*arguments)
+        end.record()
+        return logits
+
+    runner._forward, runner._adapter.logits = forward_and_time, compute_and_time
+    random, found = torch.Generator().manual_seed(0), {}
+    for num_tokens in PROMPTS:
+        times = []
+        for _ in range(NUM_PREFILLS):
+            ids = torch.randint(100, 150_000, (num_tokens,), generator=random).tolist()
+            core.add_request(make_request(ids, max_tokens=1), Transfer(payloads={}))
+            began = perf_counter()
+            core.step()
+            wall = (perf_counter() - began) * 1e3
+            torch.cuda.synchronize()
+            times.append((start.elapsed_time(end), wall))
+        gpu, wall = (statistics.median(column[3:]) for column in zip(*times, strict=True))
+        found[str(num_tokens)] = {"gpu": round(gpu, 2), "wall": round(wall, 2)}
+    runner._forward, runner._adapter.logits = forward, compute_logits
+    return found
 
 
 def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, list[list[int]]]:
@@ -159,6 +196,10 @@ def measure_backend(
         "decode_step_ms": {},
         "decode_gpu_ms": {},
     }
+    if adapter.device.type == "cuda":
+        figures["prefill_ms"] = measure_prefills(core)
+        figures["free_gib"] = round(torch.cuda.mem_get_info()[0] / 2**30, 2)
+        print(figures, flush=True)
     gpu_times = GpuTimes(core)
     for batch in batches:
         run_ours(core, _make_prompts(arguments, batch, seed=1000 + batch))  # first uses

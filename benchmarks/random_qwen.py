@@ -106,5 +106,7 @@ def make_request(token_ids: list[int], *, max_tokens: int) -> EngineCoreRequest:
                 mm_hash=f"image-{index}",
                 mm_position=PlaceholderRange(token_ids.index(IMAGE_PAD), NUM_IMAGE_TOKENS),
             ),
-        ),
+        )
+        if IMAGE_PAD in token_ids
+        else (),
     )

@@ -34,7 +34,7 @@ def check_float32(family: str, budget: int, *, enforce_eager: bool = False) -> s
 def check_graph_mistake(mistake: str) -> str:
     reference = get_reference("llama", torch.float32)
     llm = make_device_llm("llama", torch.float32, max_num_batched_tokens=4096)
-    if not llm.config.graphs.startswith("decoding"):
+    if not llm.config.graphs.startswith("decoding in"):
         raise UnavailableError(llm.config.graphs)
     with making_graph_mistake(mistake):
         outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)

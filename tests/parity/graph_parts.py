@@ -7,6 +7,7 @@ memory, how they are padded, and what they leave in the KV cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -79,11 +80,47 @@ class AgainRecorder:
         return sum(recording.num_replays - 1 for recording in self.recordings)
 
 
-def use_graphs(
-    monkeypatch: pytest.MonkeyPatch, recorder: AgainRecorder | None = None
-) -> AgainRecorder:
+Break = Callable[[int], None]
+
+
+class _AgainSegments:
+    def __init__(self, function: Callable[[Break], None]) -> None:
+        self._function = function
+        self.num_replays = 0
+
+    def replay(self, attend: Break) -> None:
+        self.num_replays += 1
+        self._function(attend)
+
+
+class AgainSegmentRecorder:
+    def __init__(self) -> None:
+        self.recordings: list[_AgainSegments] = []
+
+    def record(self, function: Callable[[Break], None]) -> _AgainSegments:
+        function(lambda _: None)  # a capture computes nothing, at breaks least of all
+        self.recordings.append(_AgainSegments(function))
+        return self.recordings[-1]
+
+    @property
+    def num_replays(self) -> int:
+        """How often steps were replayed. Each recording is replayed once when it is made."""
+        return sum(recording.num_replays - 1 for recording in self.recordings)
+
+
+@dataclass(frozen=True)
+class Recorders:
+    decoding: AgainRecorder = field(default_factory=AgainRecorder)
+    segments: AgainSegmentRecorder = field(default_factory=AgainSegmentRecorder)
+
+
+def use_graphs(monkeypatch: pytest.MonkeyPatch, recorders: Recorders | None = None) -> Recorders:
     """Let engines that are built from now on use graphs, on any device."""
-    recorder = recorder or AgainRecorder()
-    parts = GraphParts(kernels=PlainKernels(), recorder=recorder)
+    recorders = recorders or Recorders()
+    parts = GraphParts(
+        kernels=PlainKernels(),
+        recorder=recorders.decoding,
+        segment_recorder=recorders.segments,
+    )
     monkeypatch.setattr(building, "find_graph_parts", lambda *_, **__: parts)
-    return recorder
+    return recorders

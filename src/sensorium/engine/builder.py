@@ -58,7 +58,7 @@ from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
-from sensorium.worker.graphs.building import GraphOptions, build_decode_graphs
+from sensorium.worker.graphs.building import GraphOptions, build_graphs
 from sensorium.worker.graphs.sizes import get_decode_sizes
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
@@ -323,7 +323,7 @@ def build_engine_core(
     )
     payloads = PayloadStore(receiver)
     kv_cache = _make_kv_cache(adapter, layer_groups, config)
-    decode_graphs, graphs = build_decode_graphs(
+    graphs = build_graphs(
         adapter,
         _make_graph_options(options, config.limits, use_tqdm=use_tqdm),
         layers=layers,
@@ -331,7 +331,7 @@ def build_engine_core(
         groups=config.groups,
         block_size=config.block_size,
     )
-    config = replace(config, graphs=graphs)
+    config = replace(config, graphs=graphs.words)
     runner = ModelRunner(
         adapter,
         kv_cache=kv_cache,
@@ -340,7 +340,7 @@ def build_engine_core(
         attention=attention,
         payloads=payloads,
         grammars=grammars,
-        decode_graphs=decode_graphs,
+        graphs=graphs,
     )
     return EngineCore(_make_scheduler(config), runner, payloads), config
 
@@ -362,6 +362,7 @@ def _make_graph_options(options: EngineOptions, limits: Limits, *, use_tqdm: boo
         enforce_eager=options.enforce_eager,
         sizes=options.cuda_graph_sizes,
         max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         use_tqdm=use_tqdm,
     )

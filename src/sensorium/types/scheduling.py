@@ -72,10 +72,12 @@ class SchedulerOutput:
 class StepMode(str, Enum):
     """How a step was computed: replayed as a CUDA graph, or launched kernel by kernel, and why."""
 
-    DECODE_GRAPH = "decode_graph"
+    DECODE_GRAPH = "decode_graph"  # one graph
+    SEGMENT_GRAPHS = "segment_graphs"  # graphs with attention between them
     EAGER_NO_GRAPHS = "eager_no_graphs"  # there are none on this device, for this model, or at all
-    EAGER_PROMPT = "eager_prompt"  # tokens of prompts are computed in it
-    EAGER_LARGE_BATCH = "eager_large_batch"  # more requests than the largest graph has
+    EAGER_LARGE_BATCH = "eager_large_batch"  # more requests or tokens than the largest graph has
+    EAGER_SPANS = "eager_spans"  # tokens of an item see each other in both directions
+    EAGER_INPUTS = "eager_inputs"  # the decoder gets more than embeddings (DeepStack)
 
     def __str__(self) -> str:
         return self.value

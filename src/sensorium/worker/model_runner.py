@@ -30,7 +30,7 @@ from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
 from sensorium.worker.gather import get_gather_slices
 from sensorium.worker.grammar_masks import GrammarMasks, Progress, StepMasks
-from sensorium.worker.graphs.decode_graphs import DecodeGraphs
+from sensorium.worker.graphs.building import NO_GRAPHS, Graphs
 from sensorium.worker.input_batch import InputBatch, Row, StepInputs, get_partial_blocks
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.prompt_scorer import PromptScorer
@@ -52,14 +52,14 @@ class ModelRunner:
         attention: PagedAttention,
         payloads: Mapping[str, MultiModalKwargsItem],
         grammars: GrammarCompiler | None = None,
-        decode_graphs: DecodeGraphs | None = None,
+        graphs: Graphs = NO_GRAPHS,
     ) -> None:
         self.encoder_cache = EncoderCache()
         self._adapter = adapter
         self._kv_cache = kv_cache
         self._num_groups = len(groups)
         self._block_size = block_size
-        self._decode_graphs = decode_graphs
+        self._graphs = graphs
         self._attention = attention
         self._payloads = payloads
         self._states: dict[str, RequestState] = {}
@@ -224,10 +224,10 @@ class ModelRunner:
 
     def _run(self, rows: Sequence[Row]) -> ModelRunnerOutput:
         """Compute a step, and the next token of each request that has reached its last one."""
-        graphs = self._decode_graphs
-        size = StepMode.EAGER_NO_GRAPHS if graphs is None else graphs.find_size(rows)
-        if graphs is None or isinstance(size, StepMode):
-            return replace(self._run_eagerly(rows), mode=StepMode(size))
+        graphs = self._graphs.decoding
+        size = None if graphs is None else graphs.find_size(rows)
+        if graphs is None or size is None:
+            return self._run_batch(self._input_batch.prepare(rows))
         self._clear_blocks(
             torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
             for index in range(self._num_groups)
@@ -237,14 +237,13 @@ class ModelRunner:
         output = self._choose(states, result.logits, {}, likeliest=result.likeliest)
         return replace(output, mode=StepMode.DECODE_GRAPH)
 
-    def _run_eagerly(self, rows: Sequence[Row]) -> ModelRunnerOutput:
-        inputs = self._input_batch.prepare(rows)
-        hidden = self._forward(inputs)
+    def _run_batch(self, inputs: StepInputs) -> ModelRunnerOutput:
+        hidden, mode = self._forward(inputs)
         prompt_logprobs = self._prompt_scorer.score(hidden, inputs.rows)
         if not inputs.sampled:
-            return replace(_NOTHING, prompt_logprobs=prompt_logprobs)
+            return replace(_NOTHING, prompt_logprobs=prompt_logprobs, mode=mode)
         logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
-        return self._choose(inputs.sampled, logits, prompt_logprobs)
+        return replace(self._choose(inputs.sampled, logits, prompt_logprobs), mode=mode)
 
     def _choose(
         self,
@@ -276,12 +275,25 @@ class ModelRunner:
                 on_device = to_device(block_ids, self._adapter.device)
                 self._kv_cache.clear_blocks(group_index, on_device)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, StepMode]:
+        """Return the hidden states of a step, and how they were computed."""
         self._clear_blocks(inputs.partial_blocks)
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
-        with self._adapter.choosing_factors(inputs.is_long):
-            return self._adapter.forward(embeds, inputs.positions, self, extra)
+        segments = self._graphs.segments
+        size: int | StepMode = StepMode.EAGER_NO_GRAPHS
+        if inputs.layout.attend_until is not None:
+            size = StepMode.EAGER_SPANS
+        elif segments is not None:
+            size = segments.find_size(embeds.shape[1], extra)
+        if segments is None or isinstance(size, StepMode):
+            with self._adapter.choosing_factors(inputs.is_long):
+                hidden = self._adapter.forward(embeds, inputs.positions, self, extra)
+            return hidden, StepMode(size)
+        hidden = segments.replay(
+            size, embeds, inputs.positions, extra, inputs.is_long, self._attend
+        )
+        return hidden, StepMode.SEGMENT_GRAPHS
 
     def attend(
         self,
@@ -293,13 +305,23 @@ class ModelRunner:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """The decoder's attention layers call this (`models.seams`); the window is that
-        of the layer's group.
+        """The decoder's attention layers call this (`models.seams`); the window is that of the
+        layer's group.
         """
         del window
-        return self._attention.attend(
-            self._kv_cache[layer_index], query, key, value, scaling=scaling
-        )
+        return self._attend(layer_index, query, key, value, scaling=scaling)
+
+    def _attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        cache = self._kv_cache[layer_index]
+        return self._attention.attend(cache, query, key, value, scaling=scaling)
 
 
 def _make_output(

@@ -19,7 +19,12 @@ from sensorium.utils.long_work import long_work
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers
 from sensorium.worker.graphs.decode_graphs import DecodeGraphs, DecodeKernels, TritonKernels
 from sensorium.worker.graphs.recorder import CudaRecorder, Recorder
-from sensorium.worker.graphs.sizes import get_decode_sizes
+from sensorium.worker.graphs.segments import (
+    CudaSegmentRecorder,
+    SegmentGraphs,
+    SegmentRecorder,
+)
+from sensorium.worker.graphs.sizes import get_decode_sizes, get_token_sizes
 from sensorium.worker.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -32,8 +37,21 @@ class GraphOptions:
     enforce_eager: bool = False
     sizes: tuple[int, ...] | None = None
     max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     use_tqdm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graphs:
+    """The graphs of an engine. `words` says what they serve, or why there are none."""
+
+    decoding: DecodeGraphs | None = None
+    segments: SegmentGraphs | None = None
+    words: str = "none"
+
+
+NO_GRAPHS = Graphs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +60,7 @@ class GraphParts:
 
     kernels: DecodeKernels
     recorder: Recorder
+    segment_recorder: SegmentRecorder
 
 
 def find_graph_parts(
@@ -59,10 +78,14 @@ def find_graph_parts(
         return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if fault is not None:
         return f"a trial gave wrong numbers: {fault}"
-    return GraphParts(kernels=TritonKernels(), recorder=CudaRecorder(device))
+    return GraphParts(
+        kernels=TritonKernels(),
+        recorder=CudaRecorder(device),
+        segment_recorder=CudaSegmentRecorder(device),
+    )
 
 
-def build_decode_graphs(
+def build_graphs(
     adapter: ModelAdapter,
     options: GraphOptions,
     *,
@@ -70,47 +93,62 @@ def build_decode_graphs(
     kv_cache: KVCache,
     groups: Sequence[KVCacheGroup],
     block_size: int,
-) -> tuple[DecodeGraphs | None, str]:
-    """Return the captured graphs and what they serve, or `None` and the reason."""
+) -> Graphs:
+    """Capture the graphs of an engine, as far as it can have some."""
     if options.enforce_eager:
-        return None, "none: enforce_eager"
+        return Graphs(words="none: enforce_eager")
+    started = monotonic()
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)
         if isinstance(parts, str):
-            return _give_up(parts, adapter.device)
+            _warn("steps run without CUDA graphs: %s", parts, adapter.device)
+            return Graphs(words=f"none: {parts}")
+        buffers = DecodeBuffers(
+            groups=groups,
+            block_size=block_size,
+            max_batch=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            has_mrope=adapter.has_mrope,
+            has_long_factors=adapter.long_after is not None,
+            device=adapter.device,
+        )
         sizes = options.sizes or get_decode_sizes(options.max_num_seqs)
         sizes = tuple(sorted({size for size in sizes if size <= options.max_num_seqs}))
-        graphs = DecodeGraphs(
+        decoding = DecodeGraphs(
             adapter,
             kv_cache=kv_cache,
             windows=[group.window for group in groups],
-            buffers=DecodeBuffers(
-                groups=groups,
-                block_size=block_size,
-                max_batch=options.max_num_seqs,
-                max_model_len=options.max_model_len,
-                has_mrope=adapter.has_mrope,
-                has_long_factors=adapter.long_after is not None,
-                device=adapter.device,
-            ),
+            buffers=buffers,
             kernels=parts.kernels,
             recorder=parts.recorder,
             sizes=sizes,
         )
-        started = monotonic()
-        reason = graphs.capture(use_tqdm=options.use_tqdm)
-    if reason is not None:
-        return _give_up(reason, adapter.device)
-    seconds = monotonic() - started
-    logger.info("captured CUDA graphs of %d batch sizes in %.1f s", len(sizes), seconds)
-    return graphs, f"decoding, {len(sizes)} batch sizes up to {sizes[-1]}"
+        token_sizes = get_token_sizes(options.max_num_batched_tokens)
+        segments = SegmentGraphs(adapter, recorder=parts.segment_recorder, sizes=token_sizes)
+        no_segments = segments.capture(use_tqdm=options.use_tqdm)
+        no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
+    if no_decoding is not None:
+        _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
+    if no_segments is not None:
+        _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
+    logger.info("CUDA graphs took %.1f s", monotonic() - started)
+    return Graphs(
+        decoding=decoding if no_decoding is None else None,
+        segments=segments if no_segments is None else None,
+        words="; ".join(
+            (
+                f"decoding {_describe(sizes, no_decoding)}",
+                f"prompts {_describe(token_sizes, no_segments)}",
+            )
+        ),
+    )
 
 
-def _give_up(reason: str, device: torch.device) -> tuple[None, str]:
-    if _is_worth_a_warning(device):
-        logger.warning("steps run without CUDA graphs: %s", reason)
-    return None, f"none: {reason}"
+def _describe(sizes: Sequence[int], reason: str | None) -> str:
+    return f"in {len(sizes)} sizes up to {sizes[-1]}" if reason is None else f"not ({reason})"
 
 
-def _is_worth_a_warning(device: torch.device) -> bool:
-    return device.type == "cuda"
+def _warn(words: str, reason: str, device: torch.device) -> None:
+    """A CPU has no graphs, which is no news."""
+    if device.type == "cuda":
+        logger.warning(words, reason)

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
-from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from sensorium.worker.graphs.recorder import Recorder, Recording, Tensors
 from sensorium.worker.graphs.sizes import find_size
@@ -142,11 +141,10 @@ class DecodeGraphs:
         self._recordings[size] = recording
         return None
 
-    def find_size(self, rows: Sequence[Row]) -> int | StepMode:
-        """Return the batch size whose graph can compute these rows, or why there is none."""
-        if not all(_is_decoding(row) for row in rows):
-            return StepMode.EAGER_PROMPT
-        return find_size(self._sizes, len(rows)) or StepMode.EAGER_LARGE_BATCH
+    def find_size(self, rows: Sequence[Row]) -> int | None:
+        """Return the batch size whose graph can compute these rows, if there is one."""
+        is_decoding = all(_is_decoding(row) for row in rows)
+        return find_size(self._sizes, len(rows)) if is_decoding else None
 
     def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
         self._buffers.fill(rows, size)

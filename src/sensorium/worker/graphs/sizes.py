@@ -1,4 +1,4 @@
-"""The batch sizes that CUDA graphs are captured for."""
+"""The numbers of requests and of tokens that CUDA graphs are captured for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ def get_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return 1, 2, 4, 8 and then every eighth number, up to the most requests of a step."""
     sizes = {*_SMALL, *range(_STEP, max_num_seqs, _STEP), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Return numbers of tokens up to a step's budget. What padding adds is at most an eighth or so,
+    but for the smallest.
+    """
+    sizes = {16, 32, 64, 96}
+    for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
+        sizes.update(range(first, last + 1, step))
+    return tuple(sorted({size for size in sizes if size < max_num_tokens} | {max_num_tokens}))
 
 
 def find_size(sizes: Sequence[int], number: int) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,12 @@ from sensorium import LLM, SamplingParams
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs import building
-from tests.parity.graph_parts import AgainRecorder, use_graphs
+from tests.parity.graph_parts import (
+    AgainRecorder,
+    AgainSegmentRecorder,
+    Recorders,
+    use_graphs,
+)
 
 TinyModel = Callable[[str], str]
 
@@ -40,18 +44,19 @@ def test_steps_are_counted_by_how_they_were_computed(
     llm = make_llm(tiny_model("llama"), max_num_seqs=4, cuda_graph_sizes=[1, 2])
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     llm.generate([[1, 2, 3]], params, use_tqdm=False)
-    assert _count_steps(llm) == {"eager_prompt": 1, "decode_graph": 4}
+    assert _count_steps(llm) == {"segment_graphs": 1, "decode_graph": 4}
     llm.generate([[1, 2, index] for index in range(3)], params, use_tqdm=False)
-    assert _count_steps(llm) == {"eager_prompt": 2, "decode_graph": 4, "eager_large_batch": 4}
+    assert _count_steps(llm) == {"segment_graphs": 6, "decode_graph": 4}
 
 
 def test_enforce_eager_turns_graphs_off(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = use_graphs(monkeypatch)
+    recorders = use_graphs(monkeypatch)
     llm = make_llm(tiny_model("llama"), enforce_eager=True)
     assert llm.config.graphs == "none: enforce_eager"
-    assert recorder.recordings == []
+    assert recorders.decoding.recordings == []
+    assert recorders.segments.recordings == []
 
 
 class _FailingRecorder(AgainRecorder):
@@ -69,29 +74,60 @@ class _WrongRecorder(AgainRecorder):
         return recording
 
 
+class _FailingSegments(AgainSegmentRecorder):
+    def record(self, function: Any) -> Any:
+        function(lambda _: None)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class _WrongSegments(AgainSegmentRecorder):
+    def record(self, function: Any) -> Any:
+        recording = super().record(function)
+        recording._function = lambda _: function(lambda _: None)  # no attention at all
+        return recording
+
+
 @pytest.mark.parametrize(
-    ("recorder", "reason"),
+    ("recorders", "reason", "steps"),
     [
-        (_FailingRecorder(), "operation not permitted when stream is capturing"),
-        (_WrongRecorder(), "a replay of 8 rows gave logits that are off by 1"),
+        (
+            Recorders(decoding=_FailingRecorder()),
+            "decoding not (RuntimeError: operation not permitted when stream is capturing)",
+            {"segment_graphs": 5},
+        ),
+        (
+            Recorders(decoding=_WrongRecorder()),
+            "decoding not (a replay of 8 rows gave logits that are off by 1)",
+            {"segment_graphs": 5},
+        ),
+        (
+            Recorders(segments=_FailingSegments()),
+            "prompts not (RuntimeError: operation not permitted when stream is capturing)",
+            {"eager_no_graphs": 1, "decode_graph": 4},
+        ),
+        (
+            Recorders(segments=_WrongSegments()),
+            "prompts not (a replay of 2048 tokens is off by",
+            {"eager_no_graphs": 1, "decode_graph": 4},
+        ),
     ],
 )
-def test_a_model_that_cannot_be_captured_runs_without(
+def test_what_cannot_be_captured_runs_without(
     tiny_model: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    recorder: AgainRecorder,
+    recorders: Recorders,
     reason: str,
+    steps: dict[str, int],
 ) -> None:
-    use_graphs(monkeypatch, recorder)
-    monkeypatch.setattr(building, "_is_worth_a_warning", lambda _: True)
-    with caplog.at_level(logging.WARNING):
-        llm = make_llm(tiny_model("llama"), max_num_seqs=8)
+    directory = tiny_model("llama")
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    expected = make_llm(directory).generate([[1, 2, 3]], params, use_tqdm=False)
+    use_graphs(monkeypatch, recorders)
+    llm = make_llm(directory, max_num_seqs=8)
     assert reason in llm.config.graphs
-    assert (
-        f"steps run without CUDA graphs: {llm.config.graphs.removeprefix('none: ')}" in caplog.text
-    )
-    llm.generate([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
+    found = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert _count_steps(llm) == steps
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
 def test_what_no_kernel_can_do_is_no_error(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from sensorium.worker.graphs.sizes import find_size, get_decode_sizes
+from sensorium.worker.graphs.sizes import find_size, get_decode_sizes, get_token_sizes
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,16 @@ def test_sizes_end_with_the_most_requests_of_a_step(
     max_num_seqs: int, sizes: tuple[int, ...]
 ) -> None:
     assert get_decode_sizes(max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize("budget", [1, 16, 100, 512, 2048, 8192, 10_000])
+def test_token_sizes_end_with_the_budget_and_pad_little(budget: int) -> None:
+    sizes = get_token_sizes(budget)
+    assert sizes == tuple(sorted(set(sizes)))
+    assert sizes[-1] == budget
+    for below, size in pairwise(sizes):
+        assert size <= max(below + 32, 1.5 * below)
+    assert len(sizes) < 40
 
 
 def test_a_step_takes_the_smallest_size_that_is_large_enough() -> None:

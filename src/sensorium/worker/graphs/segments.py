@@ -1,0 +1,317 @@
+"""Steps with tokens of prompts, replayed as CUDA graphs that are broken at attention.
+
+Of all that a decoder computes, only attention depends on which requests a step has. So what lies
+between two attention layers is captured for a number of tokens, and attention runs between the
+replays as it does without graphs. Steps are padded to the next number of tokens that was captured;
+no row looks at another one outside of attention, so padding touches nobody.
+
+Tensors that cross a break lie in fixed memory that all layers and sizes share. Nothing else of a
+capture is kept, so that the next one can use its memory again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+from sensorium.models.adapter import ModelAdapter
+from sensorium.types.scheduling import StepMode
+from sensorium.worker.graphs.sizes import find_size
+
+logger = logging.getLogger(__name__)
+
+
+class SegmentRecording(Protocol):
+    """The segments of a function that was recorded."""
+
+    def replay(self, attend: Callable[[int], None]) -> None:
+        """Do the work again. `attend` is called at each break with its number."""
+
+
+class SegmentRecorder(Protocol):
+    def record(self, function: Callable[[Callable[[int], None]], None]) -> SegmentRecording:
+        """Record a function that is handed what it has to call at each break."""
+
+
+class CudaSegmentRecorder:
+    """Captures one CUDA graph for each stretch between two breaks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, function: Callable[[Callable[[int], None]], None]) -> SegmentRecording:
+        graphs = [torch.cuda.CUDAGraph()]
+
+        def break_here(index: int) -> None:
+            del index
+            graphs[-1].capture_end()
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool)
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            graphs[0].capture_begin(pool=self._pool)
+            try:
+                function(break_here)
+            finally:
+                graphs[-1].capture_end()
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return _CudaSegments(graphs)
+
+
+class _CudaSegments:
+    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
+        self._graphs = graphs
+
+    def replay(self, attend: Callable[[int], None]) -> None:
+        *others, last = self._graphs
+        for index, graph in enumerate(others):
+            graph.replay()
+            attend(index)
+        last.replay()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Break:
+    """What crosses one break. The tensors are as long as the size that was captured."""
+
+    layer_index: int
+    scaling: float | None
+    query: torch.Tensor  # [1, H, n, D]
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor  # [1, n, H, D of values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    breaks: Sequence[_Break]
+    recording: SegmentRecording
+
+
+class Attend(Protocol):
+    """The attention of a step, without graphs."""
+
+    def __call__(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor: ...
+
+
+class SegmentGraphs:
+    def __init__(
+        self, adapter: ModelAdapter, *, recorder: SegmentRecorder, sizes: Sequence[int]
+    ) -> None:
+        self._adapter = adapter
+        self._recorder = recorder
+        self._sizes = tuple(sizes)  # ascending
+        self._memory = _FixedMemory(self._sizes[-1])
+        self._captured: dict[int, _Captured] = {}
+        self._extra_shapes: dict[str, tuple[int, ...]] = {}
+
+    # ---- at start
+
+    @torch.inference_mode()
+    def capture(self, *, use_tqdm: bool = False) -> str | None:
+        """Capture all sizes; return why that is not possible, or `None` if it was done."""
+        for size in tqdm(
+            self._sizes[::-1],
+            desc="capturing graphs of prompts",
+            unit="size",
+            disable=None if use_tqdm else True,  # None: only on a terminal
+            leave=False,
+        ):
+            try:
+                reason = self._capture_size(size)
+            except Exception as error:
+                # What can't be captured says so in many ways, most of them CUDA's.
+                logger.debug("capturing %d tokens failed", size, exc_info=True)
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if reason is not None:
+                self._captured.clear()
+                return reason
+        return None
+
+    def _capture_size(self, size: int) -> str | None:
+        adapter, device = self._adapter, self._adapter.device
+        token_ids = torch.arange(size, device=device) % adapter.vocab_size
+        embeds, extra = adapter.embed(token_ids, None, None)
+        self._extra_shapes = {name: tensor.shape[2:] for name, tensor in extra.items()}
+        positions = torch.arange(size, device=device)
+        is_long = torch.zeros(size, dtype=torch.bool, device=device)
+        self._fill(
+            embeds,
+            positions.expand(3, -1) if adapter.has_mrope else positions,
+            extra,
+            None if adapter.long_after is None else is_long,
+        )
+        breaks: list[_Break] = []
+
+        def compute(break_here: Callable[[int], None]) -> None:
+            breaks.clear()
+            self._compute(size, breaks, break_here)
+
+        def attend(index: int) -> None:  # stands for attention: something of every query
+            output = breaks[index].output
+            output.copy_(breaks[index].query.mean(-1).transpose(1, 2)[..., None].expand_as(output))
+
+        compute(attend)  # also the first use of kernels and workspaces
+        hidden = self._memory.get("hidden", size)
+        expected = hidden.clone()
+        recording = self._recorder.record(compute)
+        recording.replay(attend)
+        scale = max(float(expected.abs().max()), 1.0)
+        distance = float((hidden - expected).abs().max())
+        if not distance <= 64 * torch.finfo(adapter.dtype).eps * scale:
+            return f"a replay of {size} tokens is off by {distance:.3g}"
+        self._captured[size] = _Captured(breaks=tuple(breaks), recording=recording)
+        return None
+
+    def _compute(self, size: int, breaks: list[_Break], break_here: Callable[[int], None]) -> None:
+        """The decoder, from embeddings to hidden states, all in fixed memory."""
+        adapter, memory = self._adapter, self._memory
+        extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
+        positions = memory.get("positions", size)
+        has_long = adapter.long_after is not None
+        call = _SegmentCall(memory, breaks, break_here)
+        with adapter.choosing_factors(memory.get("is_long", size) if has_long else None):
+            hidden = adapter.forward(
+                memory.get("embeds", size)[None],
+                positions.transpose(0, 1) if adapter.has_mrope else positions,
+                call,
+                extra,
+            )
+        memory.put("hidden", hidden)
+
+    # ---- in a step
+
+    def find_size(self, num_tokens: int, extra: Mapping[str, Any]) -> int | StepMode:
+        """Return the number of tokens whose graphs can compute a step, or why there is none."""
+        shapes = {
+            name: tensor.shape[2:] if isinstance(tensor, torch.Tensor) else None
+            for name, tensor in extra.items()
+        }
+        if shapes != self._extra_shapes:
+            return StepMode.EAGER_INPUTS
+        return find_size(self._sizes, num_tokens) or StepMode.EAGER_LARGE_BATCH
+
+    def replay(
+        self,
+        size: int,
+        embeds: torch.Tensor,  # [1, N, hidden]
+        positions: torch.Tensor,  # [N], or [3, N]
+        extra: Mapping[str, torch.Tensor],
+        is_long: torch.Tensor | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Return the hidden states [N, hidden] of a step, valid until the next one."""
+        num_tokens = embeds.shape[1]
+        self._fill(embeds, positions, extra, is_long)
+        captured = self._captured[size]
+
+        def attend_at(index: int) -> None:
+            at = captured.breaks[index]
+            at.output[:, :num_tokens] = attend(
+                at.layer_index,
+                at.query[:, :, :num_tokens],
+                at.key[:, :, :num_tokens],
+                at.value[:, :, :num_tokens],
+                scaling=at.scaling,
+            )
+
+        captured.recording.replay(attend_at)
+        return self._memory.get("hidden", num_tokens)
+
+    def _fill(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        extra: Mapping[str, torch.Tensor],
+        is_long: torch.Tensor | None,
+    ) -> None:
+        memory = self._memory
+        memory.put("embeds", embeds[0])
+        memory.put("positions", positions.transpose(0, 1) if positions.ndim > 1 else positions)
+        if is_long is not None:
+            memory.put("is_long", is_long)
+        for name, tensor in extra.items():
+            memory.put(name, tensor[0])
+
+
+class _FixedMemory:
+    """Tensors by name, each with a row for every token of the largest size."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Copy rows to the front of a tensor, and return them there."""
+        return self.make(name, rows).copy_(rows)
+
+    def make(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the front of a tensor whose rows are like these. It is made at its first use."""
+        if name not in self._tensors:
+            shape = (self._num_rows, *like.shape[1:])
+            self._tensors[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self._tensors[name][: len(like)]
+
+    def get(self, name: str, num_rows: int) -> torch.Tensor:
+        return self._tensors[name][:num_rows]
+
+
+class _SegmentCall:
+    """Runs in place of the decoder's attention, and breaks there."""
+
+    def __init__(
+        self,
+        memory: _FixedMemory,
+        breaks: list[_Break],
+        break_here: Callable[[int], None],
+    ) -> None:
+        self._memory = memory
+        self._breaks = breaks
+        self._break_here = break_here
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        del window  # that of the layer's group
+        # Layers of different shapes have their own memory.
+        kind = str((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
+        crossing = {
+            name: self._memory.put(f"{name} {kind}", tensor[0].transpose(0, 1)).transpose(0, 1)
+            for name, tensor in (("query", query), ("key", key), ("value", value))
+        }
+        shape = (len(query[0, 0]), query.shape[1], value.shape[3])
+        output = self._memory.make(f"output {kind}", query.new_empty(shape))
+        self._breaks.append(
+            _Break(
+                layer_index=layer_index,
+                scaling=scaling,
+                query=crossing["query"][None],
+                key=crossing["key"][None],
+                value=crossing["value"][None],
+                output=output[None],
+            )
+        )
+        self._break_here(len(self._breaks) - 1)
+        return output[None]
