@@ -43,6 +43,7 @@ BATCHES = (1, 8, 64)
 NUM_OUTPUT_TOKENS = 128
 PROMPTS = (32, 1400)
 NUM_PREFILLS = 15
+FIGURES = ("tokens_per_s", "decode_step_ms", "decode_gpu_ms")
 
 
 def _synchronize(device: str) -> None:
@@ -192,9 +193,7 @@ def measure_backend(
         "attention_backend": config.attention_backend,
         "graphs": config.graphs,
         "start_s": round(perf_counter() - start, 1),
-        "tokens_per_s": {},
-        "decode_step_ms": {},
-        "decode_gpu_ms": {},
+        **{name: {} for name in FIGURES},
     }
     if adapter.device.type == "cuda":
         figures["prefill_ms"] = measure_prefills(core)
@@ -212,11 +211,8 @@ def measure_backend(
         figures["tokens_per_s"][key] = round(statistics.median(r[0] for r in runs), 1)
         figures["decode_step_ms"][key] = round(statistics.median(r[1] for r in runs), 2)
         figures["decode_gpu_ms"][key] = gpu_times.take_median()
-        print(
-            f"{backend}, {batch} at once: {figures['tokens_per_s'][key]} tokens/s, a step "
-            f"{figures['decode_step_ms'][key]} ms, on the GPU {figures['decode_gpu_ms'][key]}",
-            flush=True,
-        )
+        values = (figures[name][key] for name in FIGURES)
+        print(backend, batch, "at once:", *zip(FIGURES, values, strict=True), flush=True)
         if batch == 1:
             figures["first_output"] = runs[0][2][0]
     return figures

@@ -59,7 +59,6 @@ from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processor import MultiModalProcessor
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.worker.graphs.building import GraphOptions, build_graphs
-from sensorium.worker.graphs.sizes import get_decode_sizes
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
 
@@ -272,8 +271,6 @@ def _plan_memory(
     element_size: int,
     device: torch.device,
 ) -> MemoryPlan:
-    has_graphs = device.type == "cuda" and not options.enforce_eager
-    sizes = options.cuda_graph_sizes or get_decode_sizes(limits.max_num_seqs)
     return plan_memory(
         hf_config,
         limits=limits,
@@ -283,7 +280,7 @@ def _plan_memory(
         num_kv_tokens=options.max_model_len
         or min(limits.max_model_len, limits.max_num_batched_tokens),
         element_size=element_size,
-        num_graphs=len(sizes) if has_graphs else 0,
+        has_graphs=device.type == "cuda" and not options.enforce_eager,
     )
 
 

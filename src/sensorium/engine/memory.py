@@ -23,7 +23,9 @@ _NUM_HIDDEN_TENSORS = 6
 _NUM_INNER_TENSORS = 3
 # float32 logits, and what sampling makes of them: sorted values, their order (int64), sums, masks.
 _BYTES_PER_LOGIT = 6 * 4
-_BYTES_PER_GRAPH = 4 << 20
+# Embeddings, hidden states, queries, outputs of attention; keys and values, which are narrower.
+_NUM_CROSSING_TENSORS = 5
+_GRAPH_OBJECTS_BYTES = 256 << 20  # of some thousand graphs
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
 _INNER_NAMES = ("intermediate_size", "encoder_ffn_dim", "ffn_dim")
 _DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
@@ -86,7 +88,7 @@ def plan_memory(
     kv_cache_bytes: int | None,
     num_kv_tokens: int,
     element_size: int,
-    num_graphs: int = 0,
+    has_graphs: bool = False,
 ) -> MemoryPlan:
     """The least that is needed. `kv_cache_bytes`: what was asked for; `None`: as much as
     `num_kv_tokens` take.
@@ -103,13 +105,8 @@ def plan_memory(
     ]
     width = _get_number(text_config, _WIDTH_NAMES, 0)
     encoder_cache_bytes = limits.encoder_cache_size * width * element_size
-    # Graphs of one pool share the memory of the largest, and each has a little of its own.
-    row_bytes = _get_num_layer_elements(text_config, keeps_layers=False) * element_size
-    row_bytes += int(text_config.vocab_size) * (4 + element_size)
     return MemoryPlan(
-        graph_bytes=num_graphs * _BYTES_PER_GRAPH + limits.max_num_seqs * row_bytes
-        if num_graphs
-        else 0,
+        graph_bytes=_plan_graphs(text_config, limits, element_size) if has_graphs else 0,
         weights_bytes=weights_bytes,
         kv_cache_bytes=kv_cache_bytes,
         encoder_cache_bytes=encoder_cache_bytes if encoder_peaks else 0,
@@ -118,6 +115,19 @@ def plan_memory(
         * _get_num_layer_elements(text_config, keeps_layers=False)
         * element_size
         + limits.max_num_seqs * int(text_config.vocab_size) * _BYTES_PER_LOGIT,
+    )
+
+
+def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
+    """Graphs share the memory of the largest; tensors that cross a break have their own."""
+    num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
+    num_crossing = _NUM_CROSSING_TENSORS * _get_number(text_config, _WIDTH_NAMES, 0)
+    token_bytes = (num_elements + num_crossing) * element_size
+    row_bytes = num_elements * element_size + int(text_config.vocab_size) * (4 + element_size)
+    return (
+        limits.max_num_seqs * row_bytes
+        + limits.max_num_batched_tokens * token_bytes
+        + _GRAPH_OBJECTS_BYTES
     )
 
 

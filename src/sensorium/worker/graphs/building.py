@@ -145,7 +145,9 @@ def build_graphs(
 
 
 def _describe(sizes: Sequence[int], reason: str | None) -> str:
-    return f"in {len(sizes)} sizes up to {sizes[-1]}" if reason is None else f"not ({reason})"
+    if reason is not None:
+        return f"not ({reason})"
+    return f"in {len(sizes)} size{'s' * (len(sizes) > 1)} up to {sizes[-1]}"
 
 
 def _warn(words: str, reason: str, device: torch.device) -> None:
