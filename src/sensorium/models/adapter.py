@@ -25,6 +25,7 @@ from sensorium.models.kv_probe import KVProbe
 from sensorium.models.long_rope import LongRope
 from sensorium.models.mask_probe import PROBE_ATTENTION, MaskProbe
 from sensorium.models.seams import host_lengths
+from sensorium.models.seams.fusion import Fusion, fuse
 from sensorium.models.seams.packed_attention import (
     DENSE_ATTENTION,
     PACKED_ATTENTION,
@@ -62,6 +63,7 @@ class ModelAdapter:
         self._towers = find_packing_towers(model, self._decoder)
         set_attention(self._towers, PACKED_ATTENTION)
         host_lengths.compute_on_host(self._towers)
+        self.fusion = Fusion()
         self._long_rope = LongRope(self._decoder)
         self.has_mrope = hasattr(self._base, "get_rope_index")
         # Whether the model's head scales logits as its config says; the probe finds out.
@@ -224,6 +226,10 @@ class ModelAdapter:
         # Both ran the same operations but for the scaling, so a few roundings are all there may be.
         return probe.layers, distances[self._scales_logits] <= 3 * rounding
 
+    def fuse(self) -> None:
+        """Fuse what the model computes in many small kernels, where that changes nothing."""
+        self.fusion = fuse(self.model, self.device)
+
     # ---- the model on its own
 
     @property
@@ -241,13 +247,14 @@ class ModelAdapter:
 
     @contextmanager
     def own_attention(self, name: str | None = None) -> Iterator[None]:
-        """Give the model Transformers' attention instead of ours. The decoder gets its own, or
+        """Let the model compute as Transformers wrote it. The decoder gets its own attention, or
         that of `name`.
         """
         self._set_attention(name or self._own_attention)
         set_attention(self._towers, DENSE_ATTENTION)
         try:
-            yield
+            with self.fusion.paused():
+                yield
         finally:
             self._set_attention(PAGED_ATTENTION)
             set_attention(self._towers, PACKED_ATTENTION)

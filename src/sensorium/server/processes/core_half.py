@@ -111,6 +111,7 @@ def describe_core(
         ("family", names.get(model_type, f"{model_type} (unknown; passed its trial)")),
         ("device", f"{built.adapter.device}, {dtype}, attention by {config.attention_backend}"),
         ("CUDA graphs", config.graphs),
+        ("fused", config.fused),
         ("context", f"{limits.max_model_len} tokens"),
         ("KV cache", _describe_kv_cache(built)),
         ("prefix caching", "on" if config.enable_prefix_caching else "off"),

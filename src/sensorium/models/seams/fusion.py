@@ -1,0 +1,239 @@
+"""Fuses what a model computes in many small kernels, without touching its source.
+
+Five seams are known: badly aligned widths, siblings among products, gated layers, norms and rotary
+positions. Each replacement is compared with the original on random input when it is made; what
+differs by more than rounding stays as it was. `paused` gives the originals back for a while, but
+for widths, which stay padded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from sensorium.layers import kernels
+from sensorium.models.seams.aligned_widths import align_widths
+from sensorium.models.seams.comparing import get_distance, is_rounding
+from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
+
+logger = logging.getLogger(__name__)
+
+_NUM_ROWS = 8
+_ROTARY_PREFIXES = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
+_EPS_NAMES = ("variance_epsilon", "eps")
+
+
+@dataclass
+class Fusion:
+    """What was fused in a model. `counts` says how often, by kind."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    _forwards: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
+    _rotaries: list[_Rotary] = field(default_factory=list)
+    _groups: list[SiblingGroup] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = [f"{count} {kind}" for kind, count in self.counts.items() if count]
+        return ", ".join(counts) or "nothing"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the model compute as Transformers wrote it."""
+        for module, _ in self._forwards:
+            del module.forward
+        for rotary in self._rotaries:
+            rotary.is_on = False
+        try:
+            yield
+        finally:
+            for module, forward in self._forwards:
+                module.forward = forward
+            for rotary in self._rotaries:
+                rotary.is_on = True
+
+    def forget(self) -> None:
+        """Forget computations that were broken off by an error."""
+        for group in self._groups:
+            group.forget()
+
+    def add_forward(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.counts[kind] += 1
+        self._forwards.append((module, forward))
+        module.forward = forward
+
+
+@torch.inference_mode()
+def fuse(model: nn.Module, device: torch.device) -> Fusion:
+    """Fuse what can be fused in a model on this device."""
+    fusion = Fusion()
+    if device.type == "cuda" and next(model.parameters()).dtype.itemsize == 2:
+        fusion.counts["padded widths"] = align_widths(model)
+    groups = find_groups(model)
+    fusion._groups = list(groups.values())
+    for group in groups.values():
+        fusion.counts["joined products"] += 1
+        for member in group.members:
+            fusion._forwards.append((member, member.forward))
+    if kernels.find_obstacle(device) is None:
+        for parent, group in groups.items():
+            _fuse_gate(fusion, parent, group)
+        for module in model.modules():
+            _fuse_norm(fusion, module)
+        for name in {type(module).__module__ for module in model.modules()}:
+            _fuse_rotary(fusion, name, model, device)
+    return fusion
+
+
+# ---- gated layers
+
+
+def _fuse_gate(fusion: Fusion, parent: nn.Module, group: SiblingGroup) -> None:
+    from sensorium.layers.kernels.gate import KINDS, activate_and_multiply
+
+    down = getattr(parent, "down_proj", None)
+    if not isinstance(down, nn.Linear) or len(group.members) != 2 or not _takes_one(parent):
+        return
+    x = _make_rows(group.weight, group.weight.shape[1])
+    expected = parent(x)
+
+    def forward(x: torch.Tensor, *, kind: str) -> torch.Tensor:
+        return down(activate_and_multiply(group.multiply(x), kind=kind))
+
+    for kind in KINDS:
+        if is_rounding(get_distance(forward(x, kind=kind), expected), x.dtype):
+            fusion.add_forward("gated layers", parent, partial(forward, kind=kind))
+            return
+
+
+# ---- norms
+
+
+def _fuse_norm(fusion: Fusion, module: nn.Module) -> None:
+    from sensorium.layers.kernels.rms_norm import normalize
+
+    eps = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or eps is None or not _takes_one(module):
+        return
+    if weight is None:  # its width is not known here
+        return
+    x = _make_rows(weight, len(weight))
+    expected = module(x)
+    distances = {}
+    for offset in (0.0, 1.0):
+        for rounds_first in (True, False):
+            found = normalize(x, weight, eps=float(eps), offset=offset, rounds_first=rounds_first)
+            distances[offset, rounds_first] = get_distance(found, expected)
+    offset, rounds_first = min(distances, key=lambda variant: distances[variant])
+    if is_rounding(distances[offset, rounds_first], x.dtype):
+        forward = partial(
+            normalize, weight=weight, eps=float(eps), offset=offset, rounds_first=rounds_first
+        )
+        fusion.add_forward("norms", module, forward)
+
+
+# ---- rotary positions
+
+
+class _Rotary:
+    """Stands in for a function of Transformers, under its name in one module of code."""
+
+    def __init__(self, original: Callable[..., Any], device: torch.device) -> None:
+        from sensorium.layers.kernels.rotary import rotate
+
+        self.is_on = True
+        self._device_type = device.type
+        self.original = original
+        self._rotate = rotate
+        wraps(original)(self)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *arguments: Any,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_plain = not arguments and not options and q.device.type == self._device_type
+        if not (self.is_on and is_plain and cos.shape[-1] == q.shape[-1] and q.stride(-1) == 1):
+            return self.original(q, k, cos, sin, *arguments, **options)
+        if q.ndim == 3 and cos.ndim == 2 and k.stride(-1) == 1:  # [N, H, D], as encoders have it
+            return self._rotate(q, k, cos.contiguous(), sin.contiguous())
+        if q.ndim == 4 and len(q) == 1 and cos.ndim == 3 and k.stride(-1) == 1:  # [1, H, N, D]
+            new_q, new_k = self._rotate(
+                q[0].transpose(0, 1),
+                k[0].transpose(0, 1),
+                cos[0].contiguous(),
+                sin[0].contiguous(),
+            )
+            return new_q.transpose(0, 1)[None], new_k.transpose(0, 1)[None]
+        return self.original(q, k, cos, sin)
+
+
+def _fuse_rotary(fusion: Fusion, module_name: str, model: nn.Module, device: torch.device) -> None:
+    names = vars(sys.modules[module_name])
+    dtype = next(model.parameters()).dtype
+    for name, function in list(names.items()):
+        if not name.startswith(_ROTARY_PREFIXES) or not callable(function):
+            continue
+        original = function.original if isinstance(function, _Rotary) else function
+        parameters = list(inspect.signature(original).parameters)
+        if parameters[:4] != ["q", "k", "cos", "sin"]:
+            continue
+        rotary = _Rotary(original, device)
+        if all(_agrees(rotary, *shape, dtype, device) for shape in _get_shapes(parameters)):
+            names[name] = rotary
+            fusion._rotaries.append(rotary)
+            fusion.counts["rotary functions"] += 1
+
+
+def _get_shapes(parameters: list[str]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return shapes of queries and of angles that a function may be called with."""
+    if "unsqueeze_dim" in parameters:
+        return [((1, 4, 6, size), (1, 6, size)) for size in (64, 128)]
+    return [((6, 4, size), (6, size)) for size in (64, 80)]
+
+
+def _agrees(
+    rotary: _Rotary,
+    shape: tuple[int, ...],
+    angles: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    # Different for both halves: a function that pairs neighbours must not look like this one.
+    cos, sin = (torch.randn(angles, generator=generator).to(device, dtype) for _ in range(2))
+    try:
+        expected = rotary.original(q, k, cos, sin)
+        found = rotary(q, k, cos, sin)
+    except Exception:
+        logger.debug("%s was not tried", rotary.original, exc_info=True)
+        return False
+    pairs = zip(found, expected, strict=True)
+    return all(is_rounding(get_distance(a, b), dtype) for a, b in pairs)
+
+
+# ---- what all need
+
+
+def _takes_one(module: nn.Module) -> bool:
+    return len(inspect.signature(type(module).forward).parameters) == 2  # and itself
+
+
+def _make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(_NUM_ROWS, width, generator=generator).to(weight)
