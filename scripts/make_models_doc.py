@@ -70,9 +70,9 @@ cache has. Asking for more is refused.
 
 What the tests compare with Transformers, on tiny random models in float32: the number of tests that passed. Every family has its
 processor outputs, prompts, decoder inputs and logits compared stage by stage, then greedy tokens: alone, staggered with budgets of
-7, 24 and 4096 tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted. Most are also sampled under
-neighbours and put under a random stress; where that column is empty, a close relative stands for the family (`make test-slow` has more
-of them). *Controls* are deliberate mistakes that must change tokens.
+7, 24 and 4096 tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted; and once more with steps
+that are replayed from fixed memory, as CUDA graphs are. Most are also sampled under neighbours and put under a random stress; where that column is
+empty, a close relative stands for the family (`make test-slow` has more of them). *Controls* are deliberate mistakes that must change tokens.
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sensorium import LLM, SamplingParams
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.loading import load_config, load_model
 from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs import building
 from tests.parity.graph_parts import (
@@ -134,14 +134,15 @@ def test_what_no_kernel_can_do_is_no_error(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the trial of the kernels may fail, for reasons that nobody foresaw."""
-    monkeypatch.setattr(building.kernels, "find_obstacle", lambda _: None)
-    directory = tiny_model("llama")
-    from sensorium.models.loading import load_config, load_model
 
-    cpu = torch.device("cpu")
-    adapter: ModelAdapter = load_model(
-        directory, load_config(directory), dtype=torch.float32, device=cpu
+    def fail(**_: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(building.kernels, "find_obstacle", lambda _: None)
+    monkeypatch.setattr(building, "TritonPagedAttention", fail)
+    directory = tiny_model("llama")
+    adapter = load_model(
+        directory, load_config(directory), dtype=torch.float32, device=torch.device("cpu")
     )
     found = building.find_graph_parts(adapter, adapter.probe_layers(), block_size=16)
-    assert isinstance(found, str)
-    assert "a trial failed" in found
+    assert found == "a trial failed: RuntimeError: no compiler"
