@@ -64,6 +64,11 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
                 *describe_core(built, options, model_type=loaded.hf_config.model_type),
                 *(("switched off", f"{m}: {reason}") for m, reason in switched_off.items()),
             ),
+            kernels={
+                "attention": built.config.attention_backend,
+                "cuda_graphs": built.config.graphs,
+                "fused": built.config.fused,
+            },
             switched_off=switched_off,
         )
     write_as(CORE)
