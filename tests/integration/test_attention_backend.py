@@ -15,7 +15,7 @@ def test_a_cpu_attends_by_gathering(tiny_model: Callable[[str], str], name: str)
     assert llm.config.attention_backend == "torch"
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+@pytest.mark.parametrize("name", ["flashinfer", "varlen", "triton"])
 def test_a_backend_for_gpus_is_refused_on_a_cpu(
     tiny_model: Callable[[str], str], name: str
 ) -> None:
@@ -24,5 +24,5 @@ def test_a_backend_for_gpus_is_refused_on_a_cpu(
 
 
 def test_an_unknown_backend_is_refused_by_name(tiny_model: Callable[[str], str]) -> None:
-    with pytest.raises(ModelError, match="unknown attention_backend 'triton': use auto, flash"):
-        LLM(tiny_model("llama"), device="cpu", max_model_len=64, attention_backend="triton")
+    with pytest.raises(ModelError, match="unknown attention_backend 'cutlass': use auto, flash"):
+        LLM(tiny_model("llama"), device="cpu", max_model_len=64, attention_backend="cutlass")

@@ -27,7 +27,7 @@ LINES = [
 ]
 # Modules that are not called as the package that brings them.
 PACKAGES = {"PIL": "pillow", "zmq": "pyzmq"}
-OPTIONAL = {"flashinfer"}  # the extra `cuda`
+OPTIONAL = {"flashinfer", "triton"}  # the extra `cuda`, and what comes with CUDA builds of torch
 
 
 def get_tested_versions(python: str) -> dict[str, str]:
