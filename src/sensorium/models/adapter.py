@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from sensorium.models.kv_probe import KVProbe
 from sensorium.models.long_rope import LongRope
 from sensorium.models.mask_probe import PROBE_ATTENTION, MaskProbe
 from sensorium.models.seams import host_lengths
+from sensorium.models.seams.comparing import CausalAttention, get_distance, is_many_roundings
 from sensorium.models.seams.fusion import Fusion, fuse
 from sensorium.models.seams.packed_attention import (
     DENSE_ATTENTION,
@@ -36,6 +38,8 @@ from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCal
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.utils.to_device import to_device
+
+logger = logging.getLogger(__name__)
 
 MODALITIES = ("image", "video", "audio")
 # Transformers' numbers in `mm_token_type_ids`; 0 is text.
@@ -228,7 +232,17 @@ class ModelAdapter:
 
     def fuse(self) -> None:
         """Fuse what the model computes in many small kernels, where that changes nothing."""
-        self.fusion = fuse(self.model, self.device)
+        fusion = fuse(self.model, self.device)
+        with torch.inference_mode():
+            found = self._run_two_tokens(CausalAttention())
+            with fusion.paused():
+                expected = self._run_two_tokens(CausalAttention())
+        distance = get_distance(found, expected)
+        if is_many_roundings(distance, self.dtype):
+            self.fusion = fusion
+        else:
+            fusion.turn_off()
+            logger.warning("nothing is fused: %s would make a difference of %.2g", fusion, distance)
 
     # ---- the model on its own
 

@@ -1,9 +1,9 @@
 """Fuses what a model computes in many small kernels, without touching its source.
 
-Five seams are known: badly aligned widths, siblings among products, gated layers, norms and rotary
-positions. Each replacement is compared with the original on random input when it is made; what
-differs by more than rounding stays as it was. `paused` gives the originals back for a while, but
-for widths, which stay padded.
+Six seams are known: badly aligned widths, siblings among products, gated layers, norms, sums with
+the norm behind them, and rotary positions. Each replacement is compared with the original on random
+input when it is made; what differs by more than rounding stays as it was. `paused` gives the
+originals back for a while, but for widths, which stay padded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -23,12 +23,12 @@ from torch import nn
 
 from sensorium.layers import kernels
 from sensorium.models.seams.aligned_widths import align_widths
-from sensorium.models.seams.comparing import get_distance, is_rounding
+from sensorium.models.seams.comparing import get_distance, is_rounding, make_rows
+from sensorium.models.seams.residual_layers import find_parts, make_forward
 from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
 
 logger = logging.getLogger(__name__)
 
-_NUM_ROWS = 8
 _ROTARY_PREFIXES = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb")
 _EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -40,7 +40,6 @@ class Fusion:
     counts: Counter[str] = field(default_factory=Counter)
     _forwards: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     _rotaries: list[_Rotary] = field(default_factory=list)
-    _groups: list[SiblingGroup] = field(default_factory=list)
 
     def __str__(self) -> str:
         counts = [f"{count} {kind}" for kind, count in self.counts.items() if count]
@@ -49,10 +48,7 @@ class Fusion:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let the model compute as Transformers wrote it."""
-        for module, _ in self._forwards:
-            del module.forward
-        for rotary in self._rotaries:
-            rotary.is_on = False
+        self.turn_off()
         try:
             yield
         finally:
@@ -61,10 +57,11 @@ class Fusion:
             for rotary in self._rotaries:
                 rotary.is_on = True
 
-    def forget(self) -> None:
-        """Forget computations that were broken off by an error."""
-        for group in self._groups:
-            group.forget()
+    def turn_off(self) -> None:
+        for module, _ in self._forwards:
+            del module.forward
+        for rotary in self._rotaries:
+            rotary.is_on = False
 
     def add_forward(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.counts[kind] += 1
@@ -79,16 +76,16 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
     if device.type == "cuda" and next(model.parameters()).dtype.itemsize == 2:
         fusion.counts["padded widths"] = align_widths(model)
     groups = find_groups(model)
-    fusion._groups = list(groups.values())
     for group in groups.values():
         fusion.counts["joined products"] += 1
         for member in group.members:
             fusion._forwards.append((member, member.forward))
     if kernels.find_obstacle(device) is None:
-        for parent, group in groups.items():
-            _fuse_gate(fusion, parent, group)
         for module in model.modules():
-            _fuse_norm(fusion, module)
+            _fuse_gate(fusion, module, groups.get(module))
+        norms = {module: norm for module in model.modules() if (norm := _fuse_norm(fusion, module))}
+        for module in model.modules():
+            _fuse_residual(fusion, module, norms)
         for name in {type(module).__module__ for module in model.modules()}:
             _fuse_rotary(fusion, name, model, device)
     return fusion
@@ -97,49 +94,74 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
 # ---- gated layers
 
 
-def _fuse_gate(fusion: Fusion, parent: nn.Module, group: SiblingGroup) -> None:
+def _fuse_gate(fusion: Fusion, layer: nn.Module, group: SiblingGroup | None) -> None:
     from sensorium.layers.kernels.gate import KINDS, activate_and_multiply
 
-    down = getattr(parent, "down_proj", None)
-    if not isinstance(down, nn.Linear) or len(group.members) != 2 or not _takes_one(parent):
+    both = getattr(layer, "gate_up_proj", None)  # some models have joined them themselves
+    down = getattr(layer, "down_proj", None)
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    if isinstance(both, nn.Linear):
+        weight, multiply = both.weight, both
+    elif group is not None and len(group.members) == 2:
+        weight, multiply = group.weight, group.multiply
+    else:
         return
-    x = _make_rows(group.weight, group.weight.shape[1])
-    expected = parent(x)
+    if not isinstance(down, nn.Linear) or not _takes_one(layer):
+        return
+    x = make_rows(weight, weight.shape[1])
+    expected = layer(x)
 
     def forward(x: torch.Tensor, *, kind: str) -> torch.Tensor:
-        return down(activate_and_multiply(group.multiply(x), kind=kind))
+        return down(activate_and_multiply(multiply(x), kind=kind))
 
     for kind in KINDS:
         if is_rounding(get_distance(forward(x, kind=kind), expected), x.dtype):
-            fusion.add_forward("gated layers", parent, partial(forward, kind=kind))
+            fusion.add_forward("gated layers", layer, partial(forward, kind=kind))
             return
 
 
-# ---- norms
+# ---- norms, and sums in front of them
 
 
-def _fuse_norm(fusion: Fusion, module: nn.Module) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    weight: torch.Tensor
+    variant: dict[str, Any]  # of the kernel
+
+
+def _fuse_norm(fusion: Fusion, module: nn.Module) -> _Norm | None:
     from sensorium.layers.kernels.rms_norm import normalize
 
     eps = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None or not _takes_one(module):
-        return
+        return None
     if weight is None:  # its width is not known here
-        return
-    x = _make_rows(weight, len(weight))
+        return None
+    x = make_rows(weight, len(weight))
     expected = module(x)
-    distances = {}
-    for offset in (0.0, 1.0):
-        for rounds_first in (True, False):
-            found = normalize(x, weight, eps=float(eps), offset=offset, rounds_first=rounds_first)
-            distances[offset, rounds_first] = get_distance(found, expected)
-    offset, rounds_first = min(distances, key=lambda variant: distances[variant])
-    if is_rounding(distances[offset, rounds_first], x.dtype):
-        forward = partial(
-            normalize, weight=weight, eps=float(eps), offset=offset, rounds_first=rounds_first
-        )
-        fusion.add_forward("norms", module, forward)
+    variants: list[dict[str, Any]] = [
+        {"eps": float(eps), "offset": offset, "rounds_first": rounds_first}
+        for offset in (0.0, 1.0)
+        for rounds_first in (True, False)
+    ]
+    distances = [get_distance(normalize(x, weight, **variant), expected) for variant in variants]
+    if not is_rounding(min(distances), x.dtype):
+        return None
+    norm = _Norm(weight=weight, variant=variants[distances.index(min(distances))])
+    fusion.add_forward("norms", module, partial(normalize, weight=weight, **norm.variant))
+    return norm
+
+
+def _fuse_residual(fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, _Norm]) -> None:
+    from sensorium.layers.kernels.rms_norm import add_and_normalize
+
+    parts = find_parts(layer)
+    if parts is None or (norm := norms.get(parts.second_norm)) is None:
+        return
+    add = partial(add_and_normalize, weight=norm.weight, **norm.variant)
+    if (forward := make_forward(layer, parts, norm.weight, add)) is not None:
+        fusion.add_forward("sums with norms", layer, forward)
 
 
 # ---- rotary positions
@@ -188,11 +210,10 @@ def _fuse_rotary(fusion: Fusion, module_name: str, model: nn.Module, device: tor
     for name, function in list(names.items()):
         if not name.startswith(_ROTARY_PREFIXES) or not callable(function):
             continue
-        original = function.original if isinstance(function, _Rotary) else function
-        parameters = list(inspect.signature(original).parameters)
+        parameters = list(inspect.signature(function).parameters)
         if parameters[:4] != ["q", "k", "cos", "sin"]:
             continue
-        rotary = _Rotary(original, device)
+        rotary = function if isinstance(function, _Rotary) else _Rotary(function, device)
         if all(_agrees(rotary, *shape, dtype, device) for shape in _get_shapes(parameters)):
             names[name] = rotary
             fusion._rotaries.append(rotary)
@@ -232,8 +253,3 @@ def _agrees(
 
 def _takes_one(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2  # and itself
-
-
-def _make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(_NUM_ROWS, width, generator=generator).to(weight)

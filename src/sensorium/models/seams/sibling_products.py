@@ -2,7 +2,8 @@
 
 Their weights become parts of one matrix. The member that is called first multiplies by all of it,
 the others take their share. They recognise each other's input by its identity, so a member that is
-called with another tensor never gets a wrong share: the group then falls apart for good.
+called with another tensor never gets a wrong share. A group whose shares are left several times in
+a row falls apart: its members then compute for themselves.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from sensorium.models.seams.comparing import get_distance, is_rounding
+from sensorium.models.seams.comparing import get_distance, is_rounding, make_rows
 
 # Members of one module that are called with the same tensor, by convention of the field.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_NUM_ROWS = 8
+_MAX_MISSES = 3
 
 
 class SiblingGroup:
@@ -32,7 +33,7 @@ class SiblingGroup:
         self.bias = torch.cat(biases) if biases else None
         self._input: torch.Tensor | None = None
         self._shares: dict[int, torch.Tensor] = {}
-        self._is_apart = False
+        self._num_misses = 0
         for member, weight in zip(members, self.weight.split(self._sizes), strict=True):
             member.weight = nn.Parameter(weight, requires_grad=False)
         if self.bias is not None:
@@ -50,21 +51,17 @@ class SiblingGroup:
         if self._input is x and index in self._shares:
             share = self._shares.pop(index)
             if not self._shares:
-                self._input = None
+                self._input, self._num_misses = None, 0
             return share
-        if self._input is not None:
-            self._is_apart = True
-            self.forget()
-        if self._is_apart:
+        if self._input is not None:  # not all took their shares: an error, or other inputs
+            self._input, self._shares = None, {}
+            self._num_misses += 1
+        if self._num_misses >= _MAX_MISSES:
             return linear(x, self.members[index].weight, self.members[index].bias)
         shares = dict(enumerate(self.multiply(x).split(self._sizes, dim=-1)))
         share = shares.pop(index)
         self._input, self._shares = x, shares
         return share
-
-    def forget(self) -> None:
-        """Forget a computation that was broken off."""
-        self._input, self._shares = None, {}
 
     def undo(self) -> None:
         for member in self.members:
@@ -91,8 +88,7 @@ def _join(members: Sequence[nn.Module]) -> SiblingGroup | None:
     if len({(x.in_features, x.bias is None, x.weight.dtype) for x in linears}) > 1:
         return None
     weight = linears[0].weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_NUM_ROWS, linears[0].in_features, generator=generator).to(weight)
+    x = make_rows(weight, linears[0].in_features)
     expected = torch.cat([member(x) for member in linears], dim=-1)
     group = SiblingGroup(linears)
     if is_rounding(get_distance(group.multiply(x), expected), weight.dtype):

@@ -13,14 +13,15 @@ from torch import nn
 import sensorium.models  # noqa: F401  (before Transformers' model classes)
 from sensorium.layers import kernels
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.kv_probe import KVProbe
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams import fusion as fusion_module
+from sensorium.models.seams.comparing import CausalAttention
 from sensorium.models.seams.fusion import fuse
 from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
 from tests.parity.cases import FAMILIES
 
 CPU = torch.device("cpu")
+ALL_KINDS = ("joined products", "gated layers", "norms", "sums with norms", "rotary functions")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -38,9 +39,9 @@ def _get_linears(model: nn.Module) -> list[nn.Module]:
 def test_joined_products_change_nothing(tiny_model: Callable[[str], str], family: str) -> None:
     adapter = _load(tiny_model(family))
     with torch.inference_mode():
-        expected = [adapter._run_two_tokens(KVProbe()) for _ in range(2)]
+        expected = [adapter._run_two_tokens(CausalAttention()) for _ in range(2)]
         adapter.fuse()
-        found = [adapter._run_two_tokens(KVProbe()) for _ in range(2)]
+        found = [adapter._run_two_tokens(CausalAttention()) for _ in range(2)]
         with adapter.own_attention():
             assert not any("forward" in vars(module) for module in _get_linears(adapter.model))
     if family != "phi3":  # its products are joined already
@@ -143,10 +144,11 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
-        ("llama", {"joined products", "gated layers", "norms", "rotary functions"}),
-        ("qwen2_5_vl", {"joined products", "gated layers", "norms", "rotary functions"}),
+        ("llama", {*ALL_KINDS}),
+        ("qwen2_5_vl", {*ALL_KINDS}),
         ("gemma3", {"joined products", "gated layers", "norms", "rotary functions"}),
-        ("glm4v", {"joined products", "norms"}),  # pairs of neighbours are rotated
+        ("glm4v", {"joined products", "gated layers", "norms"}),  # pairs of neighbours are rotated
+        ("phi3", {"gated layers", "norms", "sums with norms", "rotary functions"}),
         ("gemma4", {"joined products", "gated layers", "norms"}),
     ],
 )
@@ -156,11 +158,94 @@ def test_kernels_change_nothing_but_rounding(
 ) -> None:
     adapter = _load(tiny_model(family))
     with torch.inference_mode():
-        expected = adapter._run_two_tokens(KVProbe())
+        expected = adapter._run_two_tokens(CausalAttention())
         adapter.fusion = fuse(adapter.model, CPU)
-        found = adapter._run_two_tokens(KVProbe())
+        found = adapter._run_two_tokens(CausalAttention())
         with adapter.fusion.paused():
-            again = adapter._run_two_tokens(KVProbe())
+            again = adapter._run_two_tokens(CausalAttention())
     assert kinds <= {kind for kind, count in adapter.fusion.counts.items() if count}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(again, expected)
+
+
+class _RMSNorm(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class _Echo(nn.Module):
+    """Stands for attention."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return hidden_states * scale
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _RMSNorm(width, eps=1e-5), _RMSNorm(width, eps=1e-5)
+        self.attn, self.mlp = _Echo(), nn.Linear(width, width)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden_states = hidden_states + self.attn(self.norm1(hidden_states), scale=scale)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+class _Parallel(_Layer):
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        normalized = self.norm1(hidden_states)
+        attended = self.attn(normalized, scale=scale)
+        return hidden_states + attended + self.mlp(self.norm2(hidden_states))
+
+
+class _Doubling(_Layer):
+    """It changes what it was given before attention gets it."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        doubled = 2.0 if isinstance(scale, float) else None
+        hidden_states = hidden_states + self.attn(self.norm1(hidden_states), scale=doubled)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+class _Scaled(_Layer):
+    """What attention gives counts half."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden_states = hidden_states + 0.5 * self.attn(self.norm1(hidden_states), scale=scale)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "is_fused"), [(_Layer, True), (_Parallel, False), (_Doubling, False), (_Scaled, False)]
+)
+@pytest.mark.usefixtures("with_kernels")
+@torch.inference_mode()
+def test_a_layer_of_another_kind_keeps_its_sums(kind: type[_Layer], is_fused: bool) -> None:
+    layer = kind()
+    x = torch.randn(1, 5, 16)
+    expected = [layer(x), layer(x, 0.3), layer(x, scale=0.2)]
+    fusion = fuse(layer, CPU)
+    assert fusion.counts["norms"] == 2
+    assert fusion.counts["sums with norms"] == is_fused
+    found = [layer(x), layer(x, 0.3), layer(x, scale=0.2)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_fusions_that_change_the_model_as_a_whole_are_not_used(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapter = _load(tiny_model("llama"))
+    expected = adapter._run_two_tokens(CausalAttention())
+    multiply = SiblingGroup._compute
+    monkeypatch.setattr(
+        SiblingGroup, "_compute", lambda self, index, x: multiply(self, index, x) * 1.01
+    )
+    adapter.fuse()
+    assert adapter.fusion.counts.total() == 0
+    assert "nothing is fused: 6 joined products would make a difference of" in caplog.text
+    assert torch.equal(adapter._run_two_tokens(CausalAttention()), expected)
