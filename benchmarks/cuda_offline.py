@@ -5,12 +5,13 @@ text, 128 tokens out, no two images alike; against `model.generate` one at a tim
 made on the device. Tokens are counted from adding the requests to the last step, encoders included.
 
 A step that decodes is measured twice: by the wall (`decode_step_ms`, all of `core.step()`), and on
-the device from its first copy to the chosen tokens (`decode_gpu_ms`, where it is a CUDA graph).
-A step with a prompt of 32 or 1,400 tokens of text is measured on the device from its first kernel
-to the logits (`prefill_ms`), and by the wall. `--no-eager` leaves out the engine without
-graphs.
+the device from the first kernel of its CUDA graph to the chosen tokens (`decode_gpu_ms`). A step
+with a prompt of 32 or 1,400 tokens of text is measured on the device from its first kernel to the
+logits (`prefill_ms`), and by the wall. `--modes`: which engines are measured, of "eager" (nothing
+fused, no graphs), "graphs" (nothing fused) and "fused" (graphs and fusions). `--profile` prints
+which kernels a step that decodes spends its time in.
 
-python benchmarks/cuda_offline.py [--backends NAME ...] [--record-to PATH [--commit HASH]]
+python benchmarks/cuda_offline.py [--modes NAME ...] [--record-to PATH [--commit HASH]]
 
 `--tiny` tries the script with a small model, also without a GPU. The last line is JSON.
 """
@@ -21,6 +22,7 @@ import argparse
 import inspect
 import itertools
 import json
+import logging
 import statistics
 from pathlib import Path
 from time import perf_counter
@@ -43,6 +45,7 @@ BATCHES = (1, 8, 64)
 NUM_OUTPUT_TOKENS = 128
 PROMPTS = (32, 1400)
 NUM_PREFILLS = 15
+MODES = ("eager", "graphs", "fused")
 FIGURES = ("tokens_per_s", "decode_step_ms", "decode_gpu_ms")
 
 
@@ -81,17 +84,8 @@ class GpuTimes:
         runner: Any = core.runner
         graphs = runner._graphs.decoding
         if graphs is not None:
-            self._replay = graphs.replay
-            graphs.replay = self._time
-
-    def _time(self, *arguments: Any) -> Any:
-        event: Any = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        result = self._replay(*arguments)
-        end.record()
-        self._events.append((start, end))
-        return result
+            for captured in graphs._captured.values():
+                object.__setattr__(captured, "recording", _Timed(captured.recording, self._events))
 
     def take_median(self) -> float | None:
         """Return the median of the milliseconds since the last call."""
@@ -101,6 +95,41 @@ class GpuTimes:
         times: list[float] = [start.elapsed_time(end) for start, end in self._events]
         self._events.clear()
         return round(statistics.median(times), 3)
+
+
+class _Timed:
+    """A recording whose replays are timed."""
+
+    def __init__(self, recording: Any, events: list[tuple[Any, Any]]) -> None:
+        self._recording = recording
+        self._events = events
+
+    def replay(self) -> None:
+        event: Any = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        self._recording.replay()
+        end.record()
+        self._events.append((start, end))
+
+
+def print_kernels(core: EngineCore, size: int) -> None:
+    """Print where the replays of one batch size spend their time, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    runner: Any = core.runner
+    recording = runner._graphs.decoding._captured[size].recording
+    recording.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        recording.replay()
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total, e.count, e.key) for e in profiler.key_averages()]
+    rows.sort(reverse=True)
+    total, count = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    print(f"{size} rows: {total / 1e3:.2f} ms in {count} kernels")
+    for time, number, name in rows[:16]:
+        print(f"{time / 1e3:8.3f} ms {number:5d} times {time / number:7.1f} us  {name[:110]}")
 
 
 def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
@@ -160,7 +189,7 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
 
 
 def measure_backend(
-    adapter: ModelAdapter, backend: str, arguments: argparse.Namespace, *, enforce_eager: bool
+    adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     start = perf_counter()
     batches = get_batches(arguments)
@@ -169,7 +198,8 @@ def measure_backend(
         max_num_seqs=max(batches),
         kv_cache_memory_bytes=(8 << 30) if adapter.device.type == "cuda" else (64 << 20),
         attention_backend=backend,
-        enforce_eager=enforce_eager,
+        enforce_eager=mode == "eager",
+        fusion=mode == "fused",
     )
     limits = resolve_limits(options, text_config=adapter.text_config, device=adapter.device)
     memory = plan_memory(
@@ -179,6 +209,7 @@ def measure_backend(
         kv_cache_bytes=options.kv_cache_memory_bytes,
         num_kv_tokens=limits.max_model_len,
         element_size=adapter.dtype.itemsize,
+        has_graphs=adapter.device.type == "cuda" and mode != "eager",
     )
     free_bytes = get_free_bytes(adapter.device, options.gpu_memory_utilization)
     core, config = build_engine_core(
@@ -191,7 +222,10 @@ def measure_backend(
     )
     figures: dict[str, Any] = {
         "attention_backend": config.attention_backend,
+        "mode": mode,
         "graphs": config.graphs,
+        "planned_graph_mib": memory.graph_bytes >> 20,
+        "fused": config.fused,
         "start_s": round(perf_counter() - start, 1),
         **{name: {} for name in FIGURES},
     }
@@ -213,6 +247,8 @@ def measure_backend(
         figures["decode_gpu_ms"][key] = gpu_times.take_median()
         values = (figures[name][key] for name in FIGURES)
         print(backend, batch, "at once:", *zip(FIGURES, values, strict=True), flush=True)
+        if arguments.profile:
+            print_kernels(core, batch)
         if batch == 1:
             figures["first_output"] = runs[0][2][0]
     return figures
@@ -240,10 +276,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"generate: {speed:.1f} tokens/s", flush=True)
     adapter = ModelAdapter(model)  # from here on its decoder attends through pages
     backends = []
-    modes = [False] if arguments.no_eager else [False, True]
-    for backend, enforce_eager in itertools.product(arguments.backends, modes):
+    for mode, backend in itertools.product(arguments.modes, arguments.backends):
         try:
-            figures = measure_backend(adapter, backend, arguments, enforce_eager=enforce_eager)
+            figures = measure_backend(adapter, backend, mode, arguments)
         except ModelError as error:
             print(f"{backend}: {error}")
             continue
@@ -272,11 +307,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="how often each is measured")
     parser.add_argument("--backends", nargs="+", default=["auto"], metavar="NAME")
     parser.add_argument("--text", type=int, default=1146, help="tokens of text in a prompt")
-    parser.add_argument("--no-eager", action="store_true", help="only with graphs")
+    # In this order: what was fused stays so.
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, metavar="NAME")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--record-to", type=Path, metavar="PATH", help="write a record there")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("sensorium").setLevel(logging.INFO)
     figures = measure(arguments)
     if arguments.record_to is not None:
         write_record("cuda_offline", figures, path=arguments.record_to, commit=arguments.commit)

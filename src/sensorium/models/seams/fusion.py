@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ class Fusion:
 
     counts: Counter[str] = field(default_factory=Counter)
     _forwards: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
-    _rotaries: list[_Rotary] = field(default_factory=list)
 
     def __str__(self) -> str:
         counts = [f"{count} {kind}" for kind, count in self.counts.items() if count]
@@ -54,14 +53,10 @@ class Fusion:
         finally:
             for module, forward in self._forwards:
                 module.forward = forward
-            for rotary in self._rotaries:
-                rotary.is_on = True
 
     def turn_off(self) -> None:
         for module, _ in self._forwards:
             del module.forward
-        for rotary in self._rotaries:
-            rotary.is_on = False
 
     def add_forward(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.counts[kind] += 1
@@ -86,8 +81,7 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
         norms = {module: norm for module in model.modules() if (norm := _fuse_norm(fusion, module))}
         for module in model.modules():
             _fuse_residual(fusion, module, norms)
-        for name in {type(module).__module__ for module in model.modules()}:
-            _fuse_rotary(fusion, name, model, device)
+        _fuse_rotary_positions(fusion, model)
     return fusion
 
 
@@ -167,85 +161,93 @@ def _fuse_residual(fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, _
 # ---- rotary positions
 
 
-class _Rotary:
-    """Stands in for a function of Transformers, under its name in one module of code."""
+def _fuse_rotary_positions(fusion: Fusion, model: nn.Module) -> None:
+    """Let attention modules rotate by our kernel, each in a copy of its `forward` that finds our
+    function under the name of Transformers'. Other models in the process keep theirs.
+    """
+    weight = next(model.parameters())
+    forwards: dict[Any, FunctionType | None] = {}
+    for module in model.modules():
+        forward: Any = type(module).forward
+        if "forward" in vars(module) or not isinstance(forward, FunctionType):
+            continue
+        if forward not in forwards:
+            forwards[forward] = _make_rotating(forward, weight)
+        if (rotating := forwards[forward]) is not None:
+            fusion.add_forward("rotary positions", module, MethodType(rotating, module))
 
-    def __init__(self, original: Callable[..., Any], device: torch.device) -> None:
-        from sensorium.layers.kernels.rotary import rotate
 
-        self.is_on = True
-        self._device_type = device.type
-        self.original = original
-        self._rotate = rotate
-        wraps(original)(self)
+def _make_rotating(forward: FunctionType, weight: torch.Tensor) -> FunctionType | None:
+    functions = {
+        name: rotate
+        for name in forward.__code__.co_names
+        if name.startswith(_ROTARY_PREFIXES)
+        and (rotate := _make_rotate(forward.__globals__.get(name), weight)) is not None
+    }
+    if not functions:
+        return None
+    names = {**forward.__globals__, **functions}
+    rotating = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    rotating.__kwdefaults__ = forward.__kwdefaults__
+    return rotating
 
-    def __call__(
-        self,
+
+def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | None:
+    """Return what can take the place of a function of Transformers, if something can."""
+    from sensorium.layers.kernels.rotary import rotate
+
+    parameters = list(inspect.signature(original).parameters) if callable(original) else []
+    if parameters[:4] != ["q", "k", "cos", "sin"]:
+        return None
+
+    def rotate_both(
         q: torch.Tensor,
         k: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         *arguments: Any,
         **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_plain = not arguments and not options and q.device.type == self._device_type
-        if not (self.is_on and is_plain and cos.shape[-1] == q.shape[-1] and q.stride(-1) == 1):
-            return self.original(q, k, cos, sin, *arguments, **options)
-        if q.ndim == 3 and cos.ndim == 2 and k.stride(-1) == 1:  # [N, H, D], as encoders have it
-            return self._rotate(q, k, cos.contiguous(), sin.contiguous())
-        if q.ndim == 4 and len(q) == 1 and cos.ndim == 3 and k.stride(-1) == 1:  # [1, H, N, D]
-            new_q, new_k = self._rotate(
-                q[0].transpose(0, 1),
-                k[0].transpose(0, 1),
-                cos[0].contiguous(),
-                sin[0].contiguous(),
-            )
+    ) -> Any:
+        is_dense = q.stride(-1) == k.stride(-1) == 1
+        if arguments or options or not is_dense or cos.shape[-1] != q.shape[-1]:
+            return original(q, k, cos, sin, *arguments, **options)
+        if q.ndim == 3 and cos.ndim == 2:  # [N, H, D], as encoders have it
+            return rotate(q, k, cos.contiguous(), sin.contiguous())
+        if q.ndim == 4 and len(q) == 1 and cos.ndim == 3:  # [1, H, N, D]
+            cos, sin = cos[0].contiguous(), sin[0].contiguous()
+            new_q, new_k = rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
             return new_q.transpose(0, 1)[None], new_k.transpose(0, 1)[None]
-        return self.original(q, k, cos, sin)
+        return original(q, k, cos, sin)
 
-
-def _fuse_rotary(fusion: Fusion, module_name: str, model: nn.Module, device: torch.device) -> None:
-    names = vars(sys.modules[module_name])
-    dtype = next(model.parameters()).dtype
-    for name, function in list(names.items()):
-        if not name.startswith(_ROTARY_PREFIXES) or not callable(function):
-            continue
-        parameters = list(inspect.signature(function).parameters)
-        if parameters[:4] != ["q", "k", "cos", "sin"]:
-            continue
-        rotary = function if isinstance(function, _Rotary) else _Rotary(function, device)
-        if all(_agrees(rotary, *shape, dtype, device) for shape in _get_shapes(parameters)):
-            names[name] = rotary
-            fusion._rotaries.append(rotary)
-            fusion.counts["rotary functions"] += 1
-
-
-def _get_shapes(parameters: list[str]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return shapes of queries and of angles that a function may be called with."""
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
     if "unsqueeze_dim" in parameters:
-        return [((1, 4, 6, size), (1, 6, size)) for size in (64, 128)]
-    return [((6, 4, size), (6, size)) for size in (64, 80)]
+        shapes = [((1, 4, 6, size), (1, 6, size)) for size in (64, 128)]
+    else:
+        shapes = [((6, 4, size), (6, size)) for size in (64, 80)]
+    try:
+        agrees = all(_agrees(rotate_both, original, *shape, weight) for shape in shapes)
+    except Exception:  # a function that is called in another way
+        logger.debug("%s was not tried", original, exc_info=True)
+        return None
+    return rotate_both if agrees else None
 
 
 def _agrees(
-    rotary: _Rotary,
+    rotate: Callable[..., Any],
+    original: Callable[..., Any],
     shape: tuple[int, ...],
     angles: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    weight: torch.Tensor,
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    # Different for both halves: a function that pairs neighbours must not look like this one.
-    cos, sin = (torch.randn(angles, generator=generator).to(device, dtype) for _ in range(2))
-    try:
-        expected = rotary.original(q, k, cos, sin)
-        found = rotary(q, k, cos, sin)
-    except Exception:
-        logger.debug("%s was not tried", rotary.original, exc_info=True)
-        return False
-    pairs = zip(found, expected, strict=True)
-    return all(is_rounding(get_distance(a, b), dtype) for a, b in pairs)
+    # Angles differ for both halves: a function that pairs neighbours must not look like this one.
+    inputs = [
+        torch.randn(size, generator=generator).to(weight) for size in (shape, shape, angles, angles)
+    ]
+    pairs = zip(rotate(*inputs), original(*inputs), strict=True)
+    return all(is_rounding(get_distance(a, b), weight.dtype) for a, b in pairs)
 
 
 # ---- what all need

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from sensorium.models.seams.comparing import get_distance, is_rounding, make_rows
 
 # Members of one module that are called with the same tensor, by convention of the field.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("gate_proj", "up_proj"))
 _MAX_MISSES = 3
 
 

@@ -97,7 +97,7 @@ def build_graphs(
     """Capture the graphs of an engine, as far as it can have some."""
     if options.enforce_eager:
         return Graphs(words="none: enforce_eager")
-    started = monotonic()
+    started, free_bytes = monotonic(), _get_free_bytes(adapter.device)
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)
         if isinstance(parts, str):
@@ -131,7 +131,8 @@ def build_graphs(
         _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
         _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
-    logger.info("CUDA graphs took %.1f s", monotonic() - started)
+    used_bytes = free_bytes - _get_free_bytes(adapter.device)
+    logger.info("CUDA graphs took %.1f s and %.0f MiB", monotonic() - started, used_bytes / 2**20)
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
@@ -154,3 +155,7 @@ def _warn(words: str, reason: str, device: torch.device) -> None:
     """A CPU has no graphs, which is no news."""
     if device.type == "cuda":
         logger.warning(words, reason)
+
+
+def _get_free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
-from sensorium.worker.graphs.recorder import Recorder, Recording, Tensors
+from sensorium.worker.graphs.recorder import Recorder, Recording
 from sensorium.worker.graphs.sizes import find_size
 from sensorium.worker.input_batch import Row
 from sensorium.worker.kv_cache import KVCache
@@ -85,6 +85,15 @@ class DecodeResult:
     logits: torch.Tensor  # float32 [rows, vocabulary]
     likeliest: torch.Tensor  # int64 [rows], as `mark_likeliest` gives it
 
+    def get_front(self, num_rows: int) -> DecodeResult:
+        return DecodeResult(logits=self.logits[:num_rows], likeliest=self.likeliest[:num_rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    recording: Recording
+    results: DecodeResult  # where the recording leaves them
+
 
 class DecodeGraphs:
     def __init__(
@@ -105,7 +114,9 @@ class DecodeGraphs:
         self._kernels = kernels
         self._recorder = recorder
         self._sizes = tuple(sizes)
-        self._recordings: dict[int, Recording] = {}
+        self._captured: dict[int, _Captured] = {}
+        # All sizes share the memory of their results: that of the largest, which comes first.
+        self._results: DecodeResult | None = None
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
@@ -124,21 +135,30 @@ class DecodeGraphs:
                 logger.debug("capturing %d rows failed", size, exc_info=True)
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if reason is not None:
-                self._recordings.clear()
+                self._captured.clear()
                 return reason
         return None
 
     def _capture_size(self, size: int) -> str | None:
         inputs = self._buffers.fill([], size)
-        expected, _ = self._compute(inputs)  # also the first use of kernels and workspaces
-        recording = self._recorder.record(lambda: self._compute(inputs))
+        expected = self._compute(inputs)  # also the first use of kernels and workspaces
+        self._results = self._results or expected
+        results = self._results.get_front(size)
+        logits = expected.logits.clone()
+
+        def compute() -> None:
+            computed = self._compute(inputs)
+            results.logits.copy_(computed.logits)
+            results.likeliest.copy_(computed.likeliest)
+
+        recording = self._recorder.record(compute)
+        results.logits.fill_(float("nan"))
         recording.replay()
-        found = recording.outputs[0]
-        scale = float(expected.abs().max())
-        distance = float((found - expected).abs().max())
-        if not distance <= 64 * torch.finfo(self._adapter.dtype).eps * max(scale, 1.0):
+        scale = max(float(logits.abs().max()), 1.0)
+        distance = float((results.logits - logits).abs().max())
+        if not distance <= 64 * torch.finfo(self._adapter.dtype).eps * scale:
             return f"a replay of {size} rows gave logits that are off by {distance:.3g}"
-        self._recordings[size] = recording
+        self._captured[size] = _Captured(recording=recording, results=results)
         return None
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
@@ -148,12 +168,11 @@ class DecodeGraphs:
 
     def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
         self._buffers.fill(rows, size)
-        recording = self._recordings[size]
-        recording.replay()
-        logits, likeliest = recording.outputs
-        return DecodeResult(logits=logits[: len(rows)], likeliest=likeliest[: len(rows)])
+        captured = self._captured[size]
+        captured.recording.replay()
+        return captured.results.get_front(len(rows))
 
-    def _compute(self, inputs: DecodeInputs) -> Tensors:
+    def _compute(self, inputs: DecodeInputs) -> DecodeResult:
         """One step, from token ids to logits and the likeliest tokens."""
         adapter = self._adapter
         embeds, extra = adapter.embed(inputs.input_ids, None, None)
@@ -162,7 +181,7 @@ class DecodeGraphs:
         with adapter.choosing_factors(is_long):
             hidden = adapter.forward(embeds, inputs.positions, call, extra)
         logits = adapter.logits(hidden)
-        return logits, mark_likeliest(logits)
+        return DecodeResult(logits=logits, likeliest=mark_likeliest(logits))
 
 
 class _DecodeCall:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,14 +13,13 @@ import sensorium.models  # noqa: F401  (before Transformers' model classes)
 from sensorium.layers import kernels
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.loading import load_config, load_model
-from sensorium.models.seams import fusion as fusion_module
 from sensorium.models.seams.comparing import CausalAttention
 from sensorium.models.seams.fusion import fuse
 from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
 from tests.parity.cases import FAMILIES
 
 CPU = torch.device("cpu")
-ALL_KINDS = ("joined products", "gated layers", "norms", "sums with norms", "rotary functions")
+ALL_KINDS = ("joined products", "gated layers", "norms", "sums with norms", "rotary positions")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -119,24 +117,9 @@ def test_what_is_not_alike_is_not_joined(module: nn.Module) -> None:
 
 
 @pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fuse on a CPU as on a GPU, and leave Transformers' functions as they were."""
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse on a CPU as on a GPU."""
     monkeypatch.setattr(kernels, "find_obstacle", lambda _: None)
-    changed: list[tuple[Any, str, Any]] = []
-    original = fusion_module._fuse_rotary
-
-    def remember(fusion: Any, module_name: str, *arguments: Any) -> None:
-        names = vars(fusion_module.sys.modules[module_name])
-        before = dict(names)
-        original(fusion, module_name, *arguments)
-        changed.extend(
-            (names, name, before[name]) for name in before if names[name] is not before[name]
-        )
-
-    monkeypatch.setattr(fusion_module, "_fuse_rotary", remember)
-    yield
-    for names, name, value in changed:
-        names[name] = value
 
 
 @needs_triton
@@ -146,9 +129,9 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("llama", {*ALL_KINDS}),
         ("qwen2_5_vl", {*ALL_KINDS}),
-        ("gemma3", {"joined products", "gated layers", "norms", "rotary functions"}),
+        ("gemma3", {"joined products", "gated layers", "norms", "rotary positions"}),
         ("glm4v", {"joined products", "gated layers", "norms"}),  # pairs of neighbours are rotated
-        ("phi3", {"gated layers", "norms", "sums with norms", "rotary functions"}),
+        ("phi3", {"gated layers", "norms", "sums with norms", "rotary positions"}),
         ("gemma4", {"joined products", "gated layers", "norms"}),
     ],
 )
@@ -249,3 +232,24 @@ def test_fusions_that_change_the_model_as_a_whole_are_not_used(
     assert adapter.fusion.counts.total() == 0
     assert "nothing is fused: 6 joined products would make a difference of" in caplog.text
     assert torch.equal(adapter._run_two_tokens(CausalAttention()), expected)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.usefixtures("with_kernels")
+@torch.inference_mode()
+def test_only_the_fused_model_rotates_by_our_kernel(
+    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sensorium.layers.kernels import rotary
+
+    calls = []
+    rotate = rotary.rotate
+    monkeypatch.setattr(rotary, "rotate", lambda *inputs: calls.append(1) or rotate(*inputs))
+    fused, other = (_load(tiny_model("llama")) for _ in range(2))
+    fused.fuse()
+    calls.clear()
+    other._run_two_tokens(CausalAttention())
+    assert not calls
+    fused._run_two_tokens(CausalAttention())
+    assert len(calls) == fused.fusion.counts["rotary positions"] == 3
