@@ -133,14 +133,21 @@ def print_kernels(core: EngineCore, size: int) -> None:
 
 
 def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step with one prompt, by its number of tokens: on the device, and all."""
+    """Milliseconds of a step with one prompt, by its number of tokens: on the device, of the host
+    until all is launched, and all.
+    """
     runner, event = cast(Any, core.runner), cast(Any, torch.cuda.Event)
     forward, compute_logits = runner._forward, runner._adapter.logits
     start, end = event(enable_timing=True), event(enable_timing=True)
 
+    host_ms: list[float] = []
+
     def forward_and_time(*arguments: Any) -> Any:
         start.record()
-        return forward(*arguments)
+        began = perf_counter()
+        hidden = forward(*arguments)
+        host_ms.append((perf_counter() - began) * 1e3)
+        return hidden
 
     def compute_and_time(*arguments: Any) -> Any:
         logits = compute_logits(*arguments)
@@ -158,9 +165,12 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
             core.step()
             wall = (perf_counter() - began) * 1e3
             torch.cuda.synchronize()
-            times.append((start.elapsed_time(end), wall))
-        gpu, wall = (statistics.median(column[3:]) for column in zip(*times, strict=True))
-        found[str(num_tokens)] = {"gpu": round(gpu, 2), "wall": round(wall, 2)}
+            times.append((start.elapsed_time(end), host_ms[-1], wall))
+        columns = (statistics.median(column[3:]) for column in zip(*times, strict=True))
+        names = ("gpu", "launching", "wall")
+        found[str(num_tokens)] = {
+            name: round(value, 2) for name, value in zip(names, columns, strict=True)
+        }
     runner._forward, runner._adapter.logits = forward, compute_logits
     return found
 
@@ -188,14 +198,14 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
     return speed, statistics.median(decode_ms), list(outputs.values())
 
 
-def measure_backend(
+def build_core(
     adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
-) -> dict[str, Any]:
+) -> tuple[EngineCore, dict[str, Any]]:
+    """Return an engine, and what it is made of."""
     start = perf_counter()
-    batches = get_batches(arguments)
     options = EngineOptions(
         max_model_len=arguments.text + 1024,
-        max_num_seqs=max(batches),
+        max_num_seqs=max(get_batches(arguments)),
         kv_cache_memory_bytes=(8 << 30) if adapter.device.type == "cuda" else (64 << 20),
         attention_backend=backend,
         enforce_eager=mode == "eager",
@@ -211,30 +221,35 @@ def measure_backend(
         element_size=adapter.dtype.itemsize,
         has_graphs=adapter.device.type == "cuda" and mode != "eager",
     )
-    free_bytes = get_free_bytes(adapter.device, options.gpu_memory_utilization)
     core, config = build_engine_core(
         adapter,
         options,
         receiver=UncachedReceiver(),
         limits=limits,
         memory=memory,
-        most_bytes=free_bytes,
+        most_bytes=get_free_bytes(adapter.device, options.gpu_memory_utilization),
     )
-    figures: dict[str, Any] = {
-        "attention_backend": config.attention_backend,
+    return core, {
         "mode": mode,
+        "attention_backend": config.attention_backend,
         "graphs": config.graphs,
         "planned_graph_mib": memory.graph_bytes >> 20,
         "fused": config.fused,
         "start_s": round(perf_counter() - start, 1),
-        **{name: {} for name in FIGURES},
     }
+
+
+def measure_backend(
+    adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    core, figures = build_core(adapter, backend, mode, arguments)
     if adapter.device.type == "cuda":
         figures["prefill_ms"] = measure_prefills(core)
         figures["free_gib"] = round(torch.cuda.mem_get_info()[0] / 2**30, 2)
         print(figures, flush=True)
     gpu_times = GpuTimes(core)
-    for batch in batches:
+    measured: dict[str, dict[str, Any]] = {name: {} for name in FIGURES}
+    for batch in get_batches(arguments):
         run_ours(core, _make_prompts(arguments, batch, seed=1000 + batch))  # first uses
         gpu_times.take_median()
         runs = [
@@ -242,16 +257,15 @@ def measure_backend(
             for r in range(arguments.rounds)
         ]
         key = str(batch)
-        figures["tokens_per_s"][key] = round(statistics.median(r[0] for r in runs), 1)
-        figures["decode_step_ms"][key] = round(statistics.median(r[1] for r in runs), 2)
-        figures["decode_gpu_ms"][key] = gpu_times.take_median()
-        values = (figures[name][key] for name in FIGURES)
-        print(backend, batch, "at once:", *zip(FIGURES, values, strict=True), flush=True)
-        if arguments.profile:
+        measured["tokens_per_s"][key] = round(statistics.median(r[0] for r in runs), 1)
+        measured["decode_step_ms"][key] = round(statistics.median(r[1] for r in runs), 2)
+        measured["decode_gpu_ms"][key] = gpu_times.take_median()
+        print(mode, backend, batch, {name: measured[name][key] for name in FIGURES}, flush=True)
+        if arguments.profile and mode != "eager":
             print_kernels(core, batch)
         if batch == 1:
             figures["first_output"] = runs[0][2][0]
-    return figures
+    return figures | measured
 
 
 def get_batches(arguments: argparse.Namespace) -> tuple[int, ...]:

@@ -268,6 +268,9 @@ def make_model(directory: Path) -> None:
             if parameter.ndim >= 2:
                 std = 1.0 if "embed_tokens" in name else parameter[0].numel() ** -0.5
                 parameter.data.normal_(0, std)
+        # Tokens that the tokenizer has no text for are never the likeliest.
+        num_known = len(transformers.AutoTokenizer.from_pretrained(tiny))
+        model.get_input_embeddings().weight.data[num_known:] = 0
         shutil.copytree(tiny, directory, ignore=shutil.ignore_patterns("*.safetensors"))
         model.cpu().save_pretrained(directory)
 
