@@ -5,7 +5,8 @@ text, 128 tokens out, no two images alike; against `model.generate` one at a tim
 made on the device. Tokens are counted from adding the requests to the last step, encoders included.
 
 A step that decodes is measured twice: by the wall (`decode_step_ms`, all of `core.step()`), and on
-the device from its first copy to the chosen tokens (`decode_gpu_ms`, where it is a CUDA graph).
+the device from before its buffers are filled to the chosen tokens (`decode_gpu_ms`, where it is a
+CUDA graph).
 A step with a prompt of 32 or 1,400 tokens of text is measured on the device from its first kernel
 to the logits (`prefill_ms`), and by the wall. `--no-eager` leaves out the engine without
 graphs.

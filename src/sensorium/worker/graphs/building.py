@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """`sizes`: the batch sizes that have a graph; `None`: as many as are useful."""
+    """What the graphs of an engine have to serve."""
 
     enforce_eager: bool = False
-    sizes: tuple[int, ...] | None = None
+    sizes: Sequence[int] | None = None  # batch sizes; None: as many as are useful
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -97,7 +97,7 @@ def build_graphs(
     """Capture the graphs of an engine, as far as it can have some."""
     if options.enforce_eager:
         return Graphs(words="none: enforce_eager")
-    started = monotonic()
+    started, free_bytes = monotonic(), _get_free_bytes(adapter.device)
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)
         if isinstance(parts, str):
@@ -112,8 +112,7 @@ def build_graphs(
             has_long_factors=adapter.long_after is not None,
             device=adapter.device,
         )
-        sizes = options.sizes or get_decode_sizes(options.max_num_seqs)
-        sizes = tuple(sorted({size for size in sizes if size <= options.max_num_seqs}))
+        sizes = get_decode_sizes(options.max_num_seqs, options.sizes)
         decoding = DecodeGraphs(
             adapter,
             kv_cache=kv_cache,
@@ -131,7 +130,8 @@ def build_graphs(
         _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
         _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
-    logger.info("CUDA graphs took %.1f s", monotonic() - started)
+    used_bytes = free_bytes - _get_free_bytes(adapter.device)
+    logger.info("CUDA graphs took %.1f s and %.0f MiB", monotonic() - started, used_bytes / 2**20)
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
@@ -154,3 +154,7 @@ def _warn(words: str, reason: str, device: torch.device) -> None:
     """A CPU has no graphs, which is no news."""
     if device.type == "cuda":
         logger.warning(words, reason)
+
+
+def _get_free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

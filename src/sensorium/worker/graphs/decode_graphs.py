@@ -7,24 +7,20 @@ computation without a graph. A model that can't be captured runs without; the re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
-from sensorium.worker.graphs.recorder import Recorder, Recording, Tensors
+from sensorium.worker.graphs.recorder import Recorder, Recording, capture_sizes
 from sensorium.worker.graphs.sizes import find_size
 from sensorium.worker.input_batch import Row
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.sampler import mark_likeliest
-
-logger = logging.getLogger(__name__)
 
 
 class DecodeKernels(Protocol):
@@ -85,6 +81,15 @@ class DecodeResult:
     logits: torch.Tensor  # float32 [rows, vocabulary]
     likeliest: torch.Tensor  # int64 [rows], as `mark_likeliest` gives it
 
+    def get_front(self, num_rows: int) -> DecodeResult:
+        return DecodeResult(logits=self.logits[:num_rows], likeliest=self.likeliest[:num_rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    recording: Recording
+    results: DecodeResult  # where the recording leaves them
+
 
 class DecodeGraphs:
     def __init__(
@@ -105,40 +110,38 @@ class DecodeGraphs:
         self._kernels = kernels
         self._recorder = recorder
         self._sizes = tuple(sizes)
-        self._recordings: dict[int, Recording] = {}
+        self._captured: dict[int, _Captured] = {}
+        # All sizes share the memory of their results: that of the largest, which comes first.
+        self._results: DecodeResult | None = None
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
         """Capture all sizes; return why that is not possible, or `None` if it was done."""
-        for size in tqdm(
-            self._sizes[::-1],
-            desc="capturing graphs",
-            unit="size",
-            disable=None if use_tqdm else True,  # None: only on a terminal
-            leave=False,
-        ):
-            try:
-                reason = self._capture_size(size)
-            except Exception as error:
-                # What can't be captured says so in many ways, most of them CUDA's.
-                logger.debug("capturing %d rows failed", size, exc_info=True)
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if reason is not None:
-                self._recordings.clear()
-                return reason
-        return None
+        reason = capture_sizes(self._sizes, self._capture_size, what="graphs", use_tqdm=use_tqdm)
+        if reason is not None:
+            self._captured.clear()
+        return reason
 
     def _capture_size(self, size: int) -> str | None:
         inputs = self._buffers.fill([], size)
-        expected, _ = self._compute(inputs)  # also the first use of kernels and workspaces
-        recording = self._recorder.record(lambda: self._compute(inputs))
+        expected = self._compute(inputs)  # also the first use of kernels and workspaces
+        self._results = self._results or expected
+        results = self._results.get_front(size)
+        logits = expected.logits.clone()
+
+        def compute() -> None:
+            computed = self._compute(inputs)
+            results.logits.copy_(computed.logits)
+            results.likeliest.copy_(computed.likeliest)
+
+        recording = self._recorder.record(compute)
+        results.logits.fill_(float("nan"))
         recording.replay()
-        found = recording.outputs[0]
-        scale = float(expected.abs().max())
-        distance = float((found - expected).abs().max())
-        if not distance <= 64 * torch.finfo(self._adapter.dtype).eps * max(scale, 1.0):
+        scale = max(float(logits.abs().max()), 1.0)
+        distance = float((results.logits - logits).abs().max())
+        if not distance <= 64 * torch.finfo(self._adapter.dtype).eps * scale:
             return f"a replay of {size} rows gave logits that are off by {distance:.3g}"
-        self._recordings[size] = recording
+        self._captured[size] = _Captured(recording=recording, results=results)
         return None
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
@@ -148,12 +151,11 @@ class DecodeGraphs:
 
     def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
         self._buffers.fill(rows, size)
-        recording = self._recordings[size]
-        recording.replay()
-        logits, likeliest = recording.outputs
-        return DecodeResult(logits=logits[: len(rows)], likeliest=likeliest[: len(rows)])
+        captured = self._captured[size]
+        captured.recording.replay()
+        return captured.results.get_front(len(rows))
 
-    def _compute(self, inputs: DecodeInputs) -> Tensors:
+    def _compute(self, inputs: DecodeInputs) -> DecodeResult:
         """One step, from token ids to logits and the likeliest tokens."""
         adapter = self._adapter
         embeds, extra = adapter.embed(inputs.input_ids, None, None)
@@ -162,7 +164,7 @@ class DecodeGraphs:
         with adapter.choosing_factors(is_long):
             hidden = adapter.forward(embeds, inputs.positions, call, extra)
         logits = adapter.logits(hidden)
-        return logits, mark_likeliest(logits)
+        return DecodeResult(logits=logits, likeliest=mark_likeliest(logits))
 
 
 class _DecodeCall:

@@ -1,56 +1,76 @@
-"""Records what a function does on the device, so that it can be done again in one launch."""
+"""Records what a function does on the device, so that it can be done again in one launch, and tries
+that for all sizes of an engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from tqdm import tqdm
 
-Tensors = tuple[torch.Tensor, ...]
+logger = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
-    """A function's work on the device. `outputs` has the results of the last replay."""
-
-    outputs: Tensors
+    """A function's work on the device."""
 
     def replay(self) -> None:
         """Do the work again, on what the same memory holds now."""
 
 
 class Recorder(Protocol):
-    def record(self, function: Callable[[], Tensors]) -> Recording:
-        """Record a function that reads fixed memory and never waits for the device."""
-
-
-class _CudaRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Tensors) -> None:
-        self._graph = graph
-        self.outputs = outputs
-
-    def replay(self) -> None:
-        self._graph.replay()
+    def record(self, function: Callable[[], None]) -> Recording:
+        """Record a function that reads and writes fixed memory and never waits for the device."""
 
 
 class CudaRecorder:
     """Captures CUDA graphs. They share one pool of memory, since only one of them runs at a time.
 
-    Capture the largest first: the others then find room in what it needed.
+    Capture the largest first: the others then find room in what it needed. That holds as long as
+    nobody keeps a tensor that was made in a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def record(self, function: Callable[[], Tensors]) -> Recording:
+    def record(self, function: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
             try:
-                outputs = function()
+                function()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return _CudaRecording(graph, outputs)
+        return graph
+
+
+def capture_sizes(
+    sizes: Sequence[int], capture: Callable[[int], str | None], *, what: str, use_tqdm: bool
+) -> str | None:
+    """Capture ascending sizes, the largest first. Return why that is not possible, or `None`.
+
+    `capture` captures one size, and returns or raises what is wrong with it. `what` stands on the
+    progress bar.
+    """
+    for size in tqdm(
+        sizes[::-1],
+        desc=f"capturing {what}",
+        unit="size",
+        disable=None if use_tqdm else True,  # None: only on a terminal
+        leave=False,
+    ):
+        try:
+            reason = capture(size)
+        except Exception as error:
+            # What can't be captured says so in many ways, most of them CUDA's.
+            logger.debug("capturing %s of size %d failed", what, size, exc_info=True)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if reason is not None:
+            return reason
+    return None
