@@ -54,7 +54,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`1,2,4` is three sizes."""
+    """Read sizes that are divided by commas, such as `1,2,4`."""
     return tuple(at_least(1)(word) for word in text.split(","))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,7 +45,7 @@ class EngineOptions:
     attention_backend: str = "auto"
     enforce_eager: bool = False
     fusion: bool = True
-    cuda_graph_sizes: tuple[int, ...] | None = None
+    cuda_graph_sizes: Sequence[int] | None = None
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_utilization: float = 0.9
     generation_config: str = "auto"
@@ -82,8 +82,11 @@ class EngineOptions:
                 f"not {self.generation_config!r}"
             )
         sizes = self.cuda_graph_sizes
-        if sizes is not None and not all(_is_count(size, at_least=1) for size in sizes):
-            raise ModelError(f"cuda_graph_sizes must be integers >= 1, not {sizes!r}")
+        if sizes is not None and not _are_sizes(sizes):
+            raise ModelError(
+                f"cuda_graph_sizes must be a list of integers >= 1, not {sizes!r}; "
+                "enforce_eager turns CUDA graphs off"
+            )
         if not _is_share(self.gpu_memory_utilization):
             raise ModelError(
                 "gpu_memory_utilization must be above 0 and at most 1, "
@@ -117,6 +120,12 @@ class EngineOptions:
 
 def _is_count(value: object, *, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _are_sizes(value: object) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(_is_count(size, at_least=1) for size in value)
 
 
 def _is_share(value: object) -> bool:

@@ -125,7 +125,7 @@ class LLM:
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
             fusion=fusion,
-            cuda_graph_sizes=None if cuda_graph_sizes is None else tuple(cuda_graph_sizes),
+            cuda_graph_sizes=cuda_graph_sizes,
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             gpu_memory_utilization=gpu_memory_utilization,
             generation_config=generation_config,

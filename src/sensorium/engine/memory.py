@@ -123,7 +123,8 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
     num_crossing = _NUM_CROSSING_TENSORS * _get_number(text_config, _WIDTH_NAMES, 0)
     token_bytes = (num_elements + num_crossing) * element_size
-    row_bytes = num_elements * element_size + int(text_config.vocab_size) * (4 + element_size)
+    # Logits as the head gives them, in float32, and where all sizes leave them.
+    row_bytes = num_elements * element_size + int(text_config.vocab_size) * (element_size + 2 * 4)
     return (
         limits.max_num_seqs * row_bytes
         + limits.max_num_batched_tokens * token_bytes

@@ -211,3 +211,9 @@ def test_a_cache_that_was_asked_for_leaves_the_rest_its_room() -> None:
         ModelError, match=r"kv_cache_memory_bytes=\d+ .* is more than .* free on cpu"
     ):
         resolve(OPTIONS, free_bytes=free_bytes - 1)
+
+
+@pytest.mark.parametrize("sizes", [5, "1,2", (), [0], [1, True], [1.0]])
+def test_graph_sizes_are_a_list_of_counts(sizes: Any) -> None:
+    with pytest.raises(ModelError, match="cuda_graph_sizes must be a list of integers >= 1, not"):
+        EngineOptions(cuda_graph_sizes=sizes)

@@ -29,7 +29,7 @@ def find_obstacle(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingRows:
-    """What the kernel is told about requests that decode, for one group of layers."""
+    """The requests of a step that decode, as the kernel reads them for one group of layers."""
 
     block_tables: torch.Tensor  # int [b, blocks]
     seq_lens: torch.Tensor  # int [b]

@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """`sizes`: the batch sizes that have a graph; `None`: as many as are useful."""
+    """What the graphs of an engine have to serve."""
 
     enforce_eager: bool = False
-    sizes: tuple[int, ...] | None = None
+    sizes: Sequence[int] | None = None  # batch sizes; None: as many as are useful
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -112,8 +112,7 @@ def build_graphs(
             has_long_factors=adapter.long_after is not None,
             device=adapter.device,
         )
-        sizes = options.sizes or get_decode_sizes(options.max_num_seqs)
-        sizes = tuple(sorted({size for size in sizes if size <= options.max_num_seqs}))
+        sizes = get_decode_sizes(options.max_num_seqs, options.sizes)
         decoding = DecodeGraphs(
             adapter,
             kv_cache=kv_cache,

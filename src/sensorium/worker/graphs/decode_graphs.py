@@ -7,24 +7,20 @@ computation without a graph. A model that can't be captured runs without; the re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
-from sensorium.worker.graphs.recorder import Recorder, Recording
+from sensorium.worker.graphs.recorder import Recorder, Recording, capture_sizes
 from sensorium.worker.graphs.sizes import find_size
 from sensorium.worker.input_batch import Row
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.sampler import mark_likeliest
-
-logger = logging.getLogger(__name__)
 
 
 class DecodeKernels(Protocol):
@@ -121,23 +117,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
         """Capture all sizes; return why that is not possible, or `None` if it was done."""
-        for size in tqdm(
-            self._sizes[::-1],
-            desc="capturing graphs",
-            unit="size",
-            disable=None if use_tqdm else True,  # None: only on a terminal
-            leave=False,
-        ):
-            try:
-                reason = self._capture_size(size)
-            except Exception as error:
-                # What can't be captured says so in many ways, most of them CUDA's.
-                logger.debug("capturing %d rows failed", size, exc_info=True)
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if reason is not None:
-                self._captured.clear()
-                return reason
-        return None
+        reason = capture_sizes(self._sizes, self._capture_size, what="graphs", use_tqdm=use_tqdm)
+        if reason is not None:
+            self._captured.clear()
+        return reason
 
     def _capture_size(self, size: int) -> str | None:
         inputs = self._buffers.fill([], size)

@@ -1,11 +1,17 @@
-"""Records what a function does on the device, so that it can be done again in one launch."""
+"""Records what a function does on the device, so that it can be done again in one launch, and tries
+that for all sizes of an engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
@@ -42,3 +48,29 @@ class CudaRecorder:
                 graph.capture_end()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return graph
+
+
+def capture_sizes(
+    sizes: Sequence[int], capture: Callable[[int], str | None], *, what: str, use_tqdm: bool
+) -> str | None:
+    """Capture ascending sizes, the largest first. Return why that is not possible, or `None`.
+
+    `capture` captures one size, and returns or raises what is wrong with it. `what` stands on the
+    progress bar.
+    """
+    for size in tqdm(
+        sizes[::-1],
+        desc=f"capturing {what}",
+        unit="size",
+        disable=None if use_tqdm else True,  # None: only on a terminal
+        leave=False,
+    ):
+        try:
+            reason = capture(size)
+        except Exception as error:
+            # What can't be captured says so in many ways, most of them CUDA's.
+            logger.debug("capturing %s of size %d failed", what, size, exc_info=True)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if reason is not None:
+            return reason
+    return None

@@ -11,19 +11,16 @@ capture is kept, so that the next one can use its memory again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.scheduling import StepMode
+from sensorium.worker.graphs.recorder import capture_sizes
 from sensorium.worker.graphs.sizes import find_size
-
-logger = logging.getLogger(__name__)
 
 
 class SegmentRecording(Protocol):
@@ -125,23 +122,12 @@ class SegmentGraphs:
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
         """Capture all sizes; return why that is not possible, or `None` if it was done."""
-        for size in tqdm(
-            self._sizes[::-1],
-            desc="capturing graphs of prompts",
-            unit="size",
-            disable=None if use_tqdm else True,  # None: only on a terminal
-            leave=False,
-        ):
-            try:
-                reason = self._capture_size(size)
-            except Exception as error:
-                # What can't be captured says so in many ways, most of them CUDA's.
-                logger.debug("capturing %d tokens failed", size, exc_info=True)
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if reason is not None:
-                self._captured.clear()
-                return reason
-        return None
+        reason = capture_sizes(
+            self._sizes, self._capture_size, what="graphs of prompts", use_tqdm=use_tqdm
+        )
+        if reason is not None:
+            self._captured.clear()
+        return reason
 
     def _capture_size(self, size: int) -> str | None:
         adapter, device = self._adapter, self._adapter.device

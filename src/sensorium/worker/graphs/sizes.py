@@ -9,10 +9,16 @@ _SMALL = (1, 2, 4, 8)
 _STEP = 8
 
 
-def get_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8 and then every eighth number, up to the most requests of a step."""
-    sizes = {*_SMALL, *range(_STEP, max_num_seqs, _STEP), max_num_seqs}
-    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return 1, 2, 4, 8 and then every eighth number, up to the most requests of a step.
+
+    Sizes that the user has chosen take their place. One that is larger than any step counts as the
+    most requests of a step.
+    """
+    sizes = chosen or (*_SMALL, *range(_STEP, max_num_seqs, _STEP), max_num_seqs)
+    if chosen is None:
+        return tuple(sorted({size for size in sizes if size <= max_num_seqs}))
+    return tuple(sorted({min(size, max_num_seqs) for size in sizes}))
 
 
 def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:

@@ -49,6 +49,23 @@ def test_steps_are_counted_by_how_they_were_computed(
     assert _count_steps(llm) == {"segment_graphs": 6, "decode_graph": 4}
 
 
+def test_all_sizes_leave_their_logits_in_the_same_memory(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_graphs(monkeypatch)
+    llm = make_llm(tiny_model("llama"), max_num_seqs=4, cuda_graph_sizes=[1, 2, 100])
+    assert llm.config.graphs.startswith("decoding in 3 sizes up to 4;")
+    runner: Any = llm.core.runner
+    captured = runner._graphs.decoding._captured
+    assert {size: len(entry.results.logits) for size, entry in captured.items()} == {
+        4: 4,
+        2: 2,
+        1: 1,
+    }
+    assert len({entry.results.logits.data_ptr() for entry in captured.values()}) == 1
+    assert len({entry.results.likeliest.data_ptr() for entry in captured.values()}) == 1
+
+
 def test_enforce_eager_turns_graphs_off(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

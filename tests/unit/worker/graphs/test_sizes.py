@@ -25,6 +25,15 @@ def test_sizes_end_with_the_most_requests_of_a_step(
     assert get_decode_sizes(max_num_seqs) == sizes
 
 
+@pytest.mark.parametrize(
+    ("chosen", "sizes"), [((2, 1), (1, 2)), ((4, 8, 9), (4, 6)), ((100,), (6,)), ((3, 3), (3,))]
+)
+def test_chosen_sizes_end_with_the_most_requests_too(
+    chosen: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    assert get_decode_sizes(6, chosen) == sizes
+
+
 @pytest.mark.parametrize("budget", [1, 16, 100, 512, 2048, 8192, 10_000])
 def test_token_sizes_end_with_the_budget_and_pad_little(budget: int) -> None:
     sizes = get_token_sizes(budget)
