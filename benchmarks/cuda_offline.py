@@ -113,23 +113,32 @@ class _Timed:
         self._events.append((start, end))
 
 
-def print_kernels(core: EngineCore, size: int) -> None:
-    """Print where the replays of one batch size spend their time, by kernel."""
+def print_kernels(core: EngineCore, prompts: list[Prompt]) -> None:
+    """Print where one step of these prompts spends the device's time, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    runner: Any = core.runner
-    recording = runner._graphs.decoding._captured[size].recording
-    recording.replay()
-    torch.cuda.synchronize()
+    waiting = {add_prompt(core, prompt) for prompt in prompts}
+    while waiting:
+        waiting -= {news.request_id for news in core.step()}
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        recording.replay()
+        core.step()
         torch.cuda.synchronize()
+    while core.has_requests:
+        core.step()
     rows = [(e.self_device_time_total, e.count, e.key) for e in profiler.key_averages()]
     rows.sort(reverse=True)
     total, count = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    print(f"{size} rows: {total / 1e3:.2f} ms in {count} kernels")
-    for time, number, name in rows[:16]:
+    print(f"{len(prompts)} requests: {total / 1e3:.2f} ms in {count} kernels")
+    for time, number, name in rows[:24]:
         print(f"{time / 1e3:8.3f} ms {number:5d} times {time / number:7.1f} us  {name[:110]}")
+
+
+def add_prompt(core: EngineCore, prompt: Prompt) -> str:
+    """Add a request, and return its name."""
+    token_ids, tensors = prompt
+    request = make_request(token_ids, max_tokens=NUM_OUTPUT_TOKENS)
+    core.add_request(request, Transfer(payloads={request.mm_features[0].mm_hash: tensors}))
+    return request.request_id
 
 
 def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
@@ -180,10 +189,8 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
     outputs: dict[str, list[int]] = {}
     decode_ms = []
     start = perf_counter()
-    for token_ids, tensors in prompts:
-        request = make_request(token_ids, max_tokens=NUM_OUTPUT_TOKENS)
-        core.add_request(request, Transfer(payloads={request.mm_features[0].mm_hash: tensors}))
-        outputs[request.request_id] = []
+    for prompt in prompts:
+        outputs[add_prompt(core, prompt)] = []
     while core.has_requests:
         is_decode = all(outputs.values())
         step_start = perf_counter()
@@ -262,7 +269,7 @@ def measure_backend(
         measured["decode_gpu_ms"][key] = gpu_times.take_median()
         print(mode, backend, batch, {name: measured[name][key] for name in FIGURES}, flush=True)
         if arguments.profile and mode != "eager":
-            print_kernels(core, batch)
+            print_kernels(core, _make_prompts(arguments, batch, seed=2000 + batch))
         if batch == 1:
             figures["first_output"] = runs[0][2][0]
     return figures | measured

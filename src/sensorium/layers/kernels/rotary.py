@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+_HEADS = 16  # of one program: enough work for its threads, and few programs for long prompts
+
 
 @triton.jit
 def _rotate(
@@ -24,28 +26,36 @@ def _rotate(
     num_key_heads,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Rotate one head of one token: the first numbers of it are pairs of halves."""
+    """Rotate some heads of one token. The numbers of a head are pairs of its two halves."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    first = tl.program_id(1) * HEADS
+    num_query_parts = tl.cdiv(num_query_heads, HEADS)
     i = tl.arange(0, PADDED)
     is_inside = i < HALF
     angles = token * cos_token + i
-    cos_a = tl.load(cos + angles, mask=is_inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin + angles, mask=is_inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos + angles + HALF, mask=is_inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + angles + HALF, mask=is_inside, other=0.0).to(tl.float32)
-    if head < num_query_heads:
+    cos_a = tl.load(cos + angles, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin + angles, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos + angles + HALF, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin + angles + HALF, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    if tl.program_id(1) < num_query_parts:
+        head = first + tl.arange(0, HEADS)
+        num_heads = num_query_heads
         source = query + token * query_token + head * query_head
         target = new_query + (token * num_query_heads + head) * 2 * HALF
     else:
-        source = key + token * key_token + (head - num_query_heads) * key_head
-        target = new_key + (token * num_key_heads + head - num_query_heads) * 2 * HALF
-    a = tl.load(source + i, mask=is_inside, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF + i, mask=is_inside, other=0.0).to(tl.float32)
+        head = first - num_query_parts * HEADS + tl.arange(0, HEADS)
+        num_heads = num_key_heads
+        source = key + token * key_token + head * key_head
+        target = new_key + (token * num_key_heads + head) * 2 * HALF
+    is_number = (head < num_heads)[:, None] & is_inside[None, :]
+    source, target = source[:, None] + i[None, :], target[:, None] + i[None, :]
+    a = tl.load(source, mask=is_number, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=is_number, other=0.0).to(tl.float32)
     kind = new_query.dtype.element_ty
-    tl.store(target + i, (a * cos_a - b * sin_a).to(kind), mask=is_inside)
-    tl.store(target + HALF + i, (b * cos_b + a * sin_b).to(kind), mask=is_inside)
+    tl.store(target, (a * cos_a - b * sin_a).to(kind), mask=is_number)
+    tl.store(target + HALF, (b * cos_b + a * sin_b).to(kind), mask=is_number)
 
 
 def rotate(
@@ -59,7 +69,8 @@ def rotate(
     num_key_heads = key.shape[1]
     new_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     new_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
-    _rotate[(num_tokens, num_query_heads + num_key_heads)](
+    num_parts = triton.cdiv(num_query_heads, _HEADS) + triton.cdiv(num_key_heads, _HEADS)
+    _rotate[(num_tokens, num_parts)](
         query,
         key,
         cos,
@@ -73,6 +84,7 @@ def rotate(
         num_key_heads,
         HALF=head_dim // 2,
         PADDED=triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        HEADS=_HEADS,
+        num_warps=4,
     )
     return new_query, new_key
