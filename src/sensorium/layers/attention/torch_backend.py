@@ -82,8 +82,8 @@ class TorchPagedAttention:
             self._attend_decoding(cache, queries, plan.decodes, scaling, output[: plan.num_decodes])
         for prefill in plan.prefills:
             tokens = slice(prefill.start, prefill.end)
-            parts = (tensor[:, :, tokens] for tensor in (query, key, value))
-            output[tokens] = _prefill(cache, *parts, prefill, scaling)[0]
+            q, k, v = (tensor[:, :, tokens] for tensor in (query, key, value))
+            output[tokens] = _prefill(cache, q, k, v, prefill, scaling)[0]
         return output[None]
 
     def _plan_group(self, layout: StepLayout, group: GroupTables) -> _GroupPlan:

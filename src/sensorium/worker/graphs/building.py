@@ -130,14 +130,7 @@ def build_graphs(
         _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
         _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
-    used, reserved = (
-        (now - then) >> 20
-        for now, then in zip(_get_used_bytes(adapter.device), before, strict=True)
-    )
-    logger.info(
-        "CUDA graphs took %.1f s and %d MiB, of which %d MiB are tensors",
-        *(monotonic() - started, used, reserved),
-    )
+    _log_cost(adapter.device, started, before)
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
@@ -160,6 +153,15 @@ def _warn(words: str, reason: str, device: torch.device) -> None:
     """A CPU has no graphs, which is no news."""
     if device.type == "cuda":
         logger.warning(words, reason)
+
+
+def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> None:
+    now = _get_used_bytes(device)
+    used, reserved = ((after - then) >> 20 for after, then in zip(now, before, strict=True))
+    logger.info(
+        "CUDA graphs took %.1f s and %d MiB, of which %d MiB are tensors",
+        *(monotonic() - started, used, reserved),
+    )
 
 
 def _get_used_bytes(device: torch.device) -> tuple[int, int]:
