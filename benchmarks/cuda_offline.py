@@ -5,13 +5,13 @@ text, 128 tokens out, no two images alike; against `model.generate` one at a tim
 made on the device. Tokens are counted from adding the requests to the last step, encoders included.
 
 A step that decodes is measured twice: by the wall (`decode_step_ms`, all of `core.step()`), and on
-the device from before its buffers are filled to the chosen tokens (`decode_gpu_ms`, where it is a
-CUDA graph).
-A step with a prompt of 32 or 1,400 tokens of text is measured on the device from its first kernel
-to the logits (`prefill_ms`), and by the wall. `--no-eager` leaves out the engine without
-graphs.
+the device from the first kernel of its CUDA graph to the chosen tokens (`decode_gpu_ms`). A step
+with a prompt of 32 or 1,400 tokens of text is measured on the device from its first kernel to the
+logits (`prefill_ms`), and by the wall. `--modes`: which engines are measured, of "eager" (nothing
+fused, no graphs), "graphs" (nothing fused) and "fused" (graphs and fusions). `--profile` prints
+which kernels a step that decodes spends its time in.
 
-python benchmarks/cuda_offline.py [--backends NAME ...] [--record-to PATH [--commit HASH]]
+python benchmarks/cuda_offline.py [--modes NAME ...] [--record-to PATH [--commit HASH]]
 
 `--tiny` tries the script with a small model, also without a GPU. The last line is JSON.
 """
@@ -22,6 +22,7 @@ import argparse
 import inspect
 import itertools
 import json
+import logging
 import statistics
 from pathlib import Path
 from time import perf_counter
@@ -44,6 +45,7 @@ BATCHES = (1, 8, 64)
 NUM_OUTPUT_TOKENS = 128
 PROMPTS = (32, 1400)
 NUM_PREFILLS = 15
+MODES = ("eager", "graphs", "fused")
 FIGURES = ("tokens_per_s", "decode_step_ms", "decode_gpu_ms")
 
 
@@ -82,17 +84,8 @@ class GpuTimes:
         runner: Any = core.runner
         graphs = runner._graphs.decoding
         if graphs is not None:
-            self._replay = graphs.replay
-            graphs.replay = self._time
-
-    def _time(self, *arguments: Any) -> Any:
-        event: Any = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        result = self._replay(*arguments)
-        end.record()
-        self._events.append((start, end))
-        return result
+            for captured in graphs._captured.values():
+                object.__setattr__(captured, "recording", _Timed(captured.recording, self._events))
 
     def take_median(self) -> float | None:
         """Return the median of the milliseconds since the last call."""
@@ -104,15 +97,66 @@ class GpuTimes:
         return round(statistics.median(times), 3)
 
 
+class _Timed:
+    """A recording whose replays are timed."""
+
+    def __init__(self, recording: Any, events: list[tuple[Any, Any]]) -> None:
+        self._recording = recording
+        self._events = events
+
+    def replay(self) -> None:
+        event: Any = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        self._recording.replay()
+        end.record()
+        self._events.append((start, end))
+
+
+def print_kernels(core: EngineCore, prompts: list[Prompt]) -> None:
+    """Print where one step of these prompts spends the device's time, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    waiting = {add_prompt(core, prompt) for prompt in prompts}
+    while waiting:
+        waiting -= {news.request_id for news in core.step()}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        core.step()
+        torch.cuda.synchronize()
+    while core.has_requests:
+        core.step()
+    rows = [(e.self_device_time_total, e.count, e.key) for e in profiler.key_averages()]
+    rows.sort(reverse=True)
+    total, count = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    print(f"{len(prompts)} requests: {total / 1e3:.2f} ms in {count} kernels")
+    for time, number, name in rows[:24]:
+        print(f"{time / 1e3:8.3f} ms {number:5d} times {time / number:7.1f} us  {name[:110]}")
+
+
+def add_prompt(core: EngineCore, prompt: Prompt) -> str:
+    """Add a request, and return its name."""
+    token_ids, tensors = prompt
+    request = make_request(token_ids, max_tokens=NUM_OUTPUT_TOKENS)
+    core.add_request(request, Transfer(payloads={request.mm_features[0].mm_hash: tensors}))
+    return request.request_id
+
+
 def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step with one prompt, by its number of tokens: on the device, and all."""
+    """Milliseconds of a step with one prompt, by its number of tokens: on the device, of the host
+    until all is launched, and all.
+    """
     runner, event = cast(Any, core.runner), cast(Any, torch.cuda.Event)
     forward, compute_logits = runner._forward, runner._adapter.logits
     start, end = event(enable_timing=True), event(enable_timing=True)
 
+    host_ms: list[float] = []
+
     def forward_and_time(*arguments: Any) -> Any:
         start.record()
-        return forward(*arguments)
+        began = perf_counter()
+        hidden = forward(*arguments)
+        host_ms.append((perf_counter() - began) * 1e3)
+        return hidden
 
     def compute_and_time(*arguments: Any) -> Any:
         logits = compute_logits(*arguments)
@@ -130,9 +174,12 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
             core.step()
             wall = (perf_counter() - began) * 1e3
             torch.cuda.synchronize()
-            times.append((start.elapsed_time(end), wall))
-        gpu, wall = (statistics.median(column[3:]) for column in zip(*times, strict=True))
-        found[str(num_tokens)] = {"gpu": round(gpu, 2), "wall": round(wall, 2)}
+            times.append((start.elapsed_time(end), host_ms[-1], wall))
+        columns = (statistics.median(column[3:]) for column in zip(*times, strict=True))
+        names = ("gpu", "launching", "wall")
+        found[str(num_tokens)] = {
+            name: round(value, 2) for name, value in zip(names, columns, strict=True)
+        }
     runner._forward, runner._adapter.logits = forward, compute_logits
     return found
 
@@ -142,10 +189,8 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
     outputs: dict[str, list[int]] = {}
     decode_ms = []
     start = perf_counter()
-    for token_ids, tensors in prompts:
-        request = make_request(token_ids, max_tokens=NUM_OUTPUT_TOKENS)
-        core.add_request(request, Transfer(payloads={request.mm_features[0].mm_hash: tensors}))
-        outputs[request.request_id] = []
+    for prompt in prompts:
+        outputs[add_prompt(core, prompt)] = []
     while core.has_requests:
         is_decode = all(outputs.values())
         step_start = perf_counter()
@@ -160,17 +205,18 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
     return speed, statistics.median(decode_ms), list(outputs.values())
 
 
-def measure_backend(
-    adapter: ModelAdapter, backend: str, arguments: argparse.Namespace, *, enforce_eager: bool
-) -> dict[str, Any]:
+def build_core(
+    adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
+) -> tuple[EngineCore, dict[str, Any]]:
+    """Return an engine, and what it is made of."""
     start = perf_counter()
-    batches = get_batches(arguments)
     options = EngineOptions(
         max_model_len=arguments.text + 1024,
-        max_num_seqs=max(batches),
+        max_num_seqs=max(get_batches(arguments)),
         kv_cache_memory_bytes=(8 << 30) if adapter.device.type == "cuda" else (64 << 20),
         attention_backend=backend,
-        enforce_eager=enforce_eager,
+        enforce_eager=mode == "eager",
+        fusion=mode == "fused",
     )
     limits = resolve_limits(options, text_config=adapter.text_config, device=adapter.device)
     memory = plan_memory(
@@ -180,28 +226,37 @@ def measure_backend(
         kv_cache_bytes=options.kv_cache_memory_bytes,
         num_kv_tokens=limits.max_model_len,
         element_size=adapter.dtype.itemsize,
+        has_graphs=adapter.device.type == "cuda" and mode != "eager",
     )
-    free_bytes = get_free_bytes(adapter.device, options.gpu_memory_utilization)
     core, config = build_engine_core(
         adapter,
         options,
         receiver=UncachedReceiver(),
         limits=limits,
         memory=memory,
-        most_bytes=free_bytes,
+        most_bytes=get_free_bytes(adapter.device, options.gpu_memory_utilization),
     )
-    figures: dict[str, Any] = {
+    return core, {
+        "mode": mode,
         "attention_backend": config.attention_backend,
         "graphs": config.graphs,
+        "planned_graph_mib": memory.graph_bytes >> 20,
+        "fused": config.fused,
         "start_s": round(perf_counter() - start, 1),
-        **{name: {} for name in FIGURES},
     }
+
+
+def measure_backend(
+    adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    core, figures = build_core(adapter, backend, mode, arguments)
     if adapter.device.type == "cuda":
         figures["prefill_ms"] = measure_prefills(core)
         figures["free_gib"] = round(torch.cuda.mem_get_info()[0] / 2**30, 2)
         print(figures, flush=True)
     gpu_times = GpuTimes(core)
-    for batch in batches:
+    measured: dict[str, dict[str, Any]] = {name: {} for name in FIGURES}
+    for batch in get_batches(arguments):
         run_ours(core, _make_prompts(arguments, batch, seed=1000 + batch))  # first uses
         gpu_times.take_median()
         runs = [
@@ -209,14 +264,15 @@ def measure_backend(
             for r in range(arguments.rounds)
         ]
         key = str(batch)
-        figures["tokens_per_s"][key] = round(statistics.median(r[0] for r in runs), 1)
-        figures["decode_step_ms"][key] = round(statistics.median(r[1] for r in runs), 2)
-        figures["decode_gpu_ms"][key] = gpu_times.take_median()
-        values = (figures[name][key] for name in FIGURES)
-        print(backend, batch, "at once:", *zip(FIGURES, values, strict=True), flush=True)
+        measured["tokens_per_s"][key] = round(statistics.median(r[0] for r in runs), 1)
+        measured["decode_step_ms"][key] = round(statistics.median(r[1] for r in runs), 2)
+        measured["decode_gpu_ms"][key] = gpu_times.take_median()
+        print(mode, backend, batch, {name: measured[name][key] for name in FIGURES}, flush=True)
+        if arguments.profile and mode != "eager":
+            print_kernels(core, _make_prompts(arguments, batch, seed=2000 + batch))
         if batch == 1:
             figures["first_output"] = runs[0][2][0]
-    return figures
+    return figures | measured
 
 
 def get_batches(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -241,10 +297,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"generate: {speed:.1f} tokens/s", flush=True)
     adapter = ModelAdapter(model)  # from here on its decoder attends through pages
     backends = []
-    modes = [False] if arguments.no_eager else [False, True]
-    for backend, enforce_eager in itertools.product(arguments.backends, modes):
+    for mode, backend in itertools.product(arguments.modes, arguments.backends):
         try:
-            figures = measure_backend(adapter, backend, arguments, enforce_eager=enforce_eager)
+            figures = measure_backend(adapter, backend, mode, arguments)
         except ModelError as error:
             print(f"{backend}: {error}")
             continue
@@ -273,11 +328,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="how often each is measured")
     parser.add_argument("--backends", nargs="+", default=["auto"], metavar="NAME")
     parser.add_argument("--text", type=int, default=1146, help="tokens of text in a prompt")
-    parser.add_argument("--no-eager", action="store_true", help="only with graphs")
+    # In this order: what was fused stays so.
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, metavar="NAME")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--record-to", type=Path, metavar="PATH", help="write a record there")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("sensorium").setLevel(logging.INFO)
     figures = measure(arguments)
     if arguments.record_to is not None:
         write_record("cuda_offline", figures, path=arguments.record_to, commit=arguments.commit)

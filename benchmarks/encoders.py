@@ -2,8 +2,9 @@
 
 The tower is that of Qwen2.5-VL-3B with random weights, in bfloat16 on a GPU and in float32 on a
 CPU; `--depth` makes it shorter. "own": Transformers' attention and widths. "packed": our attention,
-with lengths from the host. "aligned": the same with padded widths. They take turns; the figures are
-medians of milliseconds from pixels on the device to embeddings. `distance`: how far the embeddings
+with lengths from the host. "aligned": the same with padded widths. "fused": the same with all that
+is fused. They take turns; the figures are medians of milliseconds from pixels on the device to
+embeddings. `distance`: how far the embeddings
 are from those of the own tower, as a share of their size.
 
 python benchmarks/encoders.py [--depth N] [--images N ...] [--rounds N] [--record-to PATH]
@@ -84,12 +85,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         distance = get_distance(run(), expected[num_images])
         figures[str(num_images)] = {"ms": times, "distance": {"packed": distance}}
+
+    def measure_change(name: str) -> None:
+        for num_images, run in runs.items():
+            entry = figures[str(num_images)]
+            entry["ms"] |= time_in_turns({name: run}, arguments.rounds, device)
+            entry["distance"][name] = get_distance(run(), expected[num_images])
+            print(num_images, entry, flush=True)
+
     figures["padded_modules"] = align_widths(adapter.model)
-    for num_images, run in runs.items():
-        entry = figures[str(num_images)]
-        entry["ms"] |= time_in_turns({"aligned": run}, arguments.rounds, device)
-        entry["distance"]["aligned"] = get_distance(run(), expected[num_images])
-        print(num_images, entry, flush=True)
+    measure_change("aligned")
+    adapter.fuse()
+    figures["fused"] = str(adapter.fusion)
+    measure_change("fused")
     return figures
 
 

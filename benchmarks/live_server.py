@@ -37,7 +37,12 @@ class LiveServer:
 
     def __init__(self, model: str, *flags: str, log: Path, command: str = "serve") -> None:
         self.log = log
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        paths = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONUNBUFFERED": "1",
+        }
         self.started = time.monotonic()
         with log.open("wb") as stream:
             self.process = subprocess.Popen(

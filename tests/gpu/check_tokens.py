@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,17 +12,23 @@ from sensorium import RequestOutput
 from tests.parity.driver import assert_nothing_is_left, run_staggered
 from tests.parity.graph_mistakes import making_graph_mistake
 from tests.parity.reference import GREEDY, Expected, get_differences
+from tests.parity.stress import Stress
 
-from .setting import UnavailableError, get_reference, make_device_llm
+from .setting import UnavailableError, get_device, get_reference, make_device_llm
 
-BUDGETS = (7, 4096)
+# How a family is run: with graphs and fusions as by default, and without one or both of them.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "budget 7": {"max_num_batched_tokens": 7},
+    "budget 4096": {"max_num_batched_tokens": 4096},
+    "eager": {"max_num_batched_tokens": 24, "enforce_eager": True},
+    "not fused": {"max_num_batched_tokens": 24, "fusion": False},
+    "eager, not fused": {"max_num_batched_tokens": 24, "enforce_eager": True, "fusion": False},
+}
 
 
-def check_float32(family: str, budget: int, *, enforce_eager: bool = False) -> str:
+def check_float32(family: str, setting: str) -> str:
     reference = get_reference(family, torch.float32)
-    llm = make_device_llm(
-        family, torch.float32, max_num_batched_tokens=budget, enforce_eager=enforce_eager
-    )
+    llm = make_device_llm(family, torch.float32, **SETTINGS[setting])
     assert llm.config.attention_backend in ("triton", "torch")  # flash kernels have no float32
     prompts = [entry.prompt for entry in reference.expected]
     for state in ("cold", "cached"):
@@ -28,7 +36,18 @@ def check_float32(family: str, budget: int, *, enforce_eager: bool = False) -> s
         names = get_differences(outputs, reference.expected)
         assert not names, f"{state}: {describe_differences(outputs, reference.expected)}"
     assert_nothing_is_left(llm)
-    return f"{len(prompts)} prompts, cold and cached; graphs: {llm.config.graphs}"
+    return f"{len(prompts)} prompts; graphs: {llm.config.graphs}; fused: {llm.config.fused}"
+
+
+def check_stress(family: str) -> str:
+    """Random requests that are aborted, preempted and found in caches, within captured batches."""
+    reference = get_reference(family, torch.float32)
+    logging.getLogger("sensorium").setLevel(logging.WARNING)
+    tally = Stress(reference, 0, device=get_device()).run()
+    assert tally.differences == [], "\n".join(tally.differences)
+    assert tally.num_preemptions
+    assert tally.num_aborted_running
+    return str(tally)
 
 
 def check_graph_mistake(mistake: str) -> str:

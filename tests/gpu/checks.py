@@ -18,7 +18,7 @@ from .check_bfloat16 import check_decoder, check_embeddings
 from .check_controls import MISTAKES, check_control
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
-from .check_tokens import BUDGETS, check_float32, check_graph_mistake
+from .check_tokens import SETTINGS, check_float32, check_graph_mistake, check_stress
 from .check_trial import check_trial, check_trial_control
 from .setting import WIDE_FAMILIES
 
@@ -35,15 +35,13 @@ def get_checks() -> Iterator[Check]:
     """Those that compile kernels first, and least last: a time limit then costs the least."""
     yield from _get_attention_checks()
     for family in FAMILIES:
-        for budget in BUDGETS:
+        for setting in SETTINGS:
             yield Check(
-                name=f"float32 tokens/{family}/budget {budget}",
-                run=partial(check_float32, family, budget),
+                name=f"float32 tokens/{family}/{setting}",
+                run=partial(check_float32, family, setting),
             )
-        yield Check(
-            name=f"float32 tokens/{family}/eager",
-            run=partial(check_float32, family, 24, enforce_eager=True),
-        )
+    for family in ("llama", "gemma3", "qwen2_5_vl"):
+        yield Check(name=f"float32 stress/{family}", run=partial(check_stress, family))
     for mistake in GRAPH_MISTAKES:
         yield Check(name=f"float32 control/{mistake}", run=partial(check_graph_mistake, mistake))
     yield from _get_bfloat16_checks()
@@ -125,6 +123,7 @@ def _get_sync_checks() -> Iterator[Check]:
         ("llama", torch.float32, "torch"),
         ("gemma3", torch.float32, "torch"),
         ("wide-qwen2_5_vl", torch.bfloat16, "torch"),
+        ("wide-qwen2_5_vl", torch.bfloat16, "triton"),
         ("wide-qwen2_5_vl", torch.bfloat16, "flashinfer"),
         ("wide-gemma3", torch.bfloat16, "flashinfer"),
         ("wide-llama", torch.bfloat16, "varlen"),

@@ -28,7 +28,14 @@ def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
 def test_those_who_watch_are_answered(omni_server: ServerProcess) -> None:
     assert omni_server.get("/health").status_code == 200
     assert omni_server.get("/ping").status_code == omni_server.post("/ping").status_code == 200
-    assert omni_server.get("/version").json() == {"version": version("sensorium")}
+    assert omni_server.get("/version").json() == {
+        "version": version("sensorium"),
+        "kernels": {
+            "attention": "torch",
+            "cuda_graphs": "none: it needs a CUDA device, not cpu",
+            "fused": "nothing",
+        },
+    }
     # Those whom others left behind may still be leaving.
     wait_until(lambda: omni_server.get("/load").json() == {"server_load": 0}, "nobody is there")
     metrics = omni_server.get("/metrics")

@@ -153,10 +153,14 @@ class _Cases:
 
 
 class Stress:
-    """A family's requests of one seed, with what Transformers says, and engines for them."""
+    """A family's requests of one seed, with what Transformers says, and engines for them.
 
-    def __init__(self, reference: Reference, seed: int) -> None:
+    All engines get `options`.
+    """
+
+    def __init__(self, reference: Reference, seed: int, **options: Any) -> None:
         self._reference = reference
+        self._options = options
         self._seed = seed
         self._rng = np.random.default_rng((seed, MAIN_FAMILIES.index(reference.family)))
         cases = _Cases(self._rng, reference.family)
@@ -164,7 +168,7 @@ class Stress:
             reference.compute(cases.draw(f"request {index}"), num_tokens=MAX_NEW_TOKENS)
             for index in range(NUM_REQUESTS)
         ]
-        self._probe = make_llm(reference.directory, block_size=1)
+        self._probe = make_llm(reference.directory, block_size=1, **options)
         prompts = [entry.prompt for entry in self.expected if entry.case.num_items]
         self._largest_item = get_largest_item(self._probe, prompts) if prompts else 1
 
@@ -187,7 +191,7 @@ class Stress:
         return tally
 
     def _run_engine(self, options: dict[str, Any], jobs: Sequence[Job], name: str) -> Tally:
-        llm = make_llm(self._reference.directory, **options)
+        llm = make_llm(self._reference.directory, **self._options, **options)
         where = f"{self._reference.family}, {name}: {options}"
         try:
             tally = drive(llm, jobs)

@@ -20,6 +20,7 @@ _NAMES = (
     "scheduling_policy",
     "attention_backend",
     "enforce_eager",
+    "fusion",
     "cuda_graph_sizes",
     "limit_mm_per_prompt",
     "gpu_memory_utilization",

@@ -53,6 +53,13 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         help="launch every kernel of a step instead of replaying CUDA graphs",
     )
     group.add_argument(
+        "--fusion",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute norms, rotary positions, gated layers and joined products in fewer kernels, "
+        "where they agree with the model's own (default: yes, on CUDA)",
+    )
+    group.add_argument(
         "--cuda-graph-sizes",
         type=parse_sizes,
         metavar="N,N,...",
@@ -82,6 +89,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
         max_model_len=arguments.max_model_len,
         attention_backend=arguments.attention_backend,
         enforce_eager=arguments.enforce_eager,
+        fusion=arguments.fusion,
         cuda_graph_sizes=arguments.cuda_graph_sizes,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         **make_loading_kwargs(arguments),

@@ -295,6 +295,8 @@ def build_engine_core(
     grammars: GrammarCompiler | None = None,
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
+    if options.fusion and adapter.device.type == "cuda":
+        adapter.fuse()
     layers = adapter.probe_layers()
     limits = limit_context(options, limits, adapter.find_context_limit(layers))
     layer_groups = group_layers(layers)
@@ -328,7 +330,7 @@ def build_engine_core(
         groups=config.groups,
         block_size=config.block_size,
     )
-    config = replace(config, graphs=graphs.words)
+    config = replace(config, graphs=graphs.words, fused=str(adapter.fusion))
     runner = ModelRunner(
         adapter,
         kv_cache=kv_cache,

@@ -44,6 +44,7 @@ class EngineOptions:
     scheduling_policy: str = "fcfs"
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    fusion: bool = True
     cuda_graph_sizes: Sequence[int] | None = None
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     gpu_memory_utilization: float = 0.9
@@ -143,6 +144,7 @@ class EngineConfig:
     attention_backend: str  # the chosen one, never "auto"
     memory: MemoryPlan
     graphs: str = "none"  # which steps are replayed, or why none are
+    fused: str = "nothing"
 
 
 def resolve_limits(

@@ -9,7 +9,8 @@ from sensorium.types.sampling import GenerationDefaults
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a frontend has to know of a core. `epoch`: of its half of the mirrored cache, if it has
-    one. `description`: what was resolved, as pairs of words for people.
+    one. `description`: what was resolved, as pairs of words for people. `kernels`: by what a step
+    is computed.
     """
 
     endpoint: str
@@ -17,4 +18,5 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     defaults: GenerationDefaults
     epoch: int | None = None
     description: tuple[tuple[str, str], ...] = ()
+    kernels: dict[str, str] = {}
     switched_off: dict[str, str] = {}  # modality -> why the core's trial refused it

@@ -53,7 +53,7 @@ class LLM:
     - `attention_backend`: "flashinfer", "varlen", "triton", "torch", or "auto", the first that runs
       the model here;
     - `enforce_eager`: no CUDA graphs; `cuda_graph_sizes`: the batch sizes that have one (default:
-      1, 2, 4, 8, then every eighth up to `max_num_seqs`);
+      1, 2, 4, 8, then every eighth up to `max_num_seqs`); `fusion=False`: no fused kernels;
     - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
       the checkpoint is in bfloat16;
     - `revision`: the branch, tag or commit of a hub id; config, processor and weights are all of
@@ -97,6 +97,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         attention_backend: str = "auto",
         enforce_eager: bool = False,
+        fusion: bool = True,
         cuda_graph_sizes: Sequence[int] | None = None,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         dtype: str | torch.dtype = "auto",
@@ -110,7 +111,6 @@ class LLM:
         seed: int = 0,
         **media: Unpack[MediaKwargs],
     ) -> None:
-        media_options = make_media_options(media)
         options = EngineOptions(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -124,6 +124,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             attention_backend=attention_backend,
             enforce_eager=enforce_eager,
+            fusion=fusion,
             cuda_graph_sizes=cuda_graph_sizes,
             limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -139,7 +140,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             use_tqdm_on_load=use_tqdm_on_load,
         )
-        self._load(source, options, media_options)
+        self._load(source, options, make_media_options(media))
 
     def _load(self, source: Source, options: EngineOptions, media_options: MediaOptions) -> None:
         with blame_checkpoint(source.model):

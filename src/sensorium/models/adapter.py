@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -25,6 +26,8 @@ from sensorium.models.kv_probe import KVProbe
 from sensorium.models.long_rope import LongRope
 from sensorium.models.mask_probe import PROBE_ATTENTION, MaskProbe
 from sensorium.models.seams import host_lengths
+from sensorium.models.seams.comparing import CausalAttention, get_distance, is_many_roundings
+from sensorium.models.seams.fusion import Fusion, fuse
 from sensorium.models.seams.packed_attention import (
     DENSE_ATTENTION,
     PACKED_ATTENTION,
@@ -35,6 +38,8 @@ from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCal
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.utils.to_device import to_device
+
+logger = logging.getLogger(__name__)
 
 MODALITIES = ("image", "video", "audio")
 # Transformers' numbers in `mm_token_type_ids`; 0 is text.
@@ -62,6 +67,7 @@ class ModelAdapter:
         self._towers = find_packing_towers(model, self._decoder)
         set_attention(self._towers, PACKED_ATTENTION)
         host_lengths.compute_on_host(self._towers)
+        self.fusion = Fusion()
         self._long_rope = LongRope(self._decoder)
         self.has_mrope = hasattr(self._base, "get_rope_index")
         # Whether the model's head scales logits as its config says; the probe finds out.
@@ -224,6 +230,20 @@ class ModelAdapter:
         # Both ran the same operations but for the scaling, so a few roundings are all there may be.
         return probe.layers, distances[self._scales_logits] <= 3 * rounding
 
+    def fuse(self) -> None:
+        """Fuse what the model computes in many small kernels, where that changes nothing."""
+        fusion = fuse(self.model, self.device)
+        with torch.inference_mode():
+            found = self._run_two_tokens(CausalAttention())
+            with fusion.paused():
+                expected = self._run_two_tokens(CausalAttention())
+        distance = get_distance(found, expected)
+        if is_many_roundings(distance, self.dtype):
+            self.fusion = fusion
+        else:
+            fusion.turn_off()
+            logger.warning("nothing is fused: %s would make a difference of %.2g", fusion, distance)
+
     # ---- the model on its own
 
     @property
@@ -241,13 +261,14 @@ class ModelAdapter:
 
     @contextmanager
     def own_attention(self, name: str | None = None) -> Iterator[None]:
-        """Give the model Transformers' attention instead of ours. The decoder gets its own, or
+        """Let the model compute as Transformers wrote it. The decoder gets its own attention, or
         that of `name`.
         """
         self._set_attention(name or self._own_attention)
         set_attention(self._towers, DENSE_ATTENTION)
         try:
-            yield
+            with self.fusion.paused():
+                yield
         finally:
             self._set_attention(PAGED_ATTENTION)
             set_attention(self._towers, PACKED_ATTENTION)

@@ -21,7 +21,6 @@ from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.families import ADAPTERS
 from sensorium.models.refusals import find_refusal
-from sensorium.models.seams.aligned_widths import align_widths
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -120,8 +119,6 @@ def load_model(
         raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error
     _check_weights(directory, report)
     loaded.to(device).eval()
-    if device.type == "cuda" and dtype.itemsize == 2:
-        align_widths(loaded)
     adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
     return adapter_class(loaded)
 

@@ -17,7 +17,7 @@ from sensorium.layers.attention.packed import (
 
 def _pack(lengths: list[int]) -> PackedLengths:
     starts = [0, *accumulate(lengths)]
-    return PackedLengths.from_starts(starts, torch.tensor(starts))
+    return PackedLengths.from_starts(torch.tensor(starts), torch.tensor(starts))
 
 
 @pytest.mark.parametrize("lengths", [[7], [4, 4, 4], [3, 9, 3, 1, 9], [0, 5, 0, 2]])

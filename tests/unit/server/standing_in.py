@@ -57,7 +57,9 @@ class ScriptedEngine:
 
     is_connected: bool = True
     is_stalled: bool = False
-    info: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=64))
+    info: Any = field(
+        default_factory=lambda: SimpleNamespace(max_model_len=64, kernels={"fused": "nothing"})
+    )
     prepare: Callable[[Any], Any] | None = None
     between: Callable[[int], Any] | None = None
     calls: list[tuple[Any, SamplingParams]] = field(default_factory=list)

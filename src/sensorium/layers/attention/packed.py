@@ -9,7 +9,6 @@ lengths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8  # head sizes of the kernel are multiples of it
+_ALIGNMENT = 16  # bytes
 _TRIAL_LENGTHS = (5, 17, 1, 40)
 
 
@@ -33,12 +33,13 @@ class PackedLengths:
 
     lengths: tuple[int, ...]
     starts: torch.Tensor  # int32 [sequences + 1], on the device of the batch
+    longest: int
 
-    @classmethod
-    def from_starts(cls, host_starts: Sequence[int], starts: torch.Tensor) -> PackedLengths:
-        """Make it from the same numbers, on the host and on the device."""
-        lengths = tuple(b - a for a, b in pairwise(host_starts))
-        return cls(lengths, starts.to(torch.int32))
+    @staticmethod
+    def from_starts(starts: torch.Tensor, host_starts: torch.Tensor) -> PackedLengths:
+        """Make it from the same numbers, on the device and on the host."""
+        lengths = tuple(b - a for a, b in pairwise(host_starts.tolist()))
+        return PackedLengths(lengths, starts.to(torch.int32), max(lengths, default=0))
 
 
 class PackedKernel(Protocol):
@@ -130,17 +131,23 @@ class VarlenKernel:
         tensors = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         if num_missing:
             tensors = [pad(tensor, (0, num_missing)) for tensor in tensors]
-        longest = max(lengths.lengths)
         output = self._varlen_attn(
-            *(tensor.contiguous() for tensor in tensors),
+            *(tensor if _is_aligned(tensor) else tensor.contiguous() for tensor in tensors),
             lengths.starts,
             lengths.starts,
-            longest,
-            longest,
+            lengths.longest,
+            lengths.longest,
             scale=scaling,
         )
         result: torch.Tensor = output[None, ..., :head_dim]
         return result
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether the kernel can read a tensor where it lies, in steps of 16 bytes."""
+    *outer, inner = tensor.stride()
+    starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in outer))
+    return inner == 1 and all(start % _ALIGNMENT == 0 for start in starts)
 
 
 @cache
@@ -173,12 +180,11 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 def _try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TRIAL_LENGTHS)
-    query, key, value = (
-        torch.randn(1, 2, num_tokens, head_dim, generator=generator).to(device, dtype)
-        for _ in range(3)
-    )
-    host_starts = [sum(_TRIAL_LENGTHS[:index]) for index in range(len(_TRIAL_LENGTHS) + 1)]
-    lengths = PackedLengths.from_starts(host_starts, torch.tensor(host_starts, device=device))
+    # Parts of one tensor, as encoders have them.
+    joined = torch.randn(num_tokens, 3, 2, head_dim, generator=generator).to(device, dtype)
+    query, key, value = (part.transpose(0, 1)[None] for part in joined.unbind(1))
+    starts = torch.tensor([sum(_TRIAL_LENGTHS[:index]) for index in range(len(_TRIAL_LENGTHS) + 1)])
+    lengths = PackedLengths.from_starts(starts.to(device), starts)
     expected = BatchKernel().attend(
         query.float(), key.float(), value.float(), lengths, scaling=None
     )

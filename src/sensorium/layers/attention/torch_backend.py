@@ -73,6 +73,8 @@ class TorchPagedAttention:
         plan = self._plans[cache.group_index]
         if not cache.is_shared:
             self._store(cache, plan.slot_mapping, key, value)
+        if not plan.num_decodes and len(plan.prefills) == 1:  # the result needs no other place
+            return _prefill(cache, query, key, value, plan.prefills[0], scaling)
         num_heads, num_tokens = query.shape[1], query.shape[2]
         output = query.new_empty(num_tokens, num_heads, cache.values.shape[-1])
         if plan.num_decodes:
@@ -80,21 +82,8 @@ class TorchPagedAttention:
             self._attend_decoding(cache, queries, plan.decodes, scaling, output[: plan.num_decodes])
         for prefill in plan.prefills:
             tokens = slice(prefill.start, prefill.end)
-            if prefill.block_ids is None:
-                keys, values = key[:, :, tokens], value[:, :, tokens]
-            else:
-                keys = _gather(cache.keys, prefill.block_ids, 1)[:, :, : prefill.num_keys]
-                values = _gather(cache.values, prefill.block_ids, 1)[:, :, : prefill.num_keys]
-            result = scaled_dot_product_attention(
-                query[:, :, tokens],
-                keys,
-                values,
-                attn_mask=prefill.mask,
-                is_causal=prefill.mask is None,
-                scale=scaling,
-                enable_gqa=keys.shape[1] != num_heads,
-            )
-            output[tokens] = result[0].transpose(0, 1)
+            q, k, v = (tensor[:, :, tokens] for tensor in (query, key, value))
+            output[tokens] = _prefill(cache, q, k, v, prefill, scaling)[0]
         return output[None]
 
     def _plan_group(self, layout: StepLayout, group: GroupTables) -> _GroupPlan:
@@ -246,6 +235,30 @@ def _gather(blocks: torch.Tensor, block_ids: torch.Tensor, batch: int) -> torch.
     """[blocks, block_size, K, D] → [batch, K, S, D]"""
     gathered = blocks.index_select(0, block_ids)
     return gathered.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)
+
+
+def _prefill(
+    cache: LayerCache,
+    query: torch.Tensor,  # [1, H, n, D], of one request
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prefill: _Prefill,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Return the attention output [1, n, H, D of values] of a part of a prompt."""
+    if prefill.block_ids is not None:
+        key = _gather(cache.keys, prefill.block_ids, 1)[:, :, : prefill.num_keys]
+        value = _gather(cache.values, prefill.block_ids, 1)[:, :, : prefill.num_keys]
+    result = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=prefill.mask,
+        is_causal=prefill.mask is None,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return result.transpose(1, 2)
 
 
 def _decode(

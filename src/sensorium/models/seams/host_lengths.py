@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, vision_utils
@@ -24,6 +24,7 @@ from transformers.utils.generic import get_max_seqlen
 
 from sensorium.utils.to_device import to_device
 
+_T = TypeVar("_T")
 Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers: on the device, on the host
 
 
@@ -32,6 +33,7 @@ class _Copies:
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._pairs: dict[int, Pair] = {}
+        self.derived: dict[tuple[int, Callable[..., Any]], Any] = {}
         for on_device, on_host in pairs:
             self.add(on_device, on_host)
 
@@ -66,6 +68,22 @@ def get_host_copy(tensor: torch.Tensor) -> torch.Tensor:
         found = tensor.cpu()
         copies.add(tensor, found)
     return found
+
+
+def derive(tensor: torch.Tensor, make: Callable[[torch.Tensor, torch.Tensor], _T]) -> _T:
+    """Return what a function makes of a tensor on the device and its copy on the host.
+
+    All layers of a tower ask for the same, so it is made once inside `keeping`.
+    """
+    on_host = get_host_copy(tensor)
+    copies = _current.get()
+    if copies is None or copies.find(tensor) is None:
+        return make(tensor, on_host)
+    key = (id(tensor), make)
+    if key not in copies.derived:
+        copies.derived[key] = make(tensor, on_host)
+    result: _T = copies.derived[key]
+    return result
 
 
 def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from sensorium.layers.attention.packed import PackedLengths, choose_packed_kernel
-from sensorium.models.seams.host_lengths import get_host_copy
+from sensorium.models.seams.host_lengths import derive
 
 PACKED_ATTENTION = "sensorium_flash_packed"
 # The implementation that is replaced, and that computes what comes without lengths.
@@ -69,8 +69,7 @@ def _packed_attention(
         dense = ALL_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
         output, _ = dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output, None
-    host_starts = get_host_copy(cu_seq_lens_q).tolist()
-    lengths = PackedLengths.from_starts(host_starts, cu_seq_lens_q)
+    lengths = derive(cu_seq_lens_q, PackedLengths.from_starts)
     kernel = choose_packed_kernel(query.device, query.dtype, query.shape[-1])
     return kernel.attend(query, key, value, lengths, scaling=scaling), None
 

@@ -35,7 +35,10 @@ def make_health_router(context: Context) -> APIRouter:
 
     @router.get("/version", responses=make_responses(None))
     async def get_version() -> Response:
-        return JSONResponse({"version": __version__})
+        """The version, and by which kernels the engine computes."""
+        info = context.engine.info
+        kernels = {} if info is None else info.kernels
+        return JSONResponse({"version": __version__, **({"kernels": kernels} if kernels else {})})
 
     @router.get("/load", responses=make_responses(None, 401))
     async def get_load() -> Response:

@@ -64,6 +64,11 @@ def build_core_half(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
                 *describe_core(built, options, model_type=loaded.hf_config.model_type),
                 *(("switched off", f"{m}: {reason}") for m, reason in switched_off.items()),
             ),
+            kernels={
+                "attention": built.config.attention_backend,
+                "cuda_graphs": built.config.graphs,
+                "fused": built.config.fused,
+            },
             switched_off=switched_off,
         )
     write_as(CORE)
@@ -111,6 +116,7 @@ def describe_core(
         ("family", names.get(model_type, f"{model_type} (unknown; passed its trial)")),
         ("device", f"{built.adapter.device}, {dtype}, attention by {config.attention_backend}"),
         ("CUDA graphs", config.graphs),
+        ("fused", config.fused),
         ("context", f"{limits.max_model_len} tokens"),
         ("KV cache", _describe_kv_cache(built)),
         ("prefix caching", "on" if config.enable_prefix_caching else "off"),

@@ -97,7 +97,7 @@ def build_graphs(
     """Capture the graphs of an engine, as far as it can have some."""
     if options.enforce_eager:
         return Graphs(words="none: enforce_eager")
-    started, free_bytes = monotonic(), _get_free_bytes(adapter.device)
+    started, before = monotonic(), _get_used_bytes(adapter.device)
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)
         if isinstance(parts, str):
@@ -130,8 +130,7 @@ def build_graphs(
         _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
         _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
-    used_bytes = free_bytes - _get_free_bytes(adapter.device)
-    logger.info("CUDA graphs took %.1f s and %.0f MiB", monotonic() - started, used_bytes / 2**20)
+    _log_cost(adapter.device, started, before)
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
@@ -156,5 +155,18 @@ def _warn(words: str, reason: str, device: torch.device) -> None:
         logger.warning(words, reason)
 
 
-def _get_free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> None:
+    now = _get_used_bytes(device)
+    used, reserved = ((after - then) >> 20 for after, then in zip(now, before, strict=True))
+    logger.info(
+        "CUDA graphs took %.1f s and %d MiB, of which %d MiB are tensors",
+        *(monotonic() - started, used, reserved),
+    )
+
+
+def _get_used_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes in use on a device, and those of them that torch has for tensors."""
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, torch.cuda.memory_reserved(device)

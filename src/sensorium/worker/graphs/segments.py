@@ -74,16 +74,29 @@ class _CudaSegments:
         last.replay()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Break:
-    """What crosses one break. The tensors are as long as the size that was captured."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Crossing:
+    """The tensors that cross breaks. All layers of one shape share them."""
 
-    layer_index: int
-    scaling: float | None
     query: torch.Tensor  # [1, H, n, D]
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor  # [1, n, H, D of values]
+
+    def get_front(self, num_tokens: int) -> _Crossing:
+        return _Crossing(
+            query=self.query[:, :, :num_tokens],
+            key=self.key[:, :, :num_tokens],
+            value=self.value[:, :, :num_tokens],
+            output=self.output[:, :num_tokens],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Break:
+    layer_index: int
+    scaling: float | None
+    crossing: _Crossing  # as long as the size that was captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +162,9 @@ class SegmentGraphs:
             self._compute(size, breaks, break_here)
 
         def attend(index: int) -> None:  # stands for attention: something of every query
-            output = breaks[index].output
-            output.copy_(breaks[index].query.mean(-1).transpose(1, 2)[..., None].expand_as(output))
+            crossing = breaks[index].crossing
+            queries = crossing.query.mean(-1).transpose(1, 2)[..., None]
+            crossing.output.copy_(queries.expand_as(crossing.output))
 
         compute(attend)  # also the first use of kernels and workspaces
         hidden = self._memory.get("hidden", size)
@@ -205,16 +219,15 @@ class SegmentGraphs:
         num_tokens = embeds.shape[1]
         self._fill(embeds, positions, extra, is_long)
         captured = self._captured[size]
+        fronts: dict[_Crossing, _Crossing] = {}  # made once for a step: this loop bounds small ones
 
         def attend_at(index: int) -> None:
             at = captured.breaks[index]
-            at.output[:, :num_tokens] = attend(
-                at.layer_index,
-                at.query[:, :, :num_tokens],
-                at.key[:, :, :num_tokens],
-                at.value[:, :, :num_tokens],
-                scaling=at.scaling,
-            )
+            front = fronts.get(at.crossing)
+            if front is None:
+                front = fronts[at.crossing] = at.crossing.get_front(num_tokens)
+            output = attend(at.layer_index, front.query, front.key, front.value, scaling=at.scaling)
+            front.output.copy_(output)
 
         captured.recording.replay(attend_at)
         return self._memory.get("hidden", num_tokens)
@@ -269,6 +282,7 @@ class _SegmentCall:
         self._memory = memory
         self._breaks = breaks
         self._break_here = break_here
+        self._crossings: dict[str, _Crossing] = {}
 
     def attend(
         self,
@@ -283,21 +297,16 @@ class _SegmentCall:
         del window  # that of the layer's group
         # Layers of different shapes have their own memory.
         kind = str((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
-        crossing = {
-            name: self._memory.put(f"{name} {kind}", tensor[0].transpose(0, 1)).transpose(0, 1)
+        query, key, value = (
+            self._memory.put(f"{name} {kind}", tensor[0].transpose(0, 1)).transpose(0, 1)[None]
             for name, tensor in (("query", query), ("key", key), ("value", value))
-        }
-        shape = (len(query[0, 0]), query.shape[1], value.shape[3])
-        output = self._memory.make(f"output {kind}", query.new_empty(shape))
-        self._breaks.append(
-            _Break(
-                layer_index=layer_index,
-                scaling=scaling,
-                query=crossing["query"][None],
-                key=crossing["key"][None],
-                value=crossing["value"][None],
-                output=output[None],
-            )
         )
+        crossing = self._crossings.get(kind)
+        if crossing is None:
+            shape = (query.shape[2], query.shape[1], value.shape[3])
+            output = self._memory.make(f"output {kind}", query.new_empty(shape))[None]
+            crossing = _Crossing(query=query, key=key, value=value, output=output)
+            self._crossings[kind] = crossing
+        self._breaks.append(_Break(layer_index=layer_index, scaling=scaling, crossing=crossing))
         self._break_here(len(self._breaks) - 1)
-        return output[None]
+        return crossing.output

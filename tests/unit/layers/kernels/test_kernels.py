@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from sensorium.layers.kernels.decode_attention import attend_decoding, get_num_splits
 from sensorium.layers.kernels.kv_store import store_new_tokens
+from sensorium.layers.kernels.rms_norm import add_and_normalize, normalize
 
 # Triton's interpreter does that.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -111,3 +112,15 @@ def test_new_tokens_go_to_their_slots_and_padding_to_none(device: torch.device) 
     for cache, new, result in zip((keys, values), (new_keys, new_values), found, strict=True):
         cache.flatten(0, 1)[slots[is_stored]] = new[0].transpose(0, 1)[is_stored]
         assert torch.equal(result.cpu(), cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_normalised_as_two_steps_would(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, added = torch.randn(2, 1, 7, 40, device=device).to(dtype)
+    weight = torch.randn(40, device=device).to(dtype)
+    total, normalized = add_and_normalize(x, added[..., :40], weight, eps=1e-5)
+    torch.testing.assert_close(total, x + added)  # Triton's interpreter rounds in its own way
+    assert torch.equal(normalized, normalize(total, weight, eps=1e-5))
+    expected = torch.nn.functional.rms_norm(total.float(), (40,), weight.float(), 1e-5)
+    torch.testing.assert_close(normalized.float(), expected, rtol=1e-2, atol=1e-2)

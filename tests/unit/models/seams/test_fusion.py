@@ -1,0 +1,255 @@
+"""Fused modules compute what the originals do, and the originals come back."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import sensorium.models  # noqa: F401  (before Transformers' model classes)
+from sensorium.layers import kernels
+from sensorium.models.adapter import ModelAdapter
+from sensorium.models.loading import load_config, load_model
+from sensorium.models.seams.comparing import CausalAttention
+from sensorium.models.seams.fusion import fuse
+from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
+from tests.parity.cases import FAMILIES
+
+CPU = torch.device("cpu")
+ALL_KINDS = ("joined products", "gated layers", "norms", "sums with norms", "rotary positions")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def _load(directory: str) -> ModelAdapter:
+    return load_model(directory, load_config(directory), dtype=torch.float32, device=CPU)
+
+
+def _get_linears(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_products_change_nothing(tiny_model: Callable[[str], str], family: str) -> None:
+    adapter = _load(tiny_model(family))
+    with torch.inference_mode():
+        expected = [adapter._run_two_tokens(CausalAttention()) for _ in range(2)]
+        adapter.fuse()
+        found = [adapter._run_two_tokens(CausalAttention()) for _ in range(2)]
+        with adapter.own_attention():
+            assert not any("forward" in vars(module) for module in _get_linears(adapter.model))
+    if family != "phi3":  # its products are joined already
+        assert adapter.fusion.counts["joined products"] > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int = 12, *, has_bias: bool = True) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(width, 8, bias=has_bias)
+        self.k_proj = nn.Linear(width, 4, bias=has_bias)
+        self.v_proj = nn.Linear(width, 4, bias=has_bias)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        y = x if y is None else y
+        return torch.cat([self.q_proj(x), self.k_proj(y), self.v_proj(y)], dim=-1)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_siblings_are_one_product(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _Attention(has_bias=has_bias)
+    x = torch.randn(3, 12)
+    expected = module(x)
+    [group] = find_groups(module).values()
+    calls = []
+    multiply = SiblingGroup.multiply
+    monkeypatch.setattr(
+        SiblingGroup, "multiply", lambda self, x: calls.append(x) or multiply(self, x)
+    )
+    torch.testing.assert_close(module(x), expected)
+    assert len(calls) == 1
+    assert module.q_proj.weight.untyped_storage().data_ptr() == (
+        group.weight.untyped_storage().data_ptr()
+    )
+
+
+def test_members_with_different_inputs_fall_apart_and_stay_right() -> None:
+    module = _Attention()
+    x, y = torch.randn(2, 3, 12)
+    expected = module(x, y)
+    find_groups(module)
+    for _ in range(3):
+        torch.testing.assert_close(module(x, y), expected)
+    torch.testing.assert_close(module(x), torch.cat([module.q_proj(x), module(x)[..., 8:]], -1))
+
+
+def test_a_member_that_is_not_called_costs_nothing_but_speed() -> None:
+    """Layers that share keys and values never ask for theirs."""
+    module = _Attention()
+    find_groups(module)
+    for _ in range(3):
+        x = torch.randn(3, 12)
+        expected = nn.functional.linear(x, module.q_proj.weight, module.q_proj.bias)
+        torch.testing.assert_close(module.q_proj(x), expected)
+
+
+class _Mixed(_Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v_proj = nn.Linear(12, 4, bias=False)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [_Mixed(), nn.ModuleDict({"q_proj": nn.Linear(3, 4), "k_proj": nn.Linear(3, 4)})],
+    ids=["one has no bias", "one is missing"],
+)
+def test_what_is_not_alike_is_not_joined(module: nn.Module) -> None:
+    assert find_groups(module) == {}
+
+
+# ---- with kernels, in Triton's interpreter
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fuse on a CPU as on a GPU."""
+    monkeypatch.setattr(kernels, "find_obstacle", lambda _: None)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", {*ALL_KINDS}),
+        ("qwen2_5_vl", {*ALL_KINDS}),
+        ("gemma3", {"joined products", "gated layers", "norms", "rotary positions"}),
+        ("glm4v", {"joined products", "gated layers", "norms"}),  # pairs of neighbours are rotated
+        ("phi3", {"gated layers", "norms", "sums with norms", "rotary positions"}),
+        ("gemma4", {"joined products", "gated layers", "norms"}),
+    ],
+)
+@pytest.mark.usefixtures("with_kernels")
+def test_kernels_change_nothing_but_rounding(
+    tiny_model: Callable[[str], str], family: str, kinds: set[str]
+) -> None:
+    adapter = _load(tiny_model(family))
+    with torch.inference_mode():
+        expected = adapter._run_two_tokens(CausalAttention())
+        adapter.fusion = fuse(adapter.model, CPU)
+        found = adapter._run_two_tokens(CausalAttention())
+        with adapter.fusion.paused():
+            again = adapter._run_two_tokens(CausalAttention())
+    assert kinds <= {kind for kind, count in adapter.fusion.counts.items() if count}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(again, expected)
+
+
+class _RMSNorm(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class _Echo(nn.Module):
+    """Stands for attention."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return hidden_states * scale
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _RMSNorm(width, eps=1e-5), _RMSNorm(width, eps=1e-5)
+        self.attn, self.mlp = _Echo(), nn.Linear(width, width)
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden_states = hidden_states + self.attn(self.norm1(hidden_states), scale=scale)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+class _Parallel(_Layer):
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        normalized = self.norm1(hidden_states)
+        attended = self.attn(normalized, scale=scale)
+        return hidden_states + attended + self.mlp(self.norm2(hidden_states))
+
+
+class _Doubling(_Layer):
+    """It changes what it was given before attention gets it."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        doubled = 2.0 if isinstance(scale, float) else None
+        hidden_states = hidden_states + self.attn(self.norm1(hidden_states), scale=doubled)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+class _Scaled(_Layer):
+    """What attention gives counts half."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden_states = hidden_states + 0.5 * self.attn(self.norm1(hidden_states), scale=scale)
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "is_fused"), [(_Layer, True), (_Parallel, False), (_Doubling, False), (_Scaled, False)]
+)
+@pytest.mark.usefixtures("with_kernels")
+@torch.inference_mode()
+def test_a_layer_of_another_kind_keeps_its_sums(kind: type[_Layer], is_fused: bool) -> None:
+    layer = kind()
+    x = torch.randn(1, 5, 16)
+    expected = [layer(x), layer(x, 0.3), layer(x, scale=0.2)]
+    fusion = fuse(layer, CPU)
+    assert fusion.counts["norms"] == 2
+    assert fusion.counts["sums with norms"] == is_fused
+    found = [layer(x), layer(x, 0.3), layer(x, scale=0.2)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_fusions_that_change_the_model_as_a_whole_are_not_used(
+    tiny_model: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapter = _load(tiny_model("llama"))
+    expected = adapter._run_two_tokens(CausalAttention())
+    multiply = SiblingGroup._compute
+    monkeypatch.setattr(
+        SiblingGroup, "_compute", lambda self, index, x: multiply(self, index, x) * 1.01
+    )
+    adapter.fuse()
+    assert adapter.fusion.counts.total() == 0
+    assert "nothing is fused: 6 joined products would make a difference of" in caplog.text
+    assert torch.equal(adapter._run_two_tokens(CausalAttention()), expected)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.usefixtures("with_kernels")
+@torch.inference_mode()
+def test_only_the_fused_model_rotates_by_our_kernel(
+    tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sensorium.layers.kernels import rotary
+
+    calls = []
+    rotate = rotary.rotate
+    monkeypatch.setattr(rotary, "rotate", lambda *inputs: calls.append(1) or rotate(*inputs))
+    fused, other = (_load(tiny_model("llama")) for _ in range(2))
+    fused.fuse()
+    calls.clear()
+    other._run_two_tokens(CausalAttention())
+    assert not calls
+    fused._run_two_tokens(CausalAttention())
+    assert len(calls) == fused.fusion.counts["rotary positions"] == 3
