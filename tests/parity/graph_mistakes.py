@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from sensorium.worker.graphs import decode_buffers
+from sensorium.worker.graphs import decode_buffers, segments
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers
 
 _make_arrays = DecodeBuffers._make_arrays
@@ -34,7 +34,8 @@ def _make_no_table(rows: Any, group_index: int) -> Any:
 
 
 _PATCHES: dict[str, Any] = {
-    "padding that writes": lambda: patch.object(decode_buffers, "_NO_SLOT", _FIRST_SLOT),
+    "padding that writes": lambda: patch.object(decode_buffers, "NO_SLOT", _FIRST_SLOT),
+    "padding of prompts that writes": lambda: patch.object(segments, "NO_SLOT", _FIRST_SLOT),
     "a shifted slot": lambda: patch.object(DecodeBuffers, "_make_arrays", _shift_slots),
     "stale lengths": lambda: patch.object(DecodeBuffers, "_make_arrays", _forget_the_new_token),
     "stale block tables": lambda: patch.object(

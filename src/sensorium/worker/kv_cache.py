@@ -67,6 +67,10 @@ class KVCache:
                         self._layers[layer.source], group_index=group_index, is_shared=True
                     )
 
+        self._stored = {
+            index: replace(layer, is_shared=True) for index, layer in self._layers.items()
+        }
+
     def clear_blocks(self, group_index: int, block_ids: torch.Tensor) -> None:
         """Zero blocks that a step fills only in part. What an earlier request left there is masked,
         but masked values are multiplied by zero, which a NaN survives.
@@ -78,6 +82,10 @@ class KVCache:
 
     def __getitem__(self, layer_index: int) -> LayerCache:
         return self._layers[layer_index]
+
+    def get_stored(self, layer_index: int) -> LayerCache:
+        """Return a layer whose new keys and values are stored already."""
+        return self._stored[layer_index]
 
 
 def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

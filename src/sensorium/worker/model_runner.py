@@ -291,7 +291,13 @@ class ModelRunner:
                 hidden = self._adapter.forward(embeds, inputs.positions, self, extra)
             return hidden, StepMode(size)
         hidden = segments.replay(
-            size, embeds, inputs.positions, extra, inputs.is_long, self._attend
+            size,
+            embeds,
+            inputs.positions,
+            extra,
+            is_long=inputs.is_long,
+            slots=[group.slot_mapping for group in inputs.layout.groups],
+            attend=self._attend_stored,
         )
         return hidden, StepMode.SEGMENT_GRAPHS
 
@@ -309,9 +315,10 @@ class ModelRunner:
         layer's group.
         """
         del window
-        return self._attend(layer_index, query, key, value, scaling=scaling)
+        cache = self._kv_cache[layer_index]
+        return self._attention.attend(cache, query, key, value, scaling=scaling)
 
-    def _attend(
+    def _attend_stored(
         self,
         layer_index: int,
         query: torch.Tensor,
@@ -320,7 +327,8 @@ class ModelRunner:
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        cache = self._kv_cache[layer_index]
+        """Attend where a graph has stored the keys and values."""
+        cache = self._kv_cache.get_stored(layer_index)
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 
 

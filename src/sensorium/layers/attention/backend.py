@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+NO_SLOT = -1  # of a token that is padding: kernels in graphs store nothing for it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
@@ -51,7 +53,7 @@ class LayerCache:
     keys: torch.Tensor  # [blocks, block_size, K, D]
     values: torch.Tensor  # [blocks, block_size, K, D of values]
     group_index: int
-    is_shared: bool  # the keys and values belong to an earlier layer and are there already
+    is_shared: bool  # the new keys and values are there already; those of an earlier layer may be
 
 
 def store_new_tokens(

@@ -103,27 +103,25 @@ def build_graphs(
         if isinstance(parts, str):
             _warn("steps run without CUDA graphs: %s", parts, adapter.device)
             return Graphs(words=f"none: {parts}")
-        buffers = DecodeBuffers(
-            groups=groups,
-            block_size=block_size,
-            max_batch=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            has_mrope=adapter.has_mrope,
-            has_long_factors=adapter.long_after is not None,
-            device=adapter.device,
-        )
         sizes = get_decode_sizes(options.max_num_seqs, options.sizes)
         decoding = DecodeGraphs(
             adapter,
             kv_cache=kv_cache,
             windows=[group.window for group in groups],
-            buffers=buffers,
+            buffers=_make_buffers(adapter, options, groups, block_size),
             kernels=parts.kernels,
             recorder=parts.recorder,
             sizes=sizes,
         )
         token_sizes = get_token_sizes(options.max_num_batched_tokens)
-        segments = SegmentGraphs(adapter, recorder=parts.segment_recorder, sizes=token_sizes)
+        segments = SegmentGraphs(
+            adapter,
+            kv_cache=kv_cache,
+            num_groups=len(groups),
+            kernels=parts.kernels,
+            recorder=parts.segment_recorder,
+            sizes=token_sizes,
+        )
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
@@ -140,6 +138,23 @@ def build_graphs(
                 f"prompts {_describe(token_sizes, no_segments)}",
             )
         ),
+    )
+
+
+def _make_buffers(
+    adapter: ModelAdapter,
+    options: GraphOptions,
+    groups: Sequence[KVCacheGroup],
+    block_size: int,
+) -> DecodeBuffers:
+    return DecodeBuffers(
+        groups=groups,
+        block_size=block_size,
+        max_batch=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        has_mrope=adapter.has_mrope,
+        has_long_factors=adapter.long_after is not None,
+        device=adapter.device,
     )
 
 

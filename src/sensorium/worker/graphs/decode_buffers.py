@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sensorium.layers.attention.backend import NO_SLOT
 from sensorium.types.errors import InvariantError
 from sensorium.types.scheduling import KVCacheGroup
 from sensorium.utils.growing_array import IntArray
 from sensorium.worker.input_batch import Row
 from sensorium.worker.staging import StagingBuffer
-
-_NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ class DecodeBuffers:
         input_ids = np.zeros(size, dtype=np.int64)
         seq_lens = np.ones(size, dtype=np.int64)
         positions = np.zeros((3, size) if self._has_mrope else size, dtype=np.int64)
-        slots = np.full((self._num_groups, size), _NO_SLOT, dtype=np.int64)
+        slots = np.full((self._num_groups, size), NO_SLOT, dtype=np.int64)
         for row, (scheduled, state) in enumerate(rows):
             index = scheduled.num_computed_tokens
             input_ids[row] = state.token_ids.values[index]

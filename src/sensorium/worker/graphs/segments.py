@@ -1,9 +1,10 @@
 """Steps with tokens of prompts, replayed as CUDA graphs that are broken at attention.
 
 Of all that a decoder computes, only attention depends on which requests a step has. So what lies
-between two attention layers is captured for a number of tokens, and attention runs between the
-replays as it does without graphs. Steps are padded to the next number of tokens that was captured;
-no row looks at another one outside of attention, so padding touches nobody.
+between two attention layers is captured for a number of tokens, storing of keys and values
+included, and attention runs between the replays as it does without graphs. Steps are padded to the
+next number of tokens that was captured. Padding has no slot, and no row looks at another one
+outside of attention, so padding touches nobody.
 
 Tensors that cross a break lie in fixed memory that all layers and sizes share. Nothing else of a
 capture is kept, so that the next one can use its memory again.
@@ -17,10 +18,19 @@ from typing import Any, Protocol
 
 import torch
 
+from sensorium.layers.attention.backend import NO_SLOT, LayerCache
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs.recorder import capture_sizes
 from sensorium.worker.graphs.sizes import find_size
+from sensorium.worker.kv_cache import KVCache
+
+
+class StoreKernel(Protocol):
+    def store(
+        self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Put keys and values [1, K, N, D] into slots; those below 0 are left out."""
 
 
 class SegmentRecording(Protocol):
@@ -106,7 +116,7 @@ class _Captured:
 
 
 class Attend(Protocol):
-    """The attention of a step, without graphs."""
+    """The attention of a step, without graphs. The new keys and values are stored already."""
 
     def __call__(
         self,
@@ -121,9 +131,19 @@ class Attend(Protocol):
 
 class SegmentGraphs:
     def __init__(
-        self, adapter: ModelAdapter, *, recorder: SegmentRecorder, sizes: Sequence[int]
+        self,
+        adapter: ModelAdapter,
+        *,
+        kv_cache: KVCache,
+        num_groups: int,
+        kernels: StoreKernel,
+        recorder: SegmentRecorder,
+        sizes: Sequence[int],
     ) -> None:
         self._adapter = adapter
+        self._kv_cache = kv_cache
+        self._num_groups = num_groups
+        self._kernels = kernels
         self._recorder = recorder
         self._sizes = tuple(sizes)  # ascending
         self._memory = _FixedMemory(self._sizes[-1])
@@ -150,10 +170,12 @@ class SegmentGraphs:
         positions = torch.arange(size, device=device)
         is_long = torch.zeros(size, dtype=torch.bool, device=device)
         self._fill(
+            size,
             embeds,
             positions.expand(3, -1) if adapter.has_mrope else positions,
             extra,
-            None if adapter.long_after is None else is_long,
+            is_long=None if adapter.long_after is None else is_long,
+            slots=[positions[:0]] * self._num_groups,  # so nothing is stored
         )
         breaks: list[_Break] = []
 
@@ -184,7 +206,7 @@ class SegmentGraphs:
         extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
         positions = memory.get("positions", size)
         has_long = adapter.long_after is not None
-        call = _SegmentCall(memory, breaks, break_here)
+        call = _SegmentCall(memory, self._kv_cache, self._kernels, breaks, break_here)
         with adapter.choosing_factors(memory.get("is_long", size) if has_long else None):
             hidden = adapter.forward(
                 memory.get("embeds", size)[None],
@@ -212,12 +234,14 @@ class SegmentGraphs:
         embeds: torch.Tensor,  # [1, N, hidden]
         positions: torch.Tensor,  # [N], or [3, N]
         extra: Mapping[str, torch.Tensor],
+        *,
         is_long: torch.Tensor | None,
+        slots: Sequence[torch.Tensor],  # per group: [N]
         attend: Attend,
     ) -> torch.Tensor:
         """Return the hidden states [N, hidden] of a step, valid until the next one."""
         num_tokens = embeds.shape[1]
-        self._fill(embeds, positions, extra, is_long)
+        self._fill(size, embeds, positions, extra, is_long=is_long, slots=slots)
         captured = self._captured[size]
         fronts: dict[_Crossing, _Crossing] = {}  # made once for a step: this loop bounds small ones
 
@@ -234,10 +258,13 @@ class SegmentGraphs:
 
     def _fill(
         self,
+        size: int,
         embeds: torch.Tensor,
         positions: torch.Tensor,
         extra: Mapping[str, torch.Tensor],
+        *,
         is_long: torch.Tensor | None,
+        slots: Sequence[torch.Tensor],
     ) -> None:
         memory = self._memory
         memory.put("embeds", embeds[0])
@@ -246,6 +273,14 @@ class SegmentGraphs:
             memory.put("is_long", is_long)
         for name, tensor in extra.items():
             memory.put(name, tensor[0])
+        for index, group_slots in enumerate(slots):
+            memory.put(_name_slots(index), group_slots)
+            # Behind them lie those of an earlier step.
+            memory.get(_name_slots(index), size)[len(group_slots) :].fill_(NO_SLOT)
+
+
+def _name_slots(group_index: int) -> str:
+    return f"slots {group_index}"
 
 
 class _FixedMemory:
@@ -271,15 +306,19 @@ class _FixedMemory:
 
 
 class _SegmentCall:
-    """Runs in place of the decoder's attention, and breaks there."""
+    """Runs in place of the decoder's attention, stores keys and values, and breaks there."""
 
     def __init__(
         self,
         memory: _FixedMemory,
+        kv_cache: KVCache,
+        kernels: StoreKernel,
         breaks: list[_Break],
         break_here: Callable[[int], None],
     ) -> None:
         self._memory = memory
+        self._kv_cache = kv_cache
+        self._kernels = kernels
         self._breaks = breaks
         self._break_here = break_here
         self._crossings: dict[str, _Crossing] = {}
@@ -295,6 +334,10 @@ class _SegmentCall:
         window: int | None,
     ) -> torch.Tensor:
         del window  # that of the layer's group
+        cache = self._kv_cache[layer_index]
+        if not cache.is_shared:
+            slots = self._memory.get(_name_slots(cache.group_index), query.shape[2])
+            self._kernels.store(cache, slots, key, value)
         # Layers of different shapes have their own memory.
         kind = str((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
         query, key, value = (
