@@ -232,6 +232,10 @@ class ModelAdapter:
 
     def fuse(self) -> None:
         """Fuse what the model computes in many small kernels, where that changes nothing."""
+        logger.info(
+            "fused forms of the model's layers are compared with the originals; at the first start "
+            "on a machine their kernels are compiled, which takes some seconds"
+        )
         fusion = fuse(self.model, self.device)
         with torch.inference_mode():
             found = self._run_two_tokens(CausalAttention())

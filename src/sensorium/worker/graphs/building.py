@@ -122,6 +122,10 @@ def build_graphs(
             recorder=parts.segment_recorder,
             sizes=token_sizes,
         )
+        logger.info(
+            "CUDA graphs are captured for %d batch sizes and %d sizes of prompts",
+            *(len(sizes), len(token_sizes)),
+        )
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
