@@ -295,9 +295,9 @@ def build_engine_core(
     grammars: GrammarCompiler | None = None,
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
+    layers = adapter.probe_layers()  # refuses models that can't be run
     if options.fusion and adapter.device.type == "cuda":
         adapter.fuse()
-    layers = adapter.probe_layers()
     limits = limit_context(options, limits, adapter.find_context_limit(layers))
     layer_groups = group_layers(layers)
     # Before the memory is divided: a backend may need some of its own.

@@ -23,8 +23,6 @@ _NUM_HIDDEN_TENSORS = 6
 _NUM_INNER_TENSORS = 3
 # float32 logits, and what sampling makes of them: sorted values, their order (int64), sums, masks.
 _BYTES_PER_LOGIT = 6 * 4
-# Embeddings, hidden states, queries, outputs of attention; keys and values, which are narrower.
-_NUM_CROSSING_TENSORS = 5
 _GRAPH_OBJECTS_BYTES = 384 << 20  # of some thousand graphs; 1,300 took 270 MiB on an H200
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
 _INNER_NAMES = ("intermediate_size", "encoder_ffn_dim", "ffn_dim")
@@ -121,7 +119,7 @@ def plan_memory(
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
     """Graphs share the memory of the largest; tensors that cross a break have their own."""
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
-    num_crossing = _NUM_CROSSING_TENSORS * _get_number(text_config, _WIDTH_NAMES, 0)
+    num_crossing = _get_num_crossing_elements(text_config)
     token_bytes = (num_elements + num_crossing) * element_size
     # Logits as the head gives them, in float32, and where all sizes leave them.
     row_bytes = num_elements * element_size + int(text_config.vocab_size) * (element_size + 2 * 4)
@@ -130,6 +128,17 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
         + limits.max_num_batched_tokens * token_bytes
         + _GRAPH_OBJECTS_BYTES
     )
+
+
+def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
+    """Return how many numbers of a token lie in fixed memory: embeddings, hidden states, inputs of
+    single layers, and queries, keys, values and outputs of attention for each shape of layers.
+    """
+    layers = _get_layers(text_config)
+    num_inputs = len(layers) * _get_number(text_config, ("hidden_size_per_layer_input",), 0)
+    shapes = {(_get_num_query_elements(layer), _get_num_kv_elements(layer)) for layer in layers}
+    width = _get_number(text_config, _WIDTH_NAMES, 0)
+    return 2 * width + num_inputs + sum(2 * query + kv for query, kv in shapes)
 
 
 def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> None:
@@ -157,8 +166,17 @@ def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int)
 def _get_num_kv_elements(layer: PretrainedConfig) -> int:
     num_heads = _get_number(layer, ("num_attention_heads",), 0)
     num_kv_heads = _get_number(layer, ("num_key_value_heads",), num_heads)
+    return 2 * num_kv_heads * _get_head_dim(layer)
+
+
+def _get_num_query_elements(layer: PretrainedConfig) -> int:
+    return _get_number(layer, ("num_attention_heads",), 0) * _get_head_dim(layer)
+
+
+def _get_head_dim(layer: PretrainedConfig) -> int:
+    num_heads = _get_number(layer, ("num_attention_heads",), 0)
     width = _get_number(layer, _WIDTH_NAMES, 0)
-    return 2 * num_kv_heads * _get_number(layer, ("head_dim",), width // max(1, num_heads))
+    return _get_number(layer, ("head_dim",), width // max(1, num_heads))
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

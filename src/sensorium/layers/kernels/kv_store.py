@@ -24,7 +24,7 @@ def _store(
     PADDED: tl.constexpr,
 ):
     """Store one token's keys and values of one head. A slot below 0 belongs to nobody."""
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
     if slot >= 0:

@@ -9,8 +9,9 @@ result is the same. Each module is compared with itself before; one that differs
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 8  # numbers of 2 bytes
 _STEP = 64  # a width is padded to the next multiple
 _NUM_ROWS = 32
+_LARGE = 32.0
 
 
 @torch.inference_mode()
@@ -57,14 +59,8 @@ def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
         logger.debug("%s takes more than one tensor", type(module).__name__, exc_info=True)
         return False
     old = [(linear, linear.weight, linear.bias) for linear in producers + consumers]
-    num_missing = -width % _STEP
-    for linear in producers:
-        _set(linear, pad(linear.weight, (0, 0, 0, num_missing)), linear.bias, num_missing)
-    for linear in consumers:
-        linear.weight = _make_parameter(pad(linear.weight, (0, num_missing)))
-        linear.in_features += num_missing
-    found = module(rows)
-    distance = float((found - expected).float().norm() / expected.float().norm())
+    _pad(producers, consumers, -width % _STEP)
+    distance = _measure_padded(module, producers, width, rows, expected)
     if distance <= 4 * torch.finfo(weight.dtype).eps:
         return True
     logger.warning(
@@ -77,6 +73,52 @@ def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
         linear.weight, linear.bias = own_weight, own_bias
         linear.out_features, linear.in_features = own_weight.shape
     return False
+
+
+def _pad(producers: Sequence[nn.Linear], consumers: Sequence[nn.Linear], num_missing: int) -> None:
+    for linear in producers:
+        _set(linear, pad(linear.weight, (0, 0, 0, num_missing)), linear.bias, num_missing)
+    for linear in consumers:
+        linear.weight = _make_parameter(pad(linear.weight, (0, num_missing)))
+        linear.in_features += num_missing
+
+
+def _measure_padded(
+    module: nn.Module,
+    producers: Sequence[nn.Linear],
+    width: int,
+    rows: torch.Tensor,
+    expected: torch.Tensor,
+) -> float:
+    """Return how far a padded module is from what it was, at the worst.
+
+    It is run with zeros, and with large numbers in their place. These are multiplied by zero in the
+    end, but show if something in between looks at all numbers, such as a norm or a softmax.
+    """
+    try:
+        distances = [_get_distance(module(rows), expected)]
+        for added, others in _get_padding(producers, width):
+            added.copy_(others * _LARGE)
+        distances.append(_get_distance(module(rows), expected))
+    except Exception:  # e.g. it splits the numbers in between
+        logger.debug("%s can't be padded", type(module).__name__, exc_info=True)
+        return float("inf")
+    finally:
+        for added, _ in _get_padding(producers, width):
+            added.zero_()
+    return max(distances, key=lambda distance: (math.isnan(distance), distance))
+
+
+def _get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).float().norm() / expected.float().norm())
+
+
+def _get_padding(
+    producers: Sequence[nn.Linear], width: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the rows that were added, each with as many others of the same product."""
+    for tensor in (tensor for linear in producers for tensor in linear.parameters()):
+        yield tensor.data[width:], tensor.data[: len(tensor) - width]
 
 
 def _set(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,15 +16,52 @@ _MOST = 0.5
 
 
 def make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """Return random rows to compare with, of a weight's type and on its device."""
+    """Return random rows to compare with, of a weight's type and on its device.
+
+    Rows are of very different sizes, so that limits of activations are reached. Columns are so too,
+    and grow: what is computed of a part of a row differs from what is computed of all of it.
+    """
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(_NUM_ROWS, width, generator=generator).to(weight)
+    columns = torch.logspace(-1, 1, width) * 10 ** (torch.rand(width, generator=generator) - 0.5)
+    sizes = torch.logspace(-1, 2.5, _NUM_ROWS)[:, None]
+    return (torch.randn(_NUM_ROWS, width, generator=generator) * columns * sizes).to(weight)
 
 
 def get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, as a share of the size of what is expected."""
-    scale = expected.float().square().mean().sqrt().clamp(min=1e-6)
-    return float((found.float() - expected.float()).abs().max() / scale)
+    """Return the largest difference, as a share of the number or of its row, whichever is larger.
+
+    Rows that are not finite in the original say nothing, as long as half of them are.
+    """
+    distances = _get_distances(found, expected)
+    return float(distances.max()) if distances.numel() else float("nan")
+
+
+def find_closest(candidates: Sequence[torch.Tensor], expected: torch.Tensor) -> int | None:
+    """Return which candidate is the same but for rounding, and on average the closest."""
+    distances = [_get_distances(candidate, expected) for candidate in candidates]
+    if any(part.numel() == 0 for part in distances):
+        return None
+    index = min(range(len(distances)), key=lambda i: _get_mean(distances[i]))
+    is_same = is_rounding(float(distances[index].max()), expected.dtype)
+    return index if is_same else None
+
+
+def _get_mean(distances: torch.Tensor) -> float:
+    mean = float(distances.mean())
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each number in the rows that count, if enough of them do."""
+    if found.shape != expected.shape:
+        return expected.new_empty(0)
+    found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)
+    is_finite = expected.isfinite().all(-1)
+    if 2 * int(is_finite.sum()) < len(is_finite):
+        return expected.new_empty(0)
+    found, expected = found[is_finite], expected[is_finite]
+    size = expected.square().mean(-1, keepdim=True).sqrt()
+    return (found - expected).abs() / torch.maximum(expected.abs(), size).clamp(min=1e-12)
 
 
 def is_rounding(distance: float, dtype: torch.dtype) -> bool:

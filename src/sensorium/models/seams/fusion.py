@@ -8,10 +8,11 @@ originals back for a while, but for widths, which stay padded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from torch import nn
 
 from sensorium.layers import kernels
 from sensorium.models.seams.aligned_widths import align_widths
-from sensorium.models.seams.comparing import get_distance, is_rounding, make_rows
+from sensorium.models.seams.comparing import find_closest, get_distance, is_rounding, make_rows
 from sensorium.models.seams.residual_layers import find_parts, make_forward
 from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
 
@@ -71,47 +72,90 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
     if device.type == "cuda" and next(model.parameters()).dtype.itemsize == 2:
         fusion.counts["padded widths"] = align_widths(model)
     groups = find_groups(model)
-    for group in groups.values():
+    for group in (group for siblings in groups.values() for group in siblings):
         fusion.counts["joined products"] += 1
         for member in group.members:
             fusion._forwards.append((member, member.forward))
     if kernels.find_obstacle(device) is None:
         for module in model.modules():
-            _fuse_gate(fusion, module, groups.get(module))
-        norms = {module: norm for module in model.modules() if (norm := _fuse_norm(fusion, module))}
+            _try(_fuse_gate, fusion, module, groups.get(module, ()))
+        norms: dict[nn.Module, _Norm] = {}
         for module in model.modules():
-            _fuse_residual(fusion, module, norms)
+            _try(_fuse_norm, fusion, module, norms)
+        for module in model.modules():
+            _try(_fuse_residual, fusion, module, norms)
         _fuse_rotary_positions(fusion, model)
     return fusion
+
+
+def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *arguments: Any) -> None:
+    """Fuse one module. One that can't be tried stays as it is."""
+    if "forward" in vars(module):  # somebody else has replaced it
+        return
+    try:
+        fuse_one(fusion, module, *arguments)
+    except Exception:  # modules that only look like what we know fail in their own ways
+        logger.debug("%s was not tried", type(module).__name__, exc_info=True)
 
 
 # ---- gated layers
 
 
-def _fuse_gate(fusion: Fusion, layer: nn.Module, group: SiblingGroup | None) -> None:
+def _fuse_gate(fusion: Fusion, layer: nn.Module, groups: Sequence[SiblingGroup]) -> None:
     from sensorium.layers.kernels.gate import KINDS, activate_and_multiply
 
     both = getattr(layer, "gate_up_proj", None)  # some models have joined them themselves
     down = getattr(layer, "down_proj", None)
+    group = next((group for group in groups if len(group.members) == 2), None)
     multiply: Callable[[torch.Tensor], torch.Tensor]
     if isinstance(both, nn.Linear):
         weight, multiply = both.weight, both
-    elif group is not None and len(group.members) == 2:
+    elif group is not None and not any(map(_has_hooks, group.members)):
         weight, multiply = group.weight, group.multiply
     else:
         return
     if not isinstance(down, nn.Linear) or not _takes_one(layer):
         return
     x = make_rows(weight, weight.shape[1])
-    expected = layer(x)
+    exact = _copy_exactly(layer)
+    inner, products = _find_inner(exact, x.float())
+    candidates = [activate_and_multiply(products, kind=kind) for kind in KINDS]
+    if (index := find_closest(candidates, inner)) is None:
+        return
+    kind = KINDS[index]
 
-    def forward(x: torch.Tensor, *, kind: str) -> torch.Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:
         return down(activate_and_multiply(multiply(x), kind=kind))
 
-    for kind in KINDS:
-        if is_rounding(get_distance(forward(x, kind=kind), expected), x.dtype):
-            fusion.add_forward("gated layers", layer, partial(forward, kind=kind))
-            return
+    if is_rounding(get_distance(forward(x), layer(x)), x.dtype):
+        fusion.add_forward("gated layers", layer, forward)
+
+
+def _copy_exactly(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer in float32, as Transformers wrote it.
+
+    Half precision can't tell apart some activations that differ by a tenth where they are small.
+    """
+    replaced = {part: part.forward for part in layer.modules() if "forward" in vars(part)}
+    for part in replaced:
+        del part.forward
+    try:
+        return copy.deepcopy(layer).float()
+    finally:
+        for part, forward in replaced.items():
+            part.forward = forward
+
+
+def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the last product of a gated layer is called with, and what the others give."""
+    seen: list[torch.Tensor] = []
+    layer.get_submodule("down_proj").register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    layer(x)
+    [inner] = seen
+    if hasattr(layer, "gate_up_proj"):
+        return inner, layer.get_submodule("gate_up_proj")(x)
+    parts = [layer.get_submodule(name)(x) for name in ("gate_proj", "up_proj")]
+    return inner, torch.cat(parts, -1)
 
 
 # ---- norms, and sums in front of them
@@ -123,28 +167,26 @@ class _Norm:
     variant: dict[str, Any]  # of the kernel
 
 
-def _fuse_norm(fusion: Fusion, module: nn.Module) -> _Norm | None:
+def _fuse_norm(fusion: Fusion, module: nn.Module, norms: dict[nn.Module, _Norm]) -> None:
     from sensorium.layers.kernels.rms_norm import normalize
 
     eps = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None or not _takes_one(module):
-        return None
-    if weight is None:  # its width is not known here
-        return None
+        return
+    if weight is None or weight.ndim != 1:  # its width is not known here
+        return
     x = make_rows(weight, len(weight))
-    expected = module(x)
     variants: list[dict[str, Any]] = [
         {"eps": float(eps), "offset": offset, "rounds_first": rounds_first}
         for offset in (0.0, 1.0)
         for rounds_first in (True, False)
     ]
-    distances = [get_distance(normalize(x, weight, **variant), expected) for variant in variants]
-    if not is_rounding(min(distances), x.dtype):
-        return None
-    norm = _Norm(weight=weight, variant=variants[distances.index(min(distances))])
-    fusion.add_forward("norms", module, partial(normalize, weight=weight, **norm.variant))
-    return norm
+    candidates = [normalize(x, weight, **variant) for variant in variants]
+    if (index := find_closest(candidates, module(x))) is None:
+        return
+    norms[module] = _Norm(weight=weight, variant=variants[index])
+    fusion.add_forward("norms", module, partial(normalize, weight=weight, **variants[index]))
 
 
 def _fuse_residual(fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, _Norm]) -> None:
@@ -152,6 +194,8 @@ def _fuse_residual(fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, _
 
     parts = find_parts(layer)
     if parts is None or (norm := norms.get(parts.second_norm)) is None:
+        return
+    if _has_hooks(parts.second_norm):
         return
     add = partial(add_and_normalize, weight=norm.weight, **norm.variant)
     if (forward := make_forward(layer, parts, norm.weight, add)) is not None:
@@ -201,6 +245,8 @@ def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | No
     parameters = list(inspect.signature(original).parameters) if callable(original) else []
     if parameters[:4] != ["q", "k", "cos", "sin"]:
         return None
+    # Decoders rotate [1, H, N, D], encoders [N, H, D]. Each is tried, and used, in its own layout.
+    is_batched = "unsqueeze_dim" in parameters
 
     def rotate_both(
         q: torch.Tensor,
@@ -211,18 +257,27 @@ def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | No
         **options: Any,
     ) -> Any:
         is_dense = q.stride(-1) == k.stride(-1) == 1
-        if arguments or options or not is_dense or cos.shape[-1] != q.shape[-1]:
+        is_known = is_dense and q.ndim == k.ndim == cos.ndim + 1 == (4 if is_batched else 3)
+        token_axis = 2 if is_batched else 0
+        size = (q.shape[token_axis], q.shape[-1])  # the angles must be as many
+        if (
+            arguments
+            or options
+            or not is_known
+            or cos.shape[-2:] != size
+            or sin.shape != cos.shape
+            or k.shape[token_axis] != size[0]
+            or (is_batched and not len(q) == len(cos) == 1)
+        ):
             return original(q, k, cos, sin, *arguments, **options)
-        if q.ndim == 3 and cos.ndim == 2:  # [N, H, D], as encoders have it
+        if not is_batched:
             return rotate(q, k, cos.contiguous(), sin.contiguous())
-        if q.ndim == 4 and len(q) == 1 and cos.ndim == 3:  # [1, H, N, D]
-            cos, sin = cos[0].contiguous(), sin[0].contiguous()
-            new_q, new_k = rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
-            return new_q.transpose(0, 1)[None], new_k.transpose(0, 1)[None]
-        return original(q, k, cos, sin)
+        cos, sin = cos[0].contiguous(), sin[0].contiguous()
+        new_q, new_k = rotate(q[0].transpose(0, 1), k[0].transpose(0, 1), cos, sin)
+        return new_q.transpose(0, 1)[None], new_k.transpose(0, 1)[None]
 
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    if "unsqueeze_dim" in parameters:
+    if is_batched:
         shapes = [((1, 4, 6, size), (1, 6, size)) for size in (64, 128)]
     else:
         shapes = [((6, 4, size), (6, size)) for size in (64, 80)]
@@ -251,6 +306,11 @@ def _agrees(
 
 
 # ---- what all need
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether somebody wants to know when a module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _takes_one(module: nn.Module) -> bool:

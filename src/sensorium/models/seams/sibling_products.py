@@ -2,8 +2,9 @@
 
 Their weights become parts of one matrix. The member that is called first multiplies by all of it,
 the others take their share. They recognise each other's input by its identity, so a member that is
-called with another tensor never gets a wrong share. A group whose shares are left several times in
-a row falls apart: its members then compute for themselves.
+called with another tensor never gets a wrong share. (A module that changes the tensor in place
+between two members would get one. No family does so.) A group whose shares are left several times
+in a row falls apart: its members then compute for themselves.
 """
 
 from __future__ import annotations
@@ -69,15 +70,15 @@ class SiblingGroup:
 
 
 @torch.inference_mode()
-def find_groups(model: nn.Module) -> dict[nn.Module, SiblingGroup]:
+def find_groups(model: nn.Module) -> dict[nn.Module, list[SiblingGroup]]:
     """Join all siblings of a model that agree with themselves afterwards, by their parent."""
-    groups = {}
+    groups: dict[nn.Module, list[SiblingGroup]] = {}
     for parent in model.modules():
         children = dict(parent.named_children())
         for names in _SIBLINGS:
             members = [children[name] for name in names if name in children]
             if len(members) == len(names) and (group := _join(members)) is not None:
-                groups[parent] = group
+                groups.setdefault(parent, []).append(group)
     return groups
 
 

@@ -38,6 +38,21 @@ class _Softmaxed(_Gated):
         return self.down(self.up(x).softmax(-1))
 
 
+class _Scaled(_Gated):
+    """A norm without a parameter. Zeros would change little of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)
+        return self.down(inner / inner.square().mean(-1, keepdim=True).sqrt())
+
+
+class _Halved(_Gated):
+    """A width that is written down in the code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).view(-1, 7, 3).flatten(1))
+
+
 class _TwoInputs(_Gated):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x + y)
@@ -67,8 +82,28 @@ def test_a_padded_module_computes_the_same(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [_Gated(24), _Normed(21), _Softmaxed(21), _TwoInputs(21), nn.Linear(16, 21)],
-    ids=["aligned", "a norm inside", "all are mixed", "two inputs", "nothing behind it"],
+    [
+        _Gated(24),
+        _Normed(21),
+        _Softmaxed(21),
+        _Scaled(21),
+        _Scaled(3420).bfloat16(),
+        _Softmaxed(3420, has_bias=False).bfloat16(),
+        _Halved(21),
+        _TwoInputs(21),
+        nn.Linear(16, 21),
+    ],
+    ids=[
+        "aligned",
+        "a norm inside",
+        "all are mixed",
+        "a norm without weights",
+        "a wide norm",
+        "a wide mixture",
+        "another shape",
+        "two inputs",
+        "nothing behind it",
+    ],
 )
 def test_a_module_that_would_change_stays_as_it_is(module: nn.Module) -> None:
     model = nn.Sequential(module)

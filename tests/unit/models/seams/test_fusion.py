@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ ALL_KINDS = ("joined products", "gated layers", "norms", "sums with norms", "rot
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
+
+
+def in_interpreter(test: Any) -> Any:
+    """Ignore what NumPy says about Triton's interpreter."""
+    for words in ("Conversion of an array:DeprecationWarning", "overflow:RuntimeWarning"):
+        test = pytest.mark.filterwarnings(f"ignore:{words}")(test)
+    return test
 
 
 def _load(directory: str) -> ModelAdapter:
@@ -65,7 +73,7 @@ def test_siblings_are_one_product(has_bias: bool, monkeypatch: pytest.MonkeyPatc
     module = _Attention(has_bias=has_bias)
     x = torch.randn(3, 12)
     expected = module(x)
-    [group] = find_groups(module).values()
+    [[group]] = find_groups(module).values()
     calls = []
     multiply = SiblingGroup.multiply
     monkeypatch.setattr(
@@ -123,7 +131,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@in_interpreter
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [
@@ -199,7 +207,7 @@ class _Scaled(_Layer):
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@in_interpreter
 @pytest.mark.parametrize(
     ("kind", "is_fused"), [(_Layer, True), (_Parallel, False), (_Doubling, False), (_Scaled, False)]
 )
@@ -235,7 +243,7 @@ def test_fusions_that_change_the_model_as_a_whole_are_not_used(
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@in_interpreter
 @pytest.mark.usefixtures("with_kernels")
 @torch.inference_mode()
 def test_only_the_fused_model_rotates_by_our_kernel(
@@ -253,3 +261,143 @@ def test_only_the_fused_model_rotates_by_our_kernel(
     assert not calls
     fused._run_two_tokens(CausalAttention())
     assert len(calls) == fused.fusion.counts["rotary positions"] == 3
+
+
+# ---- what only looks like something that is known
+
+
+class _Gated(nn.Module):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor], limit: float = 1e9) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 64, bias=False)
+        self.up_proj = nn.Linear(32, 64, bias=False)
+        self.down_proj = nn.Linear(64, 32, bias=False)
+        self._act = act
+        self._limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x).clamp(max=self._limit), self.up_proj(x)
+        return self.down_proj(self._act(gate) * up)
+
+
+class _GroupRMSNorm(nn.Module):
+    """Each half of a row is divided by its own size."""
+
+    eps = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.float().unflatten(-1, (2, -1))
+        halves = halves * torch.rsqrt(halves.square().mean(-1, keepdim=True) + self.eps)
+        return halves.flatten(-2).to(x.dtype) * self.weight
+
+
+class _FailingRMSNorm(_GroupRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, _, _ = x.shape  # no other shape will do
+        return x * batch
+
+
+@needs_triton
+@in_interpreter
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize(
+    "module",
+    [_Gated(nn.functional.silu, limit=10.0), _GroupRMSNorm(), _FailingRMSNorm()],
+    ids=["a clamp", "norms of halves", "another shape"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_only_looks_alike_is_not_fused(module: nn.Module, dtype: torch.dtype) -> None:
+    fusion = fuse(module.to(dtype), CPU)
+    assert not fusion.counts["gated layers"]
+    assert not fusion.counts["norms"]
+
+
+@needs_triton
+@in_interpreter
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [
+        ("silu", nn.functional.silu),
+        ("gelu", nn.functional.gelu),
+        ("gelu_tanh", nn.GELU(approximate="tanh")),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_activation_is_found(
+    kind: str, act: Callable[..., torch.Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sensorium.layers.kernels import gate
+
+    torch.manual_seed(0)
+    module = _Gated(act).to(dtype)
+    assert fuse(module, CPU).counts["gated layers"] == 1
+    kinds = []
+    monkeypatch.setattr(gate, "_multiply", _Noting(gate._multiply, kinds))
+    module(torch.randn(2, 32, dtype=dtype))
+    assert kinds == [kind]
+
+
+class _Noting:
+    """A kernel that notes its kinds."""
+
+    def __init__(self, kernel: Any, kinds: list[str]) -> None:
+        self._kernel = kernel
+        self._kinds = kinds
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def run(*arguments: Any, **options: Any) -> None:
+            self._kinds.append(options["KIND"])
+            self._kernel[grid](*arguments, **options)
+
+        return run
+
+
+def test_a_module_with_two_groups_gets_all_originals_back() -> None:
+    module = _Attention()
+    module.gate_proj, module.up_proj = nn.Linear(12, 8), nn.Linear(12, 8)
+    fusion = fuse(module, CPU)
+    assert fusion.counts["joined products"] == 2
+    with fusion.paused():
+        assert not any("forward" in vars(linear) for linear in _get_linears(module))
+
+
+@needs_triton
+@in_interpreter
+@pytest.mark.usefixtures("with_kernels")
+def test_parts_with_hooks_are_still_called() -> None:
+    module, calls = _Gated(nn.functional.silu), []
+    module.gate_proj.register_forward_hook(lambda *_: calls.append(1))
+    fuse(module, CPU)
+    calls.clear()
+    module(torch.randn(2, 32))
+    assert calls
+
+
+@needs_triton
+@in_interpreter
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("num_pictures", [1, 2])
+def test_a_tower_with_another_layout_is_rotated_as_before(num_pictures: int) -> None:
+    """This one has its tokens before its heads, and a batch."""
+    from transformers import MLCDVisionConfig, MLCDVisionModel
+
+    torch.manual_seed(0)
+    config = MLCDVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=14,
+    )
+    model = MLCDVisionModel(config).eval()
+    pixels = torch.randn(num_pictures, 3, 28, 28)
+    with torch.inference_mode():
+        expected = model(pixels).last_hidden_state
+        fuse(model, CPU)
+        torch.testing.assert_close(model(pixels).last_hidden_state, expected)
