@@ -48,7 +48,8 @@ SIDE = 1024
 NUM_PROBES = 7
 NUM_CLIENTS = 8
 MODEL = "m"
-# Of vLLM 0.26 with one API process on the same kind of machine, measured in the same way.
+# Of vLLM 0.26 with one API process on the same kind of machine, with the same loads, measured at
+# another time and by another script.
 VLLM = {
     "text": "20.5 ms",
     "first": "196 ms",

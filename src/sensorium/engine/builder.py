@@ -237,7 +237,7 @@ def build_frontend(
     starts_early: bool = False,
     warm_modalities: Collection[str] = (),
 ) -> Frontend:
-    """`starts_early`, `warm_modalities`: see `build_perception`."""
+    """Build what renders prompts and perceives media. `build_perception` explains the last two."""
     directory, hf_config = str(loaded.checkpoint), loaded.hf_config
     embeds_modalities = EMBEDS.get(hf_config.model_type, ())
     processor = MultiModalProcessor(

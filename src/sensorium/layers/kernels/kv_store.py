@@ -23,7 +23,7 @@ def _store(
     DV: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Store one token's keys and values of one head. A slot below 0 belongs to nobody."""
+    """Store the keys and values of one token and one head. Nothing is stored below slot 0."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)

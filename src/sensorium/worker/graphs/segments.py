@@ -219,7 +219,7 @@ class SegmentGraphs:
     # ---- in a step
 
     def find_size(self, num_tokens: int, extra: Mapping[str, Any]) -> int | StepMode:
-        """Return the number of tokens whose graphs can compute a step, or why there is none."""
+        """Return the captured size that fits a step, or the reason to run it without graphs."""
         shapes = {
             name: tensor.shape[2:] if isinstance(tensor, torch.Tensor) else None
             for name, tensor in extra.items()
@@ -295,7 +295,7 @@ class _FixedMemory:
         return self.make(name, rows).copy_(rows)
 
     def make(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the front of a tensor whose rows are like these. It is made at its first use."""
+        """Return the first rows of the tensor of this name. The first call allocates it."""
         if name not in self._tensors:
             shape = (self._num_rows, *like.shape[1:])
             self._tensors[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
