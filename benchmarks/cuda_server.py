@@ -141,8 +141,8 @@ async def ask(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[float, 
 # ---- times to the first token
 
 
-async def probe(url: str, side: int, num_probes: int) -> dict[str, float]:
-    """Return medians of milliseconds."""
+async def probe(url: str, side: int, num_probes: int) -> dict[str, Any]:
+    """Return medians of milliseconds, and all of them in `probes_ms`."""
     times: dict[str, list[float]] = {"first": [], "repeat": [], "new_text": [], "text": []}
     async with httpx.AsyncClient(timeout=600) as client:
         for index in range(-1, num_probes):
@@ -158,8 +158,9 @@ async def probe(url: str, side: int, num_probes: int) -> dict[str, float]:
             for name, body in bodies.items():
                 seconds, _ = await ask(client, url, body)
                 if index >= 0:  # the first round is not counted
-                    times[name].append(seconds * 1e3)
-    return {name: round(statistics.median(values), 1) for name, values in times.items()}
+                    times[name].append(round(seconds * 1e3, 1))
+    medians = {name: round(statistics.median(values), 1) for name, values in times.items()}
+    return medians | {"probes_ms": times}
 
 
 # ---- throughput
@@ -207,9 +208,16 @@ def run_load(url: str, name: str, load: Load, side: int, num_clients: int) -> di
     }
 
 
-async def _send(url: str, bodies: list[bytes], num_at_once: int) -> list[tuple[float, int]]:
+async def _send(
+    url: str, bodies: list[bytes], num_at_once: int, barrier: Any = None
+) -> tuple[float, float, list[tuple[float, int]]]:
+    """Return when the first request was sent, when the last was answered, and the answers."""
     answers = []
     async with httpx.AsyncClient(timeout=600) as client:
+        await client.get(f"{url}/health")  # the client imports parts of itself at first use
+        if barrier is not None:
+            barrier.wait(120)
+        start = time.monotonic()  # one clock for all processes of a machine
         left = iter(bodies)
 
         async def work() -> None:
@@ -217,15 +225,12 @@ async def _send(url: str, bodies: list[bytes], num_at_once: int) -> list[tuple[f
                 answers.append(await ask(client, url, body))  # noqa: PERF401
 
         await asyncio.gather(*(work() for _ in range(num_at_once)))
-    return answers
+        return start, time.monotonic(), answers
 
 
 def _run_client(url: str, bodies: list[bytes], num_at_once: int, barrier: Any, queue: Any) -> None:
     try:
-        barrier.wait(120)
-        start = time.monotonic()  # one clock for all processes of a machine
-        answers = asyncio.run(_send(url, bodies, num_at_once))
-        queue.put((start, time.monotonic(), answers))
+        queue.put(asyncio.run(_send(url, bodies, num_at_once, barrier)))
     except Exception as error:
         queue.put(repr(error))
 
