@@ -1,4 +1,4 @@
-"""Joined weights take no memory that the KV cache could have."""
+"""Joined weights take no memory of the KV cache, and kernels are ready at the start."""
 
 from __future__ import annotations
 
@@ -7,16 +7,47 @@ import gc
 import torch
 import transformers
 
+from sensorium import SamplingParams
 from sensorium.models.adapter import ModelAdapter
 
-from .setting import UnavailableError, get_device
+from .setting import make_device_llm, need_cuda
 
 _MOST = 1.05  # what torch may hold, against what tensors take
 
 
+def check_compiled_kernels() -> str:
+    """Steps of every mixture of prompts and requests that decode compile no kernel anew."""
+    need_cuda()
+    import triton
+
+    from sensorium.layers.kernels import decode_attention, gate, kv_store, rms_norm, rotary
+
+    modules = (decode_attention, gate, kv_store, rms_norm, rotary)
+    kernels = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, triton.runtime.JITFunction)
+    ]
+
+    def count() -> int:
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    llm = make_device_llm("wide-llama", torch.bfloat16, attention_backend="triton", max_num_seqs=40)
+    before, num_steps = count(), 0
+    assert before, "no kernel was compiled at the start, so nothing is counted"
+    for index in range(80):
+        tokens = [3 + (7 * index + i) % 90 for i in range(1 + 13 * index % 71)]
+        llm._add({"prompt_token_ids": tokens}, SamplingParams(max_tokens=40, ignore_eos=True))
+        llm.core.step()
+        num_steps += 1
+    after = count()
+    assert after == before, f"{after - before} kernels were compiled in {num_steps} steps"
+    return f"{before} kernels at the start; none were added in {num_steps} steps"
+
+
 def check_fused_memory() -> str:
-    if get_device() != "cuda":
-        raise UnavailableError("needs a CUDA device")
+    need_cuda()
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

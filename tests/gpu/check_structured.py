@@ -9,7 +9,7 @@ import torch
 from sensorium import SamplingParams
 
 from .check_syncs import NUM_STEPS, count_syncs
-from .setting import UnavailableError, get_device, get_reference, make_device_llm
+from .setting import get_reference, make_device_llm, need_cuda
 
 _SCHEMA = {
     "type": "object",
@@ -50,8 +50,7 @@ def check_structured_answers(name: str, dtype: torch.dtype) -> str:
 
 
 def check_structured_syncs(name: str) -> str:
-    if get_device() != "cuda":
-        raise UnavailableError("waiting is counted on CUDA only")
+    need_cuda()
     llm = make_device_llm(name, torch.float32)
     params = SamplingParams(
         structured_outputs={"json": _SCHEMA},  # type: ignore[arg-type]

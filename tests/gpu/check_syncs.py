@@ -13,7 +13,7 @@ import sensorium
 from sensorium import LLM
 from tests.parity.reference import GREEDY
 
-from .setting import UnavailableError, get_device, get_reference, make_device_llm
+from .setting import get_reference, make_device_llm, need_cuda
 
 NUM_STEPS = 8  # fewer than the tokens of a request
 
@@ -41,7 +41,7 @@ def _get_ours(places: Counter[str]) -> dict[str, int]:
 
 
 def check_decode_syncs(name: str, dtype: torch.dtype, backend: str) -> str:
-    _need_cuda()
+    need_cuda()
     llm = make_device_llm(name, dtype, attention_backend=backend)
     _add(llm, name, 4)
     requests = llm.core.scheduler.requests
@@ -58,7 +58,7 @@ def check_encoder_syncs(name: str) -> str:
     """A step that encodes adds one wait of ours, whatever the number of items; the model's own
     encoder may wait as well.
     """
-    _need_cuda()
+    need_cuda()
     llm = make_device_llm(name, torch.float32)
     prompts = [entry.prompt for entry in get_reference(name, torch.float32).expected]
     llm.generate(prompts[:2], GREEDY, use_tqdm=False)  # first uses
@@ -68,11 +68,6 @@ def check_encoder_syncs(name: str) -> str:
     ours = _get_ours(places)
     assert sum(ours.values()) <= 2, f"waited at {ours}"
     return f"ours {ours}, all {places.total()}"
-
-
-def _need_cuda() -> None:
-    if get_device() != "cuda":
-        raise UnavailableError("waiting is counted on CUDA only")
 
 
 def _add(llm: LLM, name: str, count: int) -> None:

@@ -16,7 +16,7 @@ from tests.parity.graph_mistakes import GRAPH_MISTAKES
 from .check_attention import check_backend
 from .check_bfloat16 import check_decoder, check_embeddings
 from .check_controls import MISTAKES, check_control
-from .check_fusion import check_fused_memory
+from .check_fusion import check_compiled_kernels, check_fused_memory
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import SETTINGS, check_float32, check_graph_mistake, check_stress
@@ -46,6 +46,7 @@ def get_checks() -> Iterator[Check]:
     for mistake in GRAPH_MISTAKES:
         yield Check(name=f"float32 control/{mistake}", run=partial(check_graph_mistake, mistake))
     yield Check(name="fusion/memory", run=check_fused_memory)
+    yield Check(name="fusion/compiled kernels", run=check_compiled_kernels)
     yield from _get_bfloat16_checks()
     yield from _get_trial_checks()
     yield from _get_sync_checks()

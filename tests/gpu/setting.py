@@ -45,6 +45,11 @@ def get_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def need_cuda() -> None:
+    if get_device() != "cuda":
+        raise UnavailableError("needs a CUDA device")
+
+
 def use_exact_float32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

@@ -22,8 +22,17 @@ _MIN_SIDE = 16  # of a matrix product in Triton
 _ENDLESS = 1 << 30  # a window that nothing is outside of
 
 
+# Triton compiles a kernel anew for numbers that are 1 or divide by 16, and for addresses that are
+# aligned. Those below change from step to step where prompts stand beside requests that decode:
+# a new kernel would be compiled while requests wait.
+_NUMBERS_THAT_CHANGE = ("table_row", "num_splits")
+_ADDRESSES_THAT_CHANGE = ("tables", "seq_lens", "sums")
+
+
 # fmt: off
-@triton.jit
+@triton.jit(
+    do_not_specialize=_NUMBERS_THAT_CHANGE, do_not_specialize_on_alignment=_ADDRESSES_THAT_CHANGE
+)
 def _attend_part(
     query, keys, values, tables, seq_lens, parts, maxima, sums, scaling, window, query_row,
     query_head, key_slot, key_head, value_slot, value_head, table_row, num_heads, num_splits,
@@ -87,7 +96,9 @@ def _attend_part(
 # fmt: on
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=_NUMBERS_THAT_CHANGE, do_not_specialize_on_alignment=_ADDRESSES_THAT_CHANGE
+)
 def _merge_parts(
     parts,
     maxima,
