@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 import transformers
 
 from sensorium import SamplingParams
 from sensorium.models.adapter import ModelAdapter
+from tests.parity.driver import make_llm
 
-from .setting import make_device_llm, need_cuda
+from .setting import get_directory, need_cuda
 
 _MOST = 1.05  # what torch may hold, against what tensors take
 
@@ -33,7 +37,15 @@ def check_compiled_kernels() -> str:
     def count() -> int:
         return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
-    llm = make_device_llm("wide-llama", torch.bfloat16, attention_backend="triton", max_num_seqs=40)
+    with tempfile.TemporaryDirectory() as directory:
+        _make_grouped(Path(directory) / "model")
+        llm = make_llm(
+            f"{directory}/model",
+            device="cuda",
+            dtype="bfloat16",
+            attention_backend="triton",
+            max_num_seqs=40,
+        )
     before, num_steps = count(), 0
     assert before, "no kernel was compiled at the start, so nothing is counted"
     for index in range(80):
@@ -44,6 +56,14 @@ def check_compiled_kernels() -> str:
     after = count()
     assert after == before, f"{after - before} kernels were compiled in {num_steps} steps"
     return f"{before} kernels at the start; none were added in {num_steps} steps"
+
+
+def _make_grouped(directory: Path) -> None:
+    """Make a model with four query heads for each key head, which the trial of kernels has not."""
+    shutil.copytree(get_directory("llama"), directory)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config.head_dim, config.num_attention_heads, config.num_key_value_heads = 64, 8, 2
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def check_fused_memory() -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from sensorium import LLM, ModelError
+from sensorium import LLM, ModelError, SamplingParams
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
@@ -26,3 +27,18 @@ def test_a_backend_for_gpus_is_refused_on_a_cpu(
 def test_an_unknown_backend_is_refused_by_name(tiny_model: Callable[[str], str]) -> None:
     with pytest.raises(ModelError, match="unknown attention_backend 'cutlass': use auto, flash"):
         LLM(tiny_model("llama"), device="cpu", max_model_len=64, attention_backend="cutlass")
+
+
+def test_steps_use_no_kernel_that_is_compiled_for_every_length(
+    tiny_model: Callable[[str], str],
+) -> None:
+    """cuDNN's are; whoever shares the process with the engine keeps them."""
+    llm = LLM(tiny_model("llama"), device="cpu", max_model_len=64)
+    seen = []
+    llm.core.runner._adapter.model.get_decoder().register_forward_pre_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -14,6 +14,7 @@ import torch
 
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.backend import PagedAttention
+from sensorium.layers.attention.torch_backend import use_ready_kernels
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
@@ -134,6 +135,7 @@ class ModelRunner:
     # ---- one step
 
     @torch.inference_mode()
+    @use_ready_kernels()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self._apply_changes(output)
         failed, encode_s = self._encode(output.scheduled)

@@ -6,10 +6,15 @@ the keys. Decoding requests are padded within a bucket (lengths of one power of 
 one doesn't slow down the short ones.
 
 Masks and block lists are made once per step and group, and used by all its layers.
+
+Of torch's kernels those of cuDNN are left out: they are compiled for every new pair of lengths,
+which takes some 50 ms, and requests have ever new lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +28,19 @@ from sensorium.layers.attention.backend import (
     store_new_tokens,
 )
 from sensorium.utils.to_device import to_device
+
+_BIAS_ALIGNMENT = 16  # numbers; a row of a bias that starts elsewhere is copied by every layer
+
+
+@contextmanager
+def use_ready_kernels() -> Iterator[None]:
+    """Let `scaled_dot_product_attention` use only kernels that need not be compiled first."""
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +57,7 @@ class _Prefill:
     end: int
     block_ids: torch.Tensor | None  # None: all its keys are new, nothing to gather
     num_keys: int
-    mask: torch.Tensor | None  # bool [query, S]; None: plain causal
+    mask: torch.Tensor | None  # [query, S], bool, or on a GPU 0 and -inf; None: plain causal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +237,14 @@ class TorchPagedAttention:
         mask = keys < until
         if group.window is not None:
             mask &= keys > queries - group.window
-        return mask
+        return mask if device.type == "cpu" else self._make_bias(mask)
+
+    def _make_bias(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return a mask as the kernels for GPUs want it, which every layer would make again."""
+        num_queries, num_keys = mask.shape
+        width = -(-num_keys // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
+        bias = torch.zeros(num_queries, width, dtype=self._dtype, device=mask.device)[:, :num_keys]
+        return bias.masked_fill_(~mask, float("-inf"))
 
     def _first_block(self, group: GroupTables, position: int) -> int:
         """The first block that `position` reads."""
@@ -249,6 +274,11 @@ def _prefill(
     if prefill.block_ids is not None:
         key = _gather(cache.keys, prefill.block_ids, 1)[:, :, : prefill.num_keys]
         value = _gather(cache.values, prefill.block_ids, 1)[:, :, : prefill.num_keys]
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and prefill.mask is not None and query.is_cuda:
+        # The kernel that takes a mask has no grouped heads; without it all scores are stored.
+        key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+        group = 1
     result = scaled_dot_product_attention(
         query,
         key,
@@ -256,7 +286,7 @@ def _prefill(
         attn_mask=prefill.mask,
         is_causal=prefill.mask is None,
         scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        enable_gqa=group > 1,
     )
     return result.transpose(1, 2)
 

@@ -31,7 +31,7 @@ def find_obstacle(
 class DecodingRows:
     """The requests of a step that decode, as the kernel reads them for one group of layers."""
 
-    block_tables: torch.Tensor  # int [b, blocks]
+    block_tables: torch.Tensor  # int32 [b, blocks]
     seq_lens: torch.Tensor  # int [b]
     window: int | None
 
@@ -56,7 +56,8 @@ class TritonPagedAttention(TorchPagedAttention):
     def _plan_decodes(self, group: GroupTables, seq_lens: tuple[int, ...]) -> DecodingRows:
         device = group.block_tables.device
         return DecodingRows(
-            block_tables=group.block_tables[: len(seq_lens)],
+            # As in CUDA graphs: the kernel that was compiled for them serves here too.
+            block_tables=group.block_tables[: len(seq_lens)].to(torch.int32),
             seq_lens=to_device(torch.tensor(seq_lens), device),
             window=group.window,
         )
