@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := .venv-clients
+PORT ?= 8000
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
@@ -23,7 +24,7 @@ help:
 	@echo "make check    formatting, lint, types, layers, sizes"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
-	@echo "make serve    the server, with the embedded model"
+	@echo "make serve    the server, with the embedded model (PORT=8077: on another port)"
 	@echo "make clean    remove the virtual environment and all that was built"
 
 setup: $(READY)
@@ -94,7 +95,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/attack_costs.py --record
 
 serve: $(READY)
-	$(BIN)/sensorium serve --port 8000
+	$(BIN)/sensorium serve --port $(PORT)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

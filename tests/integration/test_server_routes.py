@@ -33,7 +33,7 @@ def test_those_who_watch_are_answered(omni_server: ServerProcess) -> None:
         "kernels": {
             "attention": "torch",
             "cuda_graphs": "none: it needs a CUDA device, not cpu",
-            "fused": "nothing",
+            "fused": "nothing: the kernels need a CUDA device, not cpu",
         },
     }
     # Those whom others left behind may still be leaving.

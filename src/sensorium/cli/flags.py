@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.media_flags import make_llm_media
-from sensorium.cli.parsing import at_least, parse_sizes
+from sensorium.cli.parsing import at_least, between, parse_sizes
 from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.layers.attention import ATTENTION_BACKENDS
 from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
@@ -42,10 +43,19 @@ def add_loading_flags(command: argparse.ArgumentParser, *, has_weights: bool = T
 
 
 def _add_weights(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="precision of the weights (default auto: the checkpoint's, on most CPUs float32)",
+    )
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument(
-        "--attention-backend", default="auto", help="auto, flashinfer, varlen, triton or torch"
+        "--attention-backend",
+        default="auto",
+        choices=ATTENTION_BACKENDS,
+        help="kernels that attend to the KV cache (default auto: the first of these that runs the "
+        "model here and passes a trial); docs/gpu.md says what each needs",
     )
     group.add_argument(
         "--enforce-eager",
@@ -63,12 +73,13 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         "--cuda-graph-sizes",
         type=parse_sizes,
         metavar="N,N,...",
-        help="batch sizes that have a CUDA graph (default: 1,2,4,8, then every eighth up to "
-        "--max-num-seqs)",
+        help="batch sizes for which steps that decode have a CUDA graph; a batch is padded to the "
+        "next size, and a larger one runs without a graph (default: 1,2,4,8, then every eighth up "
+        "to --max-num-seqs)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
-        type=float,
+        type=between(0.01, 1),
         default=0.9,
         metavar="SHARE",
         help="share of a CUDA device's memory that may be in use (default 0.9)",

@@ -55,7 +55,11 @@ def parse_bytes(text: str) -> int:
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Read sizes that are divided by commas, such as `1,2,4`."""
-    return tuple(at_least(1)(word) for word in text.split(","))
+    try:
+        return tuple(at_least(1)(word) for word in text.split(","))
+    except argparse.ArgumentTypeError as error:
+        hint = "sizes are divided by commas, such as 1,2,4; --enforce-eager turns graphs off"
+        raise argparse.ArgumentTypeError(f"{error} ({hint})") from error
 
 
 def parse_mapping(text: str) -> dict[str, Any]:

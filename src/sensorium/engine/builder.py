@@ -330,7 +330,7 @@ def build_engine_core(
         groups=config.groups,
         block_size=config.block_size,
     )
-    config = replace(config, graphs=graphs.words, fused=str(adapter.fusion))
+    config = replace(config, graphs=graphs.words, fused=_describe_fusion(adapter, options))
     runner = ModelRunner(
         adapter,
         kv_cache=kv_cache,
@@ -342,6 +342,15 @@ def build_engine_core(
         graphs=graphs,
     )
     return EngineCore(_make_scheduler(config), runner, payloads), config
+
+
+def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:
+    """Return what is fused in the model, or why nothing is."""
+    if not options.fusion:
+        return "nothing: fusion is turned off"
+    if adapter.device.type != "cuda":
+        return f"nothing: the kernels need a CUDA device, not {adapter.device.type}"
+    return str(adapter.fusion)
 
 
 def _make_kv_cache(

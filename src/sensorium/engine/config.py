@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.engine.memory import MemoryPlan, format_bytes
-from sensorium.layers.attention.selection import ATTENTION_BACKENDS
+from sensorium.layers.attention import ATTENTION_BACKENDS
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
 from sensorium.models.adapter import MODALITIES
 from sensorium.models.context_limit import ContextLimit

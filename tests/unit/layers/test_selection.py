@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.layers.attention import flashinfer_backend, selection, varlen_backend
+from sensorium.layers.attention import (
+    ATTENTION_BACKENDS,
+    flashinfer_backend,
+    selection,
+    varlen_backend,
+)
 from sensorium.layers.attention.backend import StepLayout
-from sensorium.layers.attention.selection import ATTENTION_BACKENDS, choose_attention
+from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.layers.attention.trial import find_fault
 from sensorium.layers.kv_layout import LayerSpec

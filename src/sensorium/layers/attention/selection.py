@@ -24,8 +24,6 @@ from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_BACKENDS = ("auto", "flashinfer", "varlen", "triton", "torch")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:

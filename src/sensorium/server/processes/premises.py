@@ -72,7 +72,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
-        raise RequestError(f"can't listen on {host}, port {port}: {reason}") from error
+        raise RequestError(
+            f"can't listen on {host}, port {port}: {reason} (--port chooses another; 0 is any)"
+        ) from error
     return listener
 
 

@@ -96,7 +96,7 @@ def build_graphs(
 ) -> Graphs:
     """Capture the graphs of an engine, as far as it can have some."""
     if options.enforce_eager:
-        return Graphs(words="none: enforce_eager")
+        return Graphs(words="none: they are turned off (enforce_eager)")
     started, before = monotonic(), _get_used_bytes(adapter.device)
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)

@@ -71,7 +71,7 @@ def test_enforce_eager_turns_graphs_off(
 ) -> None:
     recorders = use_graphs(monkeypatch)
     llm = make_llm(tiny_model("llama"), enforce_eager=True)
-    assert llm.config.graphs == "none: enforce_eager"
+    assert llm.config.graphs == "none: they are turned off (enforce_eager)"
     assert recorders.decoding.recordings == []
     assert recorders.segments.recordings == []
 
