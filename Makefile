@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := .venv-clients
-PORT ?= 8000
+PORT := 8000
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 

@@ -24,7 +24,7 @@ _URL_SCHEMES = ("http:", "https:", "data:", "file:")
 
 
 def add_loading_flags(command: argparse.ArgumentParser, *, has_weights: bool = True) -> None:
-    """`has_weights`: of a command that loads them."""
+    """Add the flags for loading a model, with `has_weights` also those for its weights."""
     group = command.add_argument_group("loading")
     group.add_argument(
         "--max-model-len",

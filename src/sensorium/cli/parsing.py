@@ -45,7 +45,7 @@ def between(least: float, most: float) -> Callable[[str], float]:
 
 
 def parse_bytes(text: str) -> int:
-    """`4294967296`, `4G`, `4GiB` and `4096M` are the same."""
+    """Read a number of bytes. The words 4294967296, 4G, 4GiB and 4096M mean the same."""
     match = _BYTES.fullmatch(text.strip())
     num_bytes = 0 if match is None else int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
     if not 1 <= num_bytes <= MAX_INTEGER:
@@ -73,7 +73,7 @@ def parse_mapping(text: str) -> dict[str, Any]:
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """`{"image": 4}` or `image=4,video=1`."""
+    """Read counts by modality, written as `{"image": 4}` or as `image=4,video=1`."""
     if text.lstrip().startswith("{"):
         counts = parse_mapping(text)
     else:

@@ -101,7 +101,7 @@ class EngineOptions:
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
-        """Those of which a prompt may have an item, as far as the user says."""
+        """Return the modalities that `limit_mm_per_prompt` does not switch off."""
         return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
 
     def _check_media_limits(self) -> None:
@@ -203,10 +203,10 @@ def resolve_config(
     bidirectional_modalities: frozenset[str],
     attention_backend: str,
     memory: MemoryPlan,
-    free_bytes: int,
+    free_bytes: int,  # what is left now
     long_after: int | None = None,
 ) -> EngineConfig:
-    """`memory`: as it was planned before the model was loaded; `free_bytes`: what is left now."""
+    """Resolve the options for a loaded model. `memory` was planned before it was loaded."""
     block_bytes = [
         group.num_bytes_per_block(block_size=options.block_size, element_size=element_size)
         for group in layer_groups
