@@ -19,7 +19,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0  # on a machine that others use too
 _COMMAND = "from sensorium.cli import main; main()"
 _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
@@ -72,9 +72,17 @@ class ServerProcess:
                     f"the server ended with {self.process.returncode}:\n{self.output}"
                 )
             if time.monotonic() > deadline:
+                self._print_stacks()
                 raise AssertionError(f"the server is not ready:\n{self.output}")
             with self._is_said:
                 self._is_said.wait(0.5)
+
+    def _print_stacks(self) -> None:
+        """Make the processes of a server that does not start say where they are, and end."""
+        for pid in get_descendants(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)  # `faulthandler` prints the stack of every thread
+        self._reader.join(10)
 
     def wait_for_output(self, words: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s

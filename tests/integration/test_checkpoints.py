@@ -166,8 +166,9 @@ def test_the_command_takes_the_same_options(
 
     with pytest.raises(SystemExit, match="revision='v1' goes with a hub id"):
         run("--revision", "v1")
-    with pytest.raises(SystemExit, match="gpu_memory_utilization must be above 0"):
+    with pytest.raises(SystemExit, match="2"):
         run("--gpu-memory-utilization", "7")
+    assert "--gpu-memory-utilization: it must be from 0.01 to 1, not 7" in capsys.readouterr().err
     write_code(directory)
     with pytest.raises(SystemExit, match="--trust-remote-code"):
         run()
