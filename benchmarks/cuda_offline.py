@@ -33,10 +33,10 @@ import torch
 from random_qwen import IMAGE_PAD, Prompt, make_model, make_prompts, make_request
 from records import write_record
 from sensorium import ModelError
-from sensorium.engine.builder import build_engine_core
-from sensorium.engine.config import EngineOptions, resolve_limits
-from sensorium.engine.engine_core import EngineCore
-from sensorium.engine.memory import get_free_bytes, plan_memory
+from sensorium.engine.build.builder import build_engine_core
+from sensorium.engine.build.config import EngineOptions, resolve_limits
+from sensorium.engine.build.memory import get_free_bytes, plan_memory
+from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.models.adapter import ModelAdapter
 from sensorium.multimodal.cache.uncached import UncachedReceiver
 from sensorium.types.transfer import Transfer

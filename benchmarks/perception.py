@@ -42,10 +42,8 @@ from PIL import Image
 
 from records import write_record
 from sensorium import SamplingParams
-from sensorium.engine.chat import make_chats
-from sensorium.engine.input_processor import InputProcessor
-from sensorium.engine.media_options import MediaOptions
-from sensorium.engine.perception import (
+from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.perception import (
     Caches,
     Perception,
     build_caches,
@@ -53,6 +51,8 @@ from sensorium.engine.perception import (
     build_receiver,
     build_store,
 )
+from sensorium.engine.inputs.chat_batch import make_chats
+from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ItemHandle, SenderCache
 from sensorium.multimodal.cache.shm import ShmSender
@@ -60,7 +60,7 @@ from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.multimodal.pool.jobs import PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
 from sensorium.types.sampling import GenerationDefaults
@@ -137,7 +137,7 @@ def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, Perception]]:
     )
     inputs = InputProcessor(
         processor,
-        perceiver=perception.perceiver,
+        pipeline=perception.pipeline,
         defaults=GenerationDefaults(),
         limit_mm_per_prompt={},
         mm_processor_kwargs=media.mm_processor_kwargs,

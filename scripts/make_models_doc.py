@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sensorium.engine.catalog import HEADER, OTHERS, get_rows
+from sensorium.engine.build.catalog import HEADER, OTHERS, get_rows
 from sensorium.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent

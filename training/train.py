@@ -43,7 +43,7 @@ GUIDES = ("landmarks", "places", "mentions", "counts")
 GUIDE_WEIGHTS = (0.5, 0.2, 0.3, 0.3)
 
 
-class Perceiver:
+class MediaPipeline:
     """Draws and listens on the device."""
 
     def __init__(self, folder: Path, device: str, seed: int) -> None:
@@ -113,12 +113,12 @@ def predict(
 
 @torch.no_grad()
 def measure(
-    model: Thinker, perceiver: Perceiver, batches: list[Batch], autocast: Any
+    model: Thinker, pipeline: MediaPipeline, batches: list[Batch], autocast: Any
 ) -> dict[str, float]:
     """How many answers are right, token for token, per task; greedy decoding gives the same."""
     right: dict[str, list[bool]] = defaultdict(list)
     for batch in batches:
-        perceived = perceiver.perceive(batch, is_clean=True)
+        perceived = pipeline.perceive(batch, is_clean=True)
         with autocast():
             logits, _ = predict(model, batch, perceived, see(model, batch, perceived))
         is_right = (logits.argmax(-1).cpu() == batch["labels"]).long()
@@ -172,21 +172,21 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.compile:
         Blocks.compile()
     optimizers = make_optimizers(model, guides, lr=arguments.lr)
-    perceiver = Perceiver(folder, device, arguments.seed)
+    pipeline = MediaPipeline(folder, device, arguments.seed)
     first = {} if arguments.init is None else {"first_steps": 0}
     plan = Plan(**first | json.loads(arguments.plan))
 
     def start_steps(number: int) -> Ahead:
         seed = arguments.seed + number  # what made a worker die is not made again
         steps = load_steps(folder, plan, seed=seed, num_workers=arguments.workers, start=number)
-        return Ahead(steps, perceiver.perceive, device)
+        return Ahead(steps, pipeline.perceive, device)
 
     steps = start_steps(0)
     tests = make_test_batches(folder, seed=7, count=arguments.test_count, rounds=1)
     out.mkdir(parents=True, exist_ok=True)
-    perceiver.draw_sheet(tests[0], out / "pictures.png")
+    pipeline.draw_sheet(tests[0], out / "pictures.png")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
-    loop = _Loop(model, guides, optimizers, perceiver, arguments)
+    loop = _Loop(model, guides, optimizers, pipeline, arguments)
     loop.run(steps, start_steps, tests, out)
 
 
@@ -196,11 +196,11 @@ class _Loop:
         model: Thinker,
         guides: Guides,
         optimizers: list[Any],
-        perceiver: Perceiver,
+        pipeline: MediaPipeline,
         arguments: Any,
     ) -> None:
         self._model, self._guides = model, guides
-        self._optimizers, self._perceiver = optimizers, perceiver
+        self._optimizers, self._pipeline = optimizers, pipeline
         self._arguments = arguments
         weights = [WEIGHTS[group] for group in GROUPS]
         self._weights = torch.tensor(weights, device=arguments.device)
@@ -333,7 +333,7 @@ class _Loop:
 
     def _test(self, tests: list[Batch], elapsed: float) -> None:
         with Blocks.as_they_are():
-            right = measure(self._model, self._perceiver, tests, self._autocast)
+            right = measure(self._model, self._pipeline, tests, self._autocast)
         figures = " ".join(f"{task} {share:.3f}" for task, share in right.items())
         print(f"test {elapsed:.0f} s {figures}", flush=True)
 

@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 
-import sensorium.engine.builder as builder
+import sensorium.engine.build.builder as builder
 import sensorium.models.loading as loading
 from sensorium.models.adapter import ModelAdapter
 
 from .setting import make_device_llm
 
-_LOGGER = logging.getLogger("sensorium.engine.trial")
+_LOGGER = logging.getLogger("sensorium.engine.build.trial")
 # Half of what is allowed, and the least that rounding counts for.
 _OVERALL, _WORST = 1.25, 2.5
 _LEAST = {torch.float32: 1e-4, torch.bfloat16: 2e-3}

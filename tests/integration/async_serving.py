@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.builder import (
+from sensorium.engine.build.builder import (
     Core,
     LoadedConfig,
     Source,
@@ -20,13 +20,13 @@ from sensorium.engine.builder import (
     build_frontend,
     load_source,
 )
-from sensorium.engine.chat import Chat
-from sensorium.engine.config import EngineOptions
-from sensorium.engine.core_loop import CoreLoop
-from sensorium.engine.core_messages import CoreInfo
-from sensorium.engine.input_processor import InputProcessor
-from sensorium.engine.media_options import MediaOptions
-from sensorium.engine.perception import Perception, build_caches, build_receiver, build_store
+from sensorium.engine.build.config import EngineOptions
+from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.perception import Perception, build_caches, build_receiver, build_store
+from sensorium.engine.core_process.core_loop import CoreLoop
+from sensorium.engine.core_process.core_messages import CoreInfo
+from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.render.chat_options import ChatOptions
@@ -105,7 +105,7 @@ class LocalCore:
         perception = frontend.perception
         inputs = InputProcessor(
             frontend.processor,
-            perceiver=perception.perceiver,
+            pipeline=perception.pipeline,
             readonly=perception.readonly,
             defaults=self.built.defaults,
             limit_mm_per_prompt={},

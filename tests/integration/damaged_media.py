@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sensorium.multimodal.media.decoding import decode, resolve_decode_options
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.memory_limit import limit_memory_growth
+from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
+from sensorium.multimodal.decoding.memory_limit import limit_memory_growth
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.media_files import make_images, make_sounds, make_videos
 

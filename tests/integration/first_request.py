@@ -26,7 +26,7 @@ def watch(counts: Counts) -> Callable[[], None]:
     import jinja2
     from transformers import AutoProcessor, AutoTokenizer
 
-    from sensorium.multimodal.processor import MultiModalProcessor
+    from sensorium.multimodal.processing.processor import MultiModalProcessor
     from sensorium.render.chat_template import ChatTemplate
 
     counts |= {"processors": 0, "compilations": 0, "questions": 0}
@@ -57,7 +57,7 @@ async def render(engine: Any, app: Any, messages: Any) -> int:
     """The number of tokens."""
     if ROUTE is not None:
         return len((await ask(app, ROUTE, {"messages": messages}))["token_ids"])
-    from sensorium.engine.chat import Chat
+    from sensorium.engine.inputs.chat_batch import Chat
     from sensorium.render.chat_options import ChatOptions
     from sensorium.types.sampling import SamplingParams
 
@@ -111,9 +111,9 @@ def main() -> None:
     )
     from sensorium.server.http.app import make_app
     from sensorium.server.metrics.frontend import FrontendMetrics
-    from sensorium.server.processes.frontend_half import build_frontend_half
+    from sensorium.server.processes.frontend_app import build_frontend_app
 
-    half = build_frontend_half(start)
+    half = build_frontend_app(start)
     app = make_app(half.engine, options, FrontendMetrics(model))
     counts: Counts = {"lengths": {}}
     finish = watch(counts)

@@ -78,7 +78,7 @@ def make_notes(name: bytes, prefix: bytes) -> bytes:
 
 
 def make_vp8() -> bytes:
-    """Frames that are larger than the header of the container says."""
+    """SseChunks that are larger than the header of the container says."""
     data = write_video(make_clip(3), "webm", "libvpx")
     start = data.index(b"\x9d\x01\x2a") + 3
     return replace_at(data, start, struct.pack("<HH", 0x3FFF, 0x3FFF))

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from httpcore import AsyncNetworkStream
 
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.loader import MediaLoader
-from sensorium.multimodal.media.pinned_connection import connect_socket
+from sensorium.multimodal.fetching.loader import MediaLoader
+from sensorium.multimodal.fetching.pinned_connection import connect_socket
+from sensorium.multimodal.limits import MediaLimits
 
 PUBLIC = "93.184.216.34"
 ALSO_PUBLIC = "2606:2800:220:1:248:1893:25c8:1946"

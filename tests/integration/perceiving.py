@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from sensorium import LLM, SamplingParams
-from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from tests.media_files import write_image
 from tests.parity.cases import make_image
 from tests.parity.driver import assert_nothing_is_left, get_token_ids
@@ -70,7 +70,7 @@ def process(llm: LLM, prompt: Any, **options: Any) -> ProcessedRequest:
 
 def release(llm: LLM, processed: ProcessedRequest, *, readonly: bool = False) -> None:
     perception = llm.perception
-    cache = (perception.readonly if readonly else perception.perceiver).cache
+    cache = (perception.readonly if readonly else perception.pipeline).cache
     cache.release([item.handle for item in processed.items])
 
 
@@ -109,7 +109,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
-        decoding = "sensorium.multimodal.media.decoding"
+        decoding = "sensorium.multimodal.decoding.decoding"
         for kind in ("image", "audio", "video"):
             self._watch(monkeypatch, f"{decoding}.decode_{kind}", "decode")
         self._watch(monkeypatch, MultiModalProcessor, "process", attribute="process_item")
@@ -194,9 +194,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def assert_idle(llm: LLM) -> None:
     """Nothing of a request is left: in the core, in the caches of both sides, in the flights."""
     assert_nothing_is_left(llm)
-    for perceiver in (llm.perception.perceiver, llm.perception.readonly):
-        assert perceiver.flights.statistics().num_waiting == 0
-        assert perceiver.flights._entries == {}
+    for pipeline in (llm.perception.pipeline, llm.perception.readonly):
+        assert pipeline.flights.statistics().num_waiting == 0
+        assert pipeline.flights._entries == {}
     caches: Any = llm.perception.caches
     if caches.store is not None:
         assert get_num_leases(caches.store) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestOutput, SamplingParams
-from sensorium.engine.siblings import make_children
+from sensorium.engine.outputs.parallel_sampling import make_children
 from tests.integration.neighbours import make_prompt
 from tests.parity.cases import make_image, make_text
 from tests.parity.driver import Trace, assert_nothing_is_left, get_token_ids, make_llm

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sensorium import CapacityError, RequestError
-from sensorium.multimodal.perceiver import Perceiver
+from sensorium.multimodal.pipeline import MediaPipeline
 from tests.integration.perceiving import (
     CACHE_TYPES,
     Calls,
@@ -32,8 +32,8 @@ from tests.integration.perceiving import (
 ALL_TYPES = [*CACHE_TYPES, "off"]
 
 
-def get_num_waiting(perceiver: Perceiver) -> int:
-    return perceiver.flights.statistics().num_waiting
+def get_num_waiting(pipeline: MediaPipeline) -> int:
+    return pipeline.flights.statistics().num_waiting
 
 
 @pytest.mark.parametrize("num_threads", [2, 12])
@@ -46,7 +46,7 @@ def test_concurrent_requests_with_a_new_image_process_it_once(
     calls, queries = Calls(monkeypatch, llm), QueryCount(llm)
     prompts = [make_prompt(data, text=f"question {index}") for index in range(num_threads)]
     outcomes = Outcomes([lambda prompt=prompt: process(llm, prompt) for prompt in prompts])
-    wait_until(lambda: get_num_waiting(llm.perception.perceiver) == num_threads)
+    wait_until(lambda: get_num_waiting(llm.perception.pipeline) == num_threads)
     gate.open()
     results = outcomes.wait()
     assert calls.take() == {"decode": 1, "process": 1, "call": 1}
@@ -84,7 +84,7 @@ def test_concurrent_requests_fail_together_on_a_broken_image(
     gate = Gate(monkeypatch)
     prompt = make_prompt(data, mm_processor_kwargs={"size": "large"})
     outcomes = Outcomes([lambda: process(llm, prompt) for _ in range(3)])
-    wait_until(lambda: get_num_waiting(llm.perception.perceiver) == 3)
+    wait_until(lambda: get_num_waiting(llm.perception.pipeline) == 3)
     gate.open()
     errors = outcomes.wait()
     assert {type(error) for error in errors} == {RequestError}
@@ -105,7 +105,7 @@ def test_what_lands_between_a_look_and_the_join_is_not_processed_again(
 ) -> None:
     """The other request runs as a whole after our look into the cache, which found nothing."""
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
-    cache: Any = llm.perception.perceiver.cache
+    cache: Any = llm.perception.pipeline.cache
     calls, queries = Calls(monkeypatch, llm), QueryCount(llm)
     look_up = cache.get_and_update_item
     others: list[Any] = []
@@ -131,7 +131,7 @@ def test_what_is_evicted_between_the_two_looks_is_processed_again(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
-    cache: Any = llm.perception.perceiver.cache
+    cache: Any = llm.perception.pipeline.cache
     times = iter([True])
 
     def is_cached(mm_hash: str, *, needs_layout: bool = True) -> bool:
@@ -150,16 +150,16 @@ def test_a_waiter_that_is_cancelled_leaves_the_flight_to_the_others(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
-    perceiver = llm.perception.perceiver
+    pipeline = llm.perception.pipeline
     gate = Gate(monkeypatch)
     leader = Outcomes([lambda: process(llm, prompt)])
     wait_until(lambda: gate.num_entered == 1)
     cancelled: Future[None] = Future()
     waiter = Outcomes([lambda: process(llm, prompt, cancelled=cancelled)])
-    wait_until(lambda: get_num_waiting(perceiver) == 2)
+    wait_until(lambda: get_num_waiting(pipeline) == 2)
     cancelled.set_result(None)
     assert isinstance(waiter.wait()[0], CancelledError)
-    assert get_num_waiting(perceiver) == 1
+    assert get_num_waiting(pipeline) == 1
     gate.open()
     release(llm, leader.wait()[0])
     assert gate.num_entered == 1
@@ -192,12 +192,12 @@ def test_a_flight_is_cancelled_with_its_last_waiter(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, data = llm_of(cache_type), make_new_png()
-    perceiver, backend = llm.perception.perceiver, EndlessBackend()
+    pipeline, backend = llm.perception.pipeline, EndlessBackend()
     known = make_new_png()
     process_and_release(llm, make_prompt(known))
     cancelled: list[Future[None]] = [Future(), Future()]
     with monkeypatch.context() as patch:
-        patch.setattr(perceiver, "backend", backend)
+        patch.setattr(pipeline, "backend", backend)
         if cache_type == "off":
             known = data
         outcomes = Outcomes(
@@ -207,9 +207,9 @@ def test_a_flight_is_cancelled_with_its_last_waiter(
             ]
         )
         num_waiting = 4 if cache_type == "off" else 2  # one request joins twice, without a cache
-        wait_until(lambda: get_num_waiting(perceiver) == num_waiting)
+        wait_until(lambda: get_num_waiting(pipeline) == num_waiting)
         cancelled[0].set_result(None)
-        wait_until(lambda: get_num_waiting(perceiver) == num_waiting / 2)
+        wait_until(lambda: get_num_waiting(pipeline) == num_waiting / 2)
         assert backend.num_cancelled == 0
         cancelled[1].set_result(None)
         assert [type(result) for result in outcomes.wait()] == [CancelledError] * 2
@@ -222,10 +222,10 @@ def test_an_item_that_takes_too_long_is_refused(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, backend = llm_of("lru"), EndlessBackend()
-    perceiver = llm.perception.perceiver
-    monkeypatch.setattr(perceiver, "backend", backend)
-    limits = replace(perceiver.limits, process_deadline_s=0.02, process_wait_s=0.02)
-    monkeypatch.setattr(perceiver, "limits", limits)
+    pipeline = llm.perception.pipeline
+    monkeypatch.setattr(pipeline, "backend", backend)
+    limits = replace(pipeline.limits, process_deadline_s=0.02, process_wait_s=0.02)
+    monkeypatch.setattr(pipeline, "limits", limits)
     with pytest.raises(CapacityError, match="it could not be processed in time"):
         process(llm, make_prompt(make_new_png()))
     assert backend.num_cancelled == 1

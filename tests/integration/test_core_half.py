@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine import builder
-from sensorium.engine.core_info import CoreInfo
+from sensorium.engine.build import builder
+from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
-from sensorium.server.processes.core_half import build_core_half
+from sensorium.server.processes.core_app import build_core_app
 from sensorium.types.errors import ModelError
 
 Build = Callable[..., CoreInfo]
@@ -34,7 +34,7 @@ def build(tiny_model: Callable[[str], str]) -> Iterator[Build]:
             engine={"max_model_len": 512, "max_num_seqs": 4},
             **more,
         )
-        loop, info = build_core_half(StartCore(options=options, socket_dir=folder, life=3))
+        loop, info = build_core_app(StartCore(options=options, socket_dir=folder, life=3))
         assert Path(folder, "core-3.sock").exists()
         thread = threading.Thread(target=loop.run)
         thread.start()
@@ -73,7 +73,7 @@ def test_a_model_of_an_unknown_family_is_tried_first(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(builder, "ADAPTERS", {})
-    caplog.set_level(logging.INFO, "sensorium.engine.trial")
+    caplog.set_level(logging.INFO, "sensorium.engine.build.trial")
     build("qwen2_vl", media={"mm_processor_pool_size": 1})
     assert "trial of text with image" in caplog.text
 
@@ -82,4 +82,4 @@ def test_what_can_not_be_loaded_is_the_models_fault(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     start = StartCore(options=ServeOptions(model=str(tmp_path)), socket_dir="/", life=1)
     with pytest.raises(ModelError):
-        build_core_half(start)
+        build_core_app(start)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.engine.builder import Source, build_frontend, load_source
-from sensorium.engine.media_options import MediaOptions
-from sensorium.engine.perception import Perception, build_caches, build_store
-from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.engine.build.builder import Source, build_frontend, load_source
+from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.perception import Perception, build_caches, build_store
+from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
-from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
+from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError
 from tests.media_files import make_pixels, write_image
@@ -53,9 +53,9 @@ def make_item() -> MediaItem:
     return MediaItem(label="image 0", modality="image", media=MediaBytes(data))
 
 
-def perceive(perceiver: Perceiver, item: MediaItem) -> PerceivedItem:
-    (perceived,) = perceiver.perceive([item], PerceptionOptions())
-    perceiver.cache.release([perceived.handle])
+def perceive(pipeline: MediaPipeline, item: MediaItem) -> PerceivedItem:
+    (perceived,) = pipeline.perceive([item], PerceptionOptions())
+    pipeline.cache.release([perceived.handle])
     return perceived
 
 
@@ -65,13 +65,13 @@ def test_items_go_to_the_pool_as_soon_as_it_is_there_and_are_the_same_ones(
 ) -> None:
     with perceive_with(tiny_model("llava"), cache_type=cache_type) as (perception, pool):
         item, rendered = make_item(), make_item()
-        assert not perceive(perception.perceiver, item).handle.is_hit
+        assert not perceive(perception.pipeline, item).handle.is_hit
         early = read_tensors(perceive(perception.readonly, rendered))
         assert pool.get_process_ids() == []  # nobody has started it
         assert pool.wait_until_ready(READY_S)
         assert pool.statistics().num_done == 0  # its own dummies are no jobs
-        assert perceive(perception.perceiver, item).handle.is_hit
-        perceive(perception.perceiver, make_item())
+        assert perceive(perception.pipeline, item).handle.is_hit
+        perceive(perception.pipeline, make_item())
         assert pool.statistics().num_done == 1
         perception.readonly.cache.clear_cache()
         late = read_tensors(perceive(perception.readonly, rendered))
@@ -91,16 +91,16 @@ def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) 
             label="image 0", modality="image", media=MediaBytes(b"\x89PNG\r\n\x1a\n")
         )
         with pytest.raises(RequestError, match="image 0: this is not an image that can be read"):
-            perceive(perception.perceiver, damaged)
+            perceive(perception.pipeline, damaged)
 
 
 def test_a_pool_that_can_not_start_is_told_as_before(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing goes on in this process as if it were meant to."""
-    monkeypatch.setattr("sensorium.engine.perception._HANDLER", "json:no_such_factory")
+    monkeypatch.setattr("sensorium.engine.build.perception._HANDLER", "json:no_such_factory")
     with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, pool):
         with pytest.raises(CapacityError):
             pool.wait_until_ready(READY_S)
         with pytest.raises(CapacityError, match="media can't be processed"):
-            perceive(perception.perceiver, make_item())
+            perceive(perception.pipeline, make_item())

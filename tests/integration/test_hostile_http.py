@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sensorium.multimodal.media.loader import MediaLoader
+from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.types.errors import MediaFetchError, RequestError
 from tests.integration.media_hosts import (
     ALSO_PUBLIC,

@@ -13,17 +13,17 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from transformers import AutoConfig
 
-from sensorium.multimodal import layouts as layouts_module
+from sensorium.multimodal.decoding.decoding import resolve_decode_options
+from sensorium.multimodal.decoding.image_size import read_image_size
+from sensorium.multimodal.decoding.images import decode_image
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.item_backend import InProcessBackend
-from sensorium.multimodal.item_worker import ItemJob, ItemWorker
-from sensorium.multimodal.layouts import SIZED_PROCESSORS, SizeLayouts, has_sized_images
-from sensorium.multimodal.media.decoding import resolve_decode_options
-from sensorium.multimodal.media.image_size import read_image_size
-from sensorium.multimodal.media.images import decode_image
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.processing import layouts as layouts_module
+from sensorium.multimodal.processing.item_backend import InProcessBackend
+from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.processing.layouts import SIZED_PROCESSORS, SizeLayouts, has_sized_images
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 
 _FAMILIES = (

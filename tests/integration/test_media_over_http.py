@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.multimodal.media.fetch_shares import FetchShares
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.loader import MediaLoader
-from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.fetching.fetch_shares import FetchShares
+from sensorium.multimodal.fetching.loader import MediaLoader
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError
 from tests.integration.media_hosts import (
     PUBLIC,

@@ -140,7 +140,7 @@ def test_concurrent_requests_with_a_new_image_process_it_once(
     num_done, queries = get_pool(llm).statistics().num_done, QueryCount(llm)
     with stopped(llm):
         outcomes = Outcomes([lambda: process(llm, prompt) for _ in range(6)])
-        flights = llm.perception.perceiver.flights
+        flights = llm.perception.pipeline.flights
         wait_until(lambda: flights.statistics().num_waiting == 6)
     for result in outcomes.wait():
         release(llm, result)
@@ -169,7 +169,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(pooled: LlmOf, cache_type: s
     with stopped(llm):
         prompt = make_prompt(known, data, make_new_png())
         outcomes = Outcomes([lambda: process(llm, prompt, cancelled=cancelled)])
-        flights = llm.perception.perceiver.flights
+        flights = llm.perception.pipeline.flights
         wait_until(lambda: flights.statistics().num_waiting == 2)
         cancelled.set_result(None)
         assert isinstance(outcomes.wait()[0], CancelledError)
@@ -184,7 +184,7 @@ def test_a_damaged_image_is_named_by_all_who_sent_it(pooled: LlmOf, cache_type: 
     prompt = make_prompt(make_new_png(), data[:-30])
     with stopped(llm):
         outcomes = Outcomes([lambda: process(llm, prompt) for _ in range(3)])
-        flights = llm.perception.perceiver.flights
+        flights = llm.perception.pipeline.flights
         wait_until(lambda: flights.statistics().num_waiting == 6)
     errors = outcomes.wait()
     assert {type(error) for error in errors} == {RequestError}
@@ -229,7 +229,7 @@ def test_a_worker_that_is_killed_does_no_harm(
 ) -> None:
     llm = pooled("shm")
     prompts = [make_prompt(make_new_png(), text=f"{index}") for index in range(6)]
-    backend: Any = llm.perception.perceiver.backend
+    backend: Any = llm.perception.pipeline.backend
     start, num_started = backend.start, count()
 
     def start_and_kill(job: Any, media: Any) -> Any:

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.input_processor import InputProcessor
-from sensorium.engine.perception import Perception
-from sensorium.multimodal.media import decoding
+from sensorium.engine.build.perception import Perception
+from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.multimodal.decoding import decoding
 from sensorium.server.http.app import make_app
 from tests.integration.async_serving import LocalCore, make_png, run_core
 from tests.integration.conversing import as_base64, ask, make_url_part

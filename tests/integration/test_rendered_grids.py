@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sensorium import RequestError
-from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.engine.inputs.input_processor import ProcessedRequest
 from tests.integration.neighbours import PARAMS, Neighbours, make_prompt
 from tests.parity.cases import make_image, make_video
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sensorium import LLM, RequestError
-from sensorium.engine.builder import Source
-from sensorium.engine.catalog import describe_model
+from sensorium.engine.build.builder import Source
+from sensorium.engine.build.catalog import describe_model
 from tests.integration.odd_models import make_vipllava
 from tests.integration.serving import ServerProcess, kill, serve, wait_until
 from tests.media_files import make_pixels, write_image

@@ -14,11 +14,11 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-import sensorium.engine.builder as builder
+import sensorium.engine.build.builder as builder
 import sensorium.models.loading as loading
 from sensorium import LLM, ModelError, RequestError, SamplingParams
 from sensorium.core.counters import SchedulerCounters
-from sensorium.multimodal.dummy_media import make_dummy_media
+from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from tests.integration.odd_models import make_gemma4_unified, make_vibevoice_asr, make_vipllava
 from tests.parity.cases import MODALITIES
 from tests.parity.driver import assert_nothing_is_left, get_token_ids, make_llm
@@ -50,7 +50,7 @@ def get_figures(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[float, floa
 def test_a_family_that_needs_no_code_passes(
     tiny_model: TinyModel, family: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="sensorium.engine.trial"):
+    with caplog.at_level(logging.INFO, logger="sensorium.engine.build.trial"):
         llm = make_llm(tiny_model(family), dtype=dtype)
     tried = get_figures(caplog)
     assert tried.keys() == {"text", *(f"text with {m}" for m in MODALITIES[family])}
@@ -141,7 +141,7 @@ def test_a_modality_that_no_prompt_may_have_is_not_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = make_vipllava(tmp_path / "model")
-    caplog.set_level(logging.INFO, logger="sensorium.engine.trial")
+    caplog.set_level(logging.INFO, logger="sensorium.engine.build.trial")
     make_llm(directory, limit_mm_per_prompt={"image": 0})
     assert get_figures(caplog).keys() == {"text"}
 
@@ -149,7 +149,7 @@ def test_a_modality_that_no_prompt_may_have_is_not_tried(
 def test_a_model_without_another_attention_is_compared_with_disturbed_embeddings(
     tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="sensorium.engine.trial")
+    caplog.set_level(logging.INFO, logger="sensorium.engine.build.trial")
     directory = Path(write_decoder(tmp_path / "model", tiny_model, "Qwen3ForCausalLM"))
     values = json.loads((directory / "config.json").read_text())
     values["_attn_implementation"] = "eager"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import sensorium.engine.builder as builder
+import sensorium.engine.build.builder as builder
 import sensorium.layers.attention.torch_backend as torch_backend
 import sensorium.models.loading as loading
 import sensorium.multimodal.placeholders as placeholders
 from sensorium import ModelError
 from sensorium.core.kv_cache_manager import KVCacheManager
-from sensorium.engine.trial_run import TrialRun
+from sensorium.engine.build.trial_run import TrialRun
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from tests.integration.test_trial import write_decoder

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from sensorium.multimodal import placeholders
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
-from sensorium.server.processes.frontend_half import FrontendHalf, build_frontend_half
+from sensorium.server.processes.frontend_app import FrontendApp, build_frontend_app
 from sensorium.types.errors import ModelError, RequestError
 from tests.media_files import (
     make_clip,
@@ -87,13 +87,13 @@ def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -
 
 
 @contextmanager
-def build(model: str, **options: Any) -> Iterator[FrontendHalf]:
+def build(model: str, **options: Any) -> Iterator[FrontendApp]:
     """A frontend as its process builds it, without its process."""
     given = ServeOptions(model=model, is_render_only=True, **options)
     start = StartFrontend(
         options=given, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
     )
-    half = build_frontend_half(start)
+    half = build_frontend_app(start)
     try:
         yield half
     finally:
@@ -104,15 +104,15 @@ def get_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("sensorium.engine")]
 
 
-def assert_no_trace(half: FrontendHalf) -> None:
+def assert_no_trace(half: FrontendApp) -> None:
     perception = half.perception
     for cache in (perception.caches.sender, perception.caches.readonly):
         statistics = cache.statistics()
         assert (statistics.num_queries, statistics.num_items, statistics.num_bytes) == (0, 0, 0)
     assert perception.loader.statistics().loaded_bytes == {}
     assert perception.loader.statistics().num_fetches == 0
-    for perceiver in (perception.perceiver, perception.readonly):
-        assert perceiver.flights.statistics().num_flights == 0
+    for pipeline in (perception.pipeline, perception.readonly):
+        assert pipeline.flights.statistics().num_flights == 0
 
 
 def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(

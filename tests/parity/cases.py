@@ -178,12 +178,12 @@ def _make_text_cases() -> list[tuple[str, Sequence[Part]]]:
 
 def _make_image_cases() -> list[tuple[str, Sequence[Part]]]:
     known = make_image(60, 90, seed=1)
-    twin = make_image(100, 70, seed=2)
+    duplicate = make_image(100, 70, seed=2)
     return [
         ("one image", [known, "what is in this picture?"]),
         ("the same image elsewhere", ["another look at ", known, " please"]),
         ("two images", ["compare", _image(120, 50, 3), " with ", _image(40, 40, 4), "please"]),
-        ("one image twice", ["same", twin, " twice ", twin, "please"]),
+        ("one image twice", ["same", duplicate, " twice ", duplicate, "please"]),
         ("images side by side", [_image(56, 84, 5), _image(84, 56, 6), _image(84, 56, 7)]),
         ("long text, image", [make_text(45, seed=8), _image(150, 140, 8), "ok?"]),
         ("image, long text", [_image(28, 200, 9), make_text(50, seed=9)]),

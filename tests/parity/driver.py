@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sensorium import LLM, RequestOutput, SamplingParams
-from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.mirror_sender import MirrorSender
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreRequest

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sensorium.engine.output_processor import OutputProcessor
+from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.types.outputs import CompletionOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams

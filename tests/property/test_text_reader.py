@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from sensorium.engine.output_processor import OutputProcessor
-from sensorium.engine.text_reader import UNKNOWN, TextReader, TextState
+from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.engine.outputs.text_reader import UNKNOWN, TextReader, TextState
 from sensorium.types.errors import RequestError
 from sensorium.types.outputs import CompletionOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason

@@ -24,7 +24,7 @@ import torch
 
 from real_models.speech import RATE, get_recordings
 from sensorium import LLM, SamplingParams
-from sensorium.multimodal.media.audio import resample
+from sensorium.multimodal.decoding.audio import resample
 from tests.media_files import write_av_sound, write_sound
 from tests.parity.driver import get_adapter, make_llm, process_with_tensors
 from tests.real.hearing import NUM_FRAMES, Whisper, count_errors, make_hearing_model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sensorium.cli.parsing import at_least, between, parse_mapping
 
 if TYPE_CHECKING:
-    from sensorium.engine.media_options import MediaKwargs
+    from sensorium.engine.build.media_options import MediaKwargs
 
 _MEBIBYTE = 2**20
 _MEGAPIXEL = 10**6
@@ -168,7 +168,7 @@ def make_media_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_llm_media(arguments: argparse.Namespace) -> MediaKwargs:
-    from sensorium.multimodal.media.limits import MediaLimits
+    from sensorium.multimodal.limits import MediaLimits
 
     media: Any = make_media_kwargs(arguments)
     media["media_limits"] = MediaLimits(**media["media_limits"])

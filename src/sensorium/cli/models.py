@@ -36,8 +36,14 @@ def add_command(commands: Any) -> None:
 
 
 def _show_models(arguments: argparse.Namespace) -> None:
-    from sensorium.engine.builder import Source
-    from sensorium.engine.catalog import HEADER, OTHERS, describe_model, format_table, get_rows
+    from sensorium.engine.build.builder import Source
+    from sensorium.engine.build.catalog import (
+        HEADER,
+        OTHERS,
+        describe_model,
+        format_table,
+        get_rows,
+    )
     from sensorium.models.checkpoint import blame_checkpoint
 
     if arguments.model is None:

@@ -13,7 +13,7 @@ from sensorium.cli.flags import MODEL_HELP, add_loading_flags, make_loading_kwar
 from sensorium.cli.media_flags import add_media_options, make_media_kwargs
 from sensorium.cli.server_flags import add_server_flags, make_server_kwargs
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import ModelError
 

@@ -95,7 +95,7 @@ class BlockPool:
     def register(self, block_id: int, name: bytes) -> None:
         """Make a computed block findable.
 
-        The first block of a name keeps it; a twin stays without.
+        The first block of a name keeps it; a duplicate stays without.
         """
         if self._num_refs[block_id] <= 0:
             raise InvariantError(f"block {block_id} is registered although nobody holds it")

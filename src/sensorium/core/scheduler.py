@@ -288,16 +288,16 @@ class Scheduler:
     def _commit_encoder_inputs(
         self, request: Request, plan: WindowPlan, step: Step
     ) -> tuple[EncoderInput, ...]:
-        # What is shared comes first, so that it is not evicted for what is encoded; twins need the
-        # entry to exist.
+        # What is shared comes first, so that it is not evicted for what is encoded; duplicates need
+        # the entry to exist.
         for mm_index in plan.to_share:
             self.encoder_cache.check_and_update_cache(request, mm_index)
         for mm_index in plan.to_encode:
             self.encoder_cache.allocate(request, mm_index)
             step.num_encoder_embeds += request.mm_features[mm_index].mm_position.get_num_embeds()
-        for mm_index in plan.twins:
+        for mm_index in plan.duplicates:
             self.encoder_cache.check_and_update_cache(request, mm_index)
-        request.count_encoder_items(encoded=plan.to_encode, shared=plan.to_share + plan.twins)
+        request.count_encoder_items(encoded=plan.to_encode, shared=plan.to_share + plan.duplicates)
         return tuple(
             EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in plan.to_encode
         )

@@ -49,8 +49,8 @@ class Step:
 class WindowPlan:
     """The tokens `[start, end)` of a request and their items.
 
-    Items to encode, to share because they are there already, and twins of an item that this very
-    window encodes. An empty window has no items.
+    Items to encode, to share because they are there already, and duplicates of an item that this
+    very window encodes. An empty window has no items.
     """
 
     start: int
@@ -58,7 +58,7 @@ class WindowPlan:
     shortage: Shortage
     to_encode: tuple[int, ...] = ()
     to_share: tuple[int, ...] = ()
-    twins: tuple[int, ...] = ()
+    duplicates: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -48,7 +48,7 @@ class WindowPlanner:
             shortage=room.shortage,
             to_encode=tuple(room.to_encode),
             to_share=tuple(room.to_share),
-            twins=tuple(room.twins),
+            duplicates=tuple(room.duplicates),
         )
 
     def _get_end_outside_span(
@@ -114,7 +114,7 @@ class _EncoderRoom:
     ) -> None:
         self.to_encode: list[int] = []
         self.to_share: list[int] = []
-        self.twins: list[int] = []
+        self.duplicates: list[int] = []
         self.shortage = Shortage.NONE
         self._cache = cache
         self._max_num_embeds = max_num_embeds
@@ -129,7 +129,7 @@ class _EncoderRoom:
     def take(self, key: str, mm_index: int, num_embeds: int) -> bool:
         """Whether the item can be had in this step; if so it is noted."""
         if key in self._encoded:
-            self.twins.append(mm_index)
+            self.duplicates.append(mm_index)
             return True
         is_held = self._cache.is_computed(key) or self._cache.is_reserved(key)
         num_reclaimed = self._get_num_reclaimed(key, num_embeds, is_held=is_held)

@@ -21,18 +21,18 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from sensorium.engine.chat import Chat
-from sensorium.engine.core_client import CoreClient
-from sensorium.engine.core_info import CoreInfo
+from sensorium.engine.build.perception import Perception
+from sensorium.engine.core_process.core_client import CoreClient
+from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.delivery import MAX_ATTEMPTS, make_reports
-from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.output_processor import OutputProcessor
-from sensorium.engine.perception import Perception
-from sensorium.engine.preparation import Preparation
-from sensorium.engine.renderer import Prepared, Renderer
-from sensorium.engine.siblings import Siblings
+from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
+from sensorium.engine.inputs.preparation import Preparation
+from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.engine.outputs.parallel_sampling import ParallelSampling
 from sensorium.multimodal.cache.mirror_sender import MirrorSender
-from sensorium.multimodal.perceiver import PerceivedItem
+from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -95,7 +95,7 @@ class AsyncEngine:
         self.info: CoreInfo | None = None
         self.is_stalled = False  # whether the core is there and makes no progress
         self._inputs = inputs
-        self._perceiver = perception.perceiver
+        self._pipeline = perception.pipeline
         self._caches = perception.caches
         self._sender = perception.caches.sender
         self._identity = identity
@@ -105,7 +105,7 @@ class AsyncEngine:
             self.renderer, draw_seed=inputs.draw_seed, release=inputs.release
         )
         self._outputs = OutputProcessor(inputs.processor.tokenizer)
-        self._siblings = Siblings(self._release)
+        self._siblings = ParallelSampling(self._release)
         self._client: CoreClient | None = None
         self._readers: dict[str, _Reader] = {}  # by the request's id in the core
         self._num_preparing = 0
@@ -368,7 +368,7 @@ class AsyncEngine:
         lost = frozenset(missing.mm_hashes)
         for index, item in enumerate(own):
             if item.handle.mm_hash in lost and item.handle.kwargs is None:
-                again = await self._preparation.perceive_again(self._perceiver, item)
+                again = await self._preparation.perceive_again(self._pipeline, item)
                 own[index] = again
                 if item is not items[index]:
                     self._release([item])

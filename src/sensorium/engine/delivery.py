@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.multimodal.cache.interface import SenderCache
-from sensorium.multimodal.perceiver import PerceivedItem, Perceiver
+from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.types.errors import CapacityError
 from sensorium.types.outputs import MediaItemReport
 from sensorium.types.request import EngineCoreRequest
@@ -24,10 +24,10 @@ MAX_ATTEMPTS = 4
 class Delivery:
     """Not thread-safe: the order of calls is the order of sending."""
 
-    def __init__(self, core: EngineCore, sender: SenderCache, perceiver: Perceiver) -> None:
+    def __init__(self, core: EngineCore, sender: SenderCache, pipeline: MediaPipeline) -> None:
         self._core = core
         self._sender = sender
-        self._perceiver = perceiver
+        self._pipeline = pipeline
 
     def deliver(
         self, request: EngineCoreRequest, items: Sequence[PerceivedItem]
@@ -55,7 +55,7 @@ class Delivery:
         lost = frozenset(missing.mm_hashes)
         for index, item in enumerate(own):
             if item.handle.mm_hash in lost and item.handle.kwargs is None:
-                own[index] = self._perceiver.perceive_again(item)
+                own[index] = self._pipeline.perceive_again(item)
                 if item is not items[index]:
                     self._sender.release([item.handle])
 

@@ -14,20 +14,20 @@ import torch
 from tqdm import tqdm
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.builder import Engine, Source, build_engine
-from sensorium.engine.chat import Chat, ChatKwargs, Messages, make_chats
-from sensorium.engine.config import EngineOptions
+from sensorium.engine.build.builder import Engine, Source, build_engine
+from sensorium.engine.build.config import EngineOptions
+from sensorium.engine.build.media_options import MediaKwargs, MediaOptions, make_media_options
 from sensorium.engine.delivery import Delivery
-from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.media_options import MediaKwargs, MediaOptions, make_media_options
-from sensorium.engine.output_processor import OutputProcessor
-from sensorium.engine.prompt_batch import as_params, as_prompts
-from sensorium.engine.renderer import Renderer
+from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
+from sensorium.engine.inputs.prompt_batch import as_params, as_prompts
+from sensorium.engine.inputs.renderer import Renderer
+from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.engine.outputs.parallel_sampling import ParallelSampling
 from sensorium.engine.run import Run
-from sensorium.engine.siblings import Siblings
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.interface import SenderCache
-from sensorium.multimodal.perceiver import PerceivedItem
+from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import ModelError, RequestError, SensoriumError, add_label
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
@@ -69,8 +69,8 @@ class LLM:
     - `use_tqdm_on_load`: progress of long loads, on a terminal;
     - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
 
-    Of media, see `sensorium.engine.media_options.MediaOptions`: `mm_processor_cache_gb` (4; 0 is
-    off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
+    Of media, see `sensorium.engine.build.media_options.MediaOptions`: `mm_processor_cache_gb` (4;
+    0 is off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
     `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
     `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
     `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost,
@@ -149,9 +149,9 @@ class LLM:
         self.input_processor = _make_input_processor(engine, options, media_options)
         self._num_threads = media_options.mm_processor_pool_size
         # What follows requests from their arrival to their end.
-        self._delivery = Delivery(self.core, self._sender, engine.perception.perceiver)
+        self._delivery = Delivery(self.core, self._sender, engine.perception.pipeline)
         self._outputs = OutputProcessor(engine.processor.tokenizer)
-        self._siblings, self._ids = Siblings(partial(_release, self._sender)), count()
+        self._siblings, self._ids = ParallelSampling(partial(_release, self._sender)), count()
 
     @property
     def _sender(self) -> SenderCache:
@@ -206,7 +206,7 @@ class LLM:
         `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
         `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same for audio and
         video (also `input_audio`); a `uuid` beside media names it, and later stands for it.
-        `options` are those of `sensorium.engine.chat.ChatKwargs`.
+        `options` are those of `sensorium.engine.inputs.chat_batch.ChatKwargs`.
         """
         chats = make_chats(messages, options)
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
@@ -383,7 +383,7 @@ def _make_input_processor(
 ) -> InputProcessor:
     inputs = InputProcessor(
         engine.processor,
-        perceiver=engine.perception.perceiver,
+        pipeline=engine.perception.pipeline,
         readonly=engine.perception.readonly,
         defaults=engine.defaults,
         grammars=engine.grammars,

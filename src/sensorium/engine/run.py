@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sensorium.engine.chat import Chat
-from sensorium.engine.input_processor import ProcessedRequest
+from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.types.errors import CapacityError, RequestError
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.prompts import Prompt

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sensorium.multimodal.media.images import DECODER_ERRORS, load_pixels
-from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.precomputed_embeds import PrecomputedEmbeds
+from sensorium.multimodal.decoding.images import DECODER_ERRORS, load_pixels
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds
 from sensorium.types.errors import ModelError, RequestError
 
 ALGORITHMS = ("sha256", "blake3", "sha512")

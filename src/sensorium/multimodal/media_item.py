@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.media_bytes import MediaBytes
 
 _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
 

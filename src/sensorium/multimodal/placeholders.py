@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.processing.tokenizing import tokenize, tokenize_fragment
 from sensorium.multimodal.text_length import check_unicode
-from sensorium.multimodal.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange
 

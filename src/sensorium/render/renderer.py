@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.chat_options import ChatOptions
 from sensorium.render.chat_template import ChatTemplate
 from sensorium.render.media_parts import MediaPart

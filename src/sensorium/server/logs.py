@@ -15,7 +15,7 @@ from sensorium.server.options import LogFormat, LogLevel
 # which is the supervisor's to tell; its access log is wanted as it is.
 _QUIET = logging.WARNING
 # What the engine resolved is announced by the parent, for people.
-_TOLD_ELSEWHERE = "sensorium.engine.builder"
+_TOLD_ELSEWHERE = "sensorium.engine.build.builder"
 _ACCESS_LOGGER = "uvicorn.access"
 
 
@@ -30,7 +30,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:34:56.789 INFO    core        sensorium.engine.core_loop: text`"""
+    """`2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text`"""
 
     default_msec_format = "%s.%03d"
 

@@ -14,9 +14,9 @@ from sensorium.types.errors import RequestError
 from sensorium.types.sampling import MAX_N
 
 if TYPE_CHECKING:
-    from sensorium.engine.builder import Source
-    from sensorium.engine.config import EngineOptions
-    from sensorium.engine.media_options import MediaOptions
+    from sensorium.engine.build.builder import Source
+    from sensorium.engine.build.config import EngineOptions
+    from sensorium.engine.build.media_options import MediaOptions
 
 DEFAULT_CACHE_GB = 4.0
 _GIBIBYTE = 2**30
@@ -103,20 +103,20 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_source(options: ServeOptions, *, use_tqdm: bool) -> Source:
-    from sensorium.engine.builder import Source
+    from sensorium.engine.build.builder import Source
 
     return Source(**{**options.loading, "model": options.model, "use_tqdm_on_load": use_tqdm})
 
 
 def make_engine_options(options: ServeOptions) -> EngineOptions:
-    from sensorium.engine.config import EngineOptions
+    from sensorium.engine.build.config import EngineOptions
 
     return EngineOptions(**{**options.engine, "generation_config": options.generation_config})
 
 
 def make_media_options(options: ServeOptions) -> MediaOptions:
-    from sensorium.engine.media_options import MediaOptions
-    from sensorium.multimodal.media.limits import MediaLimits
+    from sensorium.engine.build.media_options import MediaOptions
+    from sensorium.multimodal.limits import MediaLimits
 
     limits = MediaLimits(**options.media.get("media_limits", {}))
     return MediaOptions(**{**options.media, "media_limits": limits})

@@ -170,10 +170,10 @@ def test_block_that_nobody_holds_gets_no_name() -> None:
 
 def test_twin_of_a_named_block_stays_without_a_name() -> None:
     pool = BlockPool(4)
-    first, twin = pool.allocate(2)
+    first, duplicate = pool.allocate(2)
     pool.register(first, b"name")
-    pool.register(twin, b"name")
+    pool.register(duplicate, b"name")
     assert pool.get_cached(b"name") == first
-    pool.release([twin])
-    assert pool.allocate(1) == [twin]  # nothing is lost with it
+    pool.release([duplicate])
+    assert pool.allocate(1) == [duplicate]  # nothing is lost with it
     assert pool.statistics().num_evictions == 0

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from transformers import AutoConfig
 
-from sensorium.engine.builder import Source
-from sensorium.engine.catalog import HEADER, describe_model, format_table, get_rows
+from sensorium.engine.build.builder import Source
+from sensorium.engine.build.catalog import HEADER, describe_model, format_table, get_rows
 from sensorium.models.families import ADAPTERS, FAMILIES
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from tests.parity.cases import MODALITIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]

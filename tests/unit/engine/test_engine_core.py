@@ -8,8 +8,8 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.engine_core import EngineCore
-from sensorium.engine.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import EngineCore
+from sensorium.engine.core_process.payload_store import PayloadStore
 from sensorium.multimodal.cache.uncached import UncachedReceiver
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
@@ -20,7 +20,7 @@ from sensorium.types.transfer import Transfer
 
 
 class FakeRunner:
-    """Samples token 1 for everyone. Told so, it refuses a request or breaks in a step."""
+    """Samples token 1 for everyone. AnswerBuffer so, it refuses a request or breaks in a step."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.engine.input_processor import InputProcessor, ProcessedRequest
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.multimodal.cache.interface import ItemHandle
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
-from sensorium.multimodal.perceiver import PerceivedItem
+from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
@@ -56,7 +56,7 @@ class FakeProcessor:
         return (ord(modality[0]),)
 
 
-class FakePerceiver:
+class FakePipeline:
     """Items are named after their media; notes what is asked for and what is held."""
 
     def __init__(self) -> None:
@@ -99,19 +99,19 @@ class FakePerceiver:
 
 
 @pytest.fixture
-def fake() -> FakePerceiver:
-    return FakePerceiver()
+def fake() -> FakePipeline:
+    return FakePipeline()
 
 
 @pytest.fixture
-def inputs(fake: FakePerceiver) -> InputProcessor:
+def inputs(fake: FakePipeline) -> InputProcessor:
     return make_inputs(fake)
 
 
-def make_inputs(fake: FakePerceiver, *, seed: int = 0) -> InputProcessor:
+def make_inputs(fake: FakePipeline, *, seed: int = 0) -> InputProcessor:
     return InputProcessor(
         FakeProcessor(),  # type: ignore[arg-type]
-        perceiver=fake,  # type: ignore[arg-type]
+        pipeline=fake,  # type: ignore[arg-type]
         defaults=DEFAULTS,
         limit_mm_per_prompt={"image": 2},
         seed=seed,
@@ -141,7 +141,7 @@ def test_text_and_token_ids_give_the_same_request(inputs: InputProcessor) -> Non
     assert process(inputs, token_ids).prompt is None
 
 
-def test_media_become_features_and_handles(inputs: InputProcessor, fake: FakePerceiver) -> None:
+def test_media_become_features_and_handles(inputs: InputProcessor, fake: FakePipeline) -> None:
     processed = process(
         inputs,
         {
@@ -170,7 +170,7 @@ def test_what_a_request_leaves_open_comes_from_the_model(inputs: InputProcessor)
 
 
 def test_requests_without_a_seed_get_different_ones_that_an_engine_repeats(
-    fake: FakePerceiver,
+    fake: FakePipeline,
 ) -> None:
     first, second = make_inputs(fake, seed=1), make_inputs(fake, seed=1)
     seeds = [process(first, "a").request.sampling_params.seed for _ in range(5)]
@@ -226,7 +226,7 @@ def test_salt_and_priority_are_passed_on(inputs: InputProcessor) -> None:
     ],
 )
 def test_a_prompt_that_makes_no_sense_is_refused_by_name(
-    inputs: InputProcessor, fake: FakePerceiver, prompt: Any, message: str
+    inputs: InputProcessor, fake: FakePipeline, prompt: Any, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         process(inputs, prompt)
@@ -234,7 +234,7 @@ def test_a_prompt_that_makes_no_sense_is_refused_by_name(
 
 
 def test_what_fails_behind_its_media_releases_them(
-    inputs: InputProcessor, fake: FakePerceiver, monkeypatch: pytest.MonkeyPatch
+    inputs: InputProcessor, fake: FakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LetterTokenizer, "__call__", lambda *_, **__: Encoding(input_ids=[105] * 2))
     prompt = {"prompt": "I", "multi_modal_data": {"image": "x"}}
@@ -250,7 +250,7 @@ def raise_error(words: object) -> None:
 
 
 def test_items_over_the_limit_are_refused_before_any_is_processed(
-    inputs: InputProcessor, fake: FakePerceiver
+    inputs: InputProcessor, fake: FakePipeline
 ) -> None:
     with pytest.raises(RequestError, match="limit_mm_per_prompt"):
         process(inputs, {"prompt": "III", "multi_modal_data": {"image": ["x"] * 3}})
@@ -270,7 +270,7 @@ def test_items_over_the_limit_are_refused_before_any_is_processed(
     ids=["an array", "arrays", "frames", "lists of frames", "none of them", "nothing"],
 )
 def test_a_list_of_frames_is_one_video(
-    inputs: InputProcessor, fake: FakePerceiver, media: Any, num_videos: int
+    inputs: InputProcessor, fake: FakePipeline, media: Any, num_videos: int
 ) -> None:
     process(inputs, {"prompt": "V" * num_videos, "multi_modal_data": {"video": media}})
     assert len(fake.calls) == num_videos
@@ -282,7 +282,7 @@ def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(inputs: InputP
     assert words == {"no", " no", "x", " x"}
 
 
-def test_bans_of_the_model_hold_for_every_request(fake: FakePerceiver) -> None:
+def test_bans_of_the_model_hold_for_every_request(fake: FakePipeline) -> None:
     inputs = make_inputs(fake)
     inputs.defaults = replace(DEFAULTS, bans=TokenBans(sequences=((5,),), first_token_ids=(6,)))
     assert process(inputs, "a").request.bans == inputs.defaults.bans
@@ -292,7 +292,7 @@ def test_bans_of_the_model_hold_for_every_request(fake: FakePerceiver) -> None:
 
 
 def test_a_bad_word_without_tokens_is_refused_by_name(
-    fake: FakePerceiver, monkeypatch: pytest.MonkeyPatch
+    fake: FakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LetterTokenizer, "__call__", lambda *_, **__: Encoding(input_ids=[]))
     with pytest.raises(RequestError, match="bad_words: the tokenizer has no tokens for 'zz'"):

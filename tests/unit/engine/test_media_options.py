@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.media_options import MediaOptions
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.engine.build.media_options import MediaOptions
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import ModelError
 
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from sensorium.core.admission import Limits
-from sensorium.engine import memory as memory_module
-from sensorium.engine.memory import (
+from sensorium.engine.build import memory as memory_module
+from sensorium.engine.build.memory import (
     MemoryPlan,
     check_memory,
     format_bytes,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.output_processor import OutputProcessor
+from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.request import (
     EngineCoreOutput,

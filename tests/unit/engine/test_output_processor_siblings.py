@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sensorium.engine.output_processor import OutputProcessor
+from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.types.request import (
     EngineCoreOutput,
     EngineCoreRequest,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.chat import Chat
-from sensorium.engine.preparation import Preparation
-from sensorium.engine.renderer import Prepared
+from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.preparation import Preparation
+from sensorium.engine.inputs.renderer import Prepared
 from sensorium.render.chat_options import ChatOptions
 from sensorium.types.errors import CapacityError
 from sensorium.types.prompts import Prompt

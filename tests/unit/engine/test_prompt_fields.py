@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.engine.prompt_fields import get_media_items, normalise
+from sensorium.engine.inputs.prompt_fields import get_media_items, normalise
 from sensorium.types.errors import RequestError
 
 

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.siblings import Siblings, get_child_ids, make_children
+from sensorium.engine.outputs.parallel_sampling import (
+    ParallelSampling,
+    get_child_ids,
+    make_children,
+)
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
@@ -66,18 +70,18 @@ MEDIA: Any = ("media",)
 RELEASED: list[Any] = []
 
 
-def make_siblings() -> Siblings:
+def make_parallel_sampling() -> ParallelSampling:
     RELEASED.clear()
-    return Siblings(RELEASED.append)
+    return ParallelSampling(RELEASED.append)
 
 
-def take_ids(siblings: Siblings, *outputs: EngineCoreOutput) -> list[str]:
+def take_ids(siblings: ParallelSampling, *outputs: EngineCoreOutput) -> list[str]:
     groups = siblings.take_ready(outputs)
     return [child.request_id for children, _ in groups for child in children]
 
 
 def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
-    siblings = make_siblings()
+    siblings = make_parallel_sampling()
     first, has_siblings = siblings.add(make_request(n=3), MEDIA)
     assert (first.request_id, has_siblings) == ("r#0", True)
     assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
@@ -91,7 +95,7 @@ def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
-    siblings = make_siblings()
+    siblings = make_parallel_sampling()
     siblings.add(make_request(n=3), MEDIA)
     assert take_ids(siblings, news("r#0", reason=reason)) == []
     assert len(siblings) == 0
@@ -99,7 +103,7 @@ def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
 
 
 def test_dropped_siblings_never_start() -> None:
-    siblings = make_siblings()
+    siblings = make_parallel_sampling()
     siblings.add(make_request(n=2), MEDIA)
     siblings.drop(("r#0", "unknown"))
     assert RELEASED == [MEDIA]
@@ -107,7 +111,7 @@ def test_dropped_siblings_never_start() -> None:
 
 
 def test_a_single_request_keeps_nothing() -> None:
-    siblings = make_siblings()
+    siblings = make_parallel_sampling()
     first, has_siblings = siblings.add(make_request(), MEDIA)
     assert (first.request_id, has_siblings) == ("r", False)
     assert len(siblings) == 0

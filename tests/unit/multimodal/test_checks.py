@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from sensorium.multimodal.checks import check_media
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.processing.checks import check_media
 from sensorium.types.errors import RequestError
 from tests.media_files import make_melody
 

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from sensorium.models.loading import load_config
-from sensorium.multimodal import item_worker as item_worker_module
-from sensorium.multimodal.cost_guard import OwnOptions
-from sensorium.multimodal.item_cost import get_cost, measure
-from sensorium.multimodal.item_worker import ItemJob, ItemWorker
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.processing import item_worker as item_worker_module
+from sensorium.multimodal.processing.cost_guard import OwnOptions
+from sensorium.multimodal.processing.item_cost import get_cost, measure
+from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 from tests.media_files import make_clip, make_melody, make_pixels, write_image, write_video
@@ -196,7 +196,7 @@ def test_larger_and_longer_videos_are_refused_before_decoding(
 ) -> None:
     own = OwnOptions(media_io_kwargs={"video": {"num_frames": 8}})
     guarded = ItemWorker(processor_of(OMNI), MediaLimits(max_pixels=64 * 96), own)
-    monkeypatch.setattr("sensorium.multimodal.media.video._read_frames", _refuse_to_decode)
+    monkeypatch.setattr("sensorium.multimodal.decoding.video._read_frames", _refuse_to_decode)
     with pytest.raises(RequestError, match="this video would become"):
         process(guarded, "video", CLIP, options, media_io_kwargs)
 

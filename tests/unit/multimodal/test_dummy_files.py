@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sensorium.multimodal.dummy_files import make_dummy_file
-from sensorium.multimodal.dummy_media import make_dummy_media
-from sensorium.multimodal.media.decoding import decode, resolve_decode_options
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.processing.dummy_files import make_dummy_file
+from sensorium.multimodal.processing.dummy_media import make_dummy_media
 
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])

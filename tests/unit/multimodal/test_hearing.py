@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sensorium.models.loading import load_config
-from sensorium.multimodal.hearing import Hearing
-from sensorium.multimodal.item_worker import ItemJob, ItemWorker
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.processing.hearing import Hearing
+from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 from tests.media_files import make_melody

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.multimodal.item_messages import decode_job, encode_job
-from sensorium.multimodal.item_worker import ItemJob
-from sensorium.multimodal.media.media_bytes import MediaBytes
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.processing.item_messages import decode_job, encode_job
+from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.types.errors import RequestError
 
 

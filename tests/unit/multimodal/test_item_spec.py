@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sensorium.models.loading import load_config
-from sensorium.multimodal.item_spec import ItemSpecs
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.item_spec import ItemSpecs
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 
 FAMILIES = (

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.precomputed_embeds import MAX_EMBEDS, PrecomputedEmbeds, decode_embeds
+from sensorium.multimodal.processing.precomputed_embeds import (
+    MAX_EMBEDS,
+    PrecomputedEmbeds,
+    decode_embeds,
+)
 from sensorium.types.errors import RequestError
 
 TENSOR = {"dtype": "float32", "shape": [2, 3], "data": torch.arange(6.0).numpy().tobytes()}

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
-from sensorium.multimodal.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import ItemLayout
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.work_estimate import estimate_cost_s
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.processing.work_estimate import estimate_cost_s
 from sensorium.types.errors import RequestError
 from tests.integration.media_bombs import BOMBS
 from tests.media_files import make_clip, make_pixels, make_png, write_image, write_video

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from sensorium.engine.chat import Chat
+from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.render.answers.format import PLAIN
 from sensorium.render.answers.interface import AnswerFormat
 from sensorium.server.http.app import make_app

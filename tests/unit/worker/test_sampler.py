@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sensorium.types.sampling import SamplingParams
-from sensorium.worker import drawing
-from sensorium.worker.drawing import get_uniforms
-from sensorium.worker.sampler import Sampler
-from sensorium.worker.sampling_row import SamplingRow
+from sensorium.worker.sampling import drawing
+from sensorium.worker.sampling.drawing import get_uniforms
+from sensorium.worker.sampling.sampler import Sampler
+from sensorium.worker.sampling.sampling_row import SamplingRow
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0)
 GREEDY = replace(PLAIN, temperature=0.0)

@@ -10,8 +10,8 @@ import torch
 
 from sensorium.types.request import TokenLogprobs
 from sensorium.types.sampling import SamplingParams
-from sensorium.worker.sampler import Sampler
-from sensorium.worker.sampling_row import SamplingRow
+from sensorium.worker.sampling.sampler import Sampler
+from sensorium.worker.sampling.sampling_row import SamplingRow
 
 PROBABILITIES = [0.1, 0.4, 0.2, 0.3]
 LOGITS = [math.log(p) + 5.0 for p in PROBABILITIES]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from sensorium.render.answers.told import Told
+from sensorium.render.answers.told import AnswerBuffer
 
 MAX_HELD = 2**14  # characters of a call that are held back until its name is known
 HeldText = Annotated[str, Meta(max_length=MAX_HELD + 128)]
@@ -37,7 +37,7 @@ class CallReader(Struct):
 
     opening: ShortText = ""
 
-    def step(self, character: str, told: Told) -> Step:
+    def step(self, character: str, told: AnswerBuffer) -> Step:
         raise NotImplementedError
 
     def count_plain(self, text: str, start: int) -> int:
@@ -106,7 +106,7 @@ class CallObject(Struct):
     is_begun: bool = False  # its name was told
     is_told: bool = False  # and all of its arguments
 
-    def step(self, character: str, told: Told) -> Step:
+    def step(self, character: str, told: AnswerBuffer) -> Step:
         scan = self.scan
         if not scan.is_in_string and self._is_broken(character):
             return Step.BEFORE
@@ -131,12 +131,12 @@ class CallObject(Struct):
             return character != "{" and not character.isspace()
         return character == "<"
 
-    def _tell(self, text: str, told: Told) -> None:
+    def _tell(self, text: str, told: AnswerBuffer) -> None:
         if not self.is_told:
             told.add_arguments(text)
             self.is_told = self.scan.depth == 1
 
-    def _find_name(self, character: str, told: Told) -> None:
+    def _find_name(self, character: str, told: AnswerBuffer) -> None:
         scan = self.scan
         if scan.is_in_string:
             return
@@ -150,7 +150,7 @@ class CallObject(Struct):
         elif character == "}" and scan.depth == 0:
             self._tell_whole(told)
 
-    def _tell_whole(self, told: Told) -> None:
+    def _tell_whole(self, told: AnswerBuffer) -> None:
         call = _load(self.held)
         if not isinstance(call, dict):
             return

@@ -15,14 +15,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sensorium.render.answers.calls import CallReader, ShortText, Step
-from sensorium.render.answers.gemma4 import Gemma4Call
-from sensorium.render.answers.hermes import HermesCall
+from sensorium.render.answers.formats.gemma4 import Gemma4Call
+from sensorium.render.answers.formats.hermes import HermesCall
+from sensorium.render.answers.formats.mistral import MistralCall
+from sensorium.render.answers.formats.pythonic import PythonicCall
 from sensorium.render.answers.interface import AnswerContext, AnswerDelta
-from sensorium.render.answers.mistral import MistralCall
-from sensorium.render.answers.pythonic import PythonicCall
 from sensorium.render.answers.reasoning import ReasoningTags
 from sensorium.render.answers.syntax import CallSyntax
-from sensorium.render.answers.told import Told
+from sensorium.render.answers.told import AnswerBuffer
 from sensorium.types.errors import RequestError
 
 _MAX_SPACE = 64
@@ -60,7 +60,7 @@ class SectionReader:
         self._rules = rules
         self._state = state
         self._is_separate = context.separate_reasoning
-        self._told = Told(
+        self._told = AnswerBuffer(
             make_id=_refuse_id if rules.calls is None else rules.calls.make_id,
             names=frozenset(tool["function"]["name"] for tool in context.tools),
             max_calls=None if context.parallel_tool_calls else 1,

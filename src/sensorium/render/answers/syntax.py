@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sensorium.render.answers import gemma4, hermes, mistral, pythonic
 from sensorium.render.answers.calls import CallReader
-from sensorium.render.answers.gemma4_grammar import Gemma4Grammar
+from sensorium.render.answers.formats import gemma4, hermes, mistral, pythonic
+from sensorium.render.answers.formats.gemma4_grammar import Gemma4Grammar
 from sensorium.render.answers.lark import Lark
 from sensorium.render.answers.told import MakeId
 from sensorium.types.errors import RequestError

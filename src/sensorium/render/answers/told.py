@@ -9,7 +9,7 @@ from sensorium.render.answers.interface import AnswerDelta, ToolCallDelta
 MakeId = Callable[[], str]
 
 
-class Told:
+class AnswerBuffer:
     """`num_begun` counts all calls, `max_calls` of them are told; the others are read and dropped.
 
     `make_id` names a call that the model has not named itself. `names`: of the tools there are.

@@ -23,25 +23,25 @@ from sensorium.engine.async_engine import AsyncEngine
 from sensorium.render.answers.format import PLAIN
 from sensorium.render.answers.interface import AnswerFormat
 from sensorium.server.http.admin import make_admin_router
-from sensorium.server.http.admission import Admission, get_limit
-from sensorium.server.http.authentication import Authentication
-from sensorium.server.http.body_intake import BodyIntake, BodyLimits
+from sensorium.server.http.bodies.body_intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context
-from sensorium.server.http.error_boundary import ErrorBoundary
-from sensorium.server.http.errors import ErrorAnswer, get_phrase
+from sensorium.server.http.connections.loop_lag import measure_loop_lag
+from sensorium.server.http.errors import ErrorResponse, get_phrase
 from sensorium.server.http.failures import FailureLog
-from sensorium.server.http.generate_route import make_generate_router
 from sensorium.server.http.health import make_health_router
 from sensorium.server.http.http_options import HttpOptions
-from sensorium.server.http.loop_lag import measure_loop_lag
+from sensorium.server.http.middleware.admission import Admission, get_limit
+from sensorium.server.http.middleware.authentication import Authentication
+from sensorium.server.http.middleware.error_boundary import ErrorBoundary
+from sensorium.server.http.middleware.origins import OriginGuard, OriginPolicy
+from sensorium.server.http.middleware.render_only import make_refusing_router
+from sensorium.server.http.middleware.request_ids import HEADER, RequestIds
+from sensorium.server.http.middleware.response_times import ResponseTimes
+from sensorium.server.http.openai.text_routes import make_models_router, make_text_router
 from sensorium.server.http.openapi import install_openapi
-from sensorium.server.http.origins import OriginGuard, OriginPolicy
-from sensorium.server.http.render_only import make_refusing_router
-from sensorium.server.http.render_routes import make_render_router
-from sensorium.server.http.request_ids import HEADER, RequestIds
-from sensorium.server.http.response_times import ResponseTimes
-from sensorium.server.http.text_routes import make_models_router, make_text_router
-from sensorium.server.http.welcome import make_welcome_router
+from sensorium.server.http.tokens.generate_route import make_generate_router
+from sensorium.server.http.tokens.render_routes import make_render_router
+from sensorium.server.http.welcome.welcome import make_welcome_router
 from sensorium.server.metrics.frontend import FrontendMetrics
 
 _KIBIBYTE = 2**10
@@ -146,5 +146,5 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     headers = error.headers if isinstance(error, HTTPException) else None
     words = f"{get_phrase(status)}: {request.method} {request.url.path[:200]}"
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(status)
-    answer = ErrorAnswer(status=status, message=words, code=code, headers=headers or {})
+    answer = ErrorResponse(status=status, message=words, code=code, headers=headers or {})
     return answer.make_response()

@@ -11,19 +11,19 @@ from typing import Any, Generic, TypeVar, cast
 from starlette.requests import Request
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.chat import Chat
+from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.render.answers.interface import AnswerFormat
-from sensorium.server.http.authentication import get_uuid_scope
-from sensorium.server.http.body import read_body
-from sensorium.server.http.body_intake import BodyIntake
+from sensorium.server.http.bodies.body import read_body
+from sensorium.server.http.bodies.body_intake import BodyIntake
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.generation import Generation
 from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.input_paths import RequestInput
+from sensorium.server.http.middleware.authentication import get_uuid_scope
+from sensorium.server.http.openai.structured import find_constraint_path
 from sensorium.server.http.protocol.generating import GeneratingRequest
 from sensorium.server.http.protocol.reading import read_request
 from sensorium.server.http.protocol.token_wire import GenerateRequest
-from sensorium.server.http.structured import find_constraint_path
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.trace import make_trace
 from sensorium.types.outputs import RequestOutput

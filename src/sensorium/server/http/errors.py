@@ -53,7 +53,7 @@ class ClientGoneError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorAnswer:
+class ErrorResponse:
     """`reason`: as the metrics call it (`None`: nothing was refused). `is_bug`: the log has to have
     it.
     """
@@ -84,10 +84,10 @@ class ErrorAnswer:
         )
 
 
-def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> ErrorAnswer:
+def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> ErrorResponse:
     """`fields` are the names of the request's fields: texts that begin with one name it."""
     if isinstance(error, ApiError):
-        return ErrorAnswer(
+        return ErrorResponse(
             status=error.status,
             message=str(error),
             param=error.param,
@@ -99,12 +99,12 @@ def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> Er
         return _make_capacity_answer(error)
     if isinstance(error, RequestError):
         return _make_request_answer(error, fields)
-    return ErrorAnswer(status=500, message=_INTERNAL_TEXT, reason="internal", is_bug=True)
+    return ErrorResponse(status=500, message=_INTERNAL_TEXT, reason="internal", is_bug=True)
 
 
-def _make_capacity_answer(error: CapacityError) -> ErrorAnswer:
+def _make_capacity_answer(error: CapacityError) -> ErrorResponse:
     is_lost = isinstance(error, EngineLostError)
-    return ErrorAnswer(
+    return ErrorResponse(
         status=503,
         message=str(error),
         code="engine_lost" if is_lost else "no_capacity",
@@ -113,13 +113,13 @@ def _make_capacity_answer(error: CapacityError) -> ErrorAnswer:
     )
 
 
-def _make_request_answer(error: RequestError, fields: frozenset[str]) -> ErrorAnswer:
+def _make_request_answer(error: RequestError, fields: frozenset[str]) -> ErrorResponse:
     message = str(error)
     param = find_param(message, fields)
     if isinstance(error, FailedRequestError):
-        return ErrorAnswer(status=500, message=message, reason="internal", is_bug=True)
+        return ErrorResponse(status=500, message=message, reason="internal", is_bug=True)
     if isinstance(error, MissingMediaError):
-        return ErrorAnswer(
+        return ErrorResponse(
             status=409,
             message=message,
             param=param,
@@ -128,10 +128,10 @@ def _make_request_answer(error: RequestError, fields: frozenset[str]) -> ErrorAn
             missing=error.missing,
         )
     if isinstance(error, MediaFetchError):
-        return ErrorAnswer(
+        return ErrorResponse(
             status=422, message=message, param=param, code="media_not_fetched", reason="media"
         )
-    return ErrorAnswer(status=400, message=message, param=param)
+    return ErrorResponse(status=400, message=message, param=param)
 
 
 def find_param(message: str, fields: frozenset[str]) -> str | None:

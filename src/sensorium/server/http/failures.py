@@ -9,12 +9,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from sensorium.server.http.errors import ErrorAnswer, make_answer
+from sensorium.server.http.errors import ErrorResponse, make_answer
 from sensorium.server.http.input_paths import RequestInput
+from sensorium.server.http.openai.structured import rename_structured
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.completions import CompletionRequest
 from sensorium.server.http.protocol.token_wire import GenerateRequest
-from sensorium.server.http.structured import rename_structured
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import FailedRequestError, RequestError
 
@@ -32,7 +32,7 @@ class FailureLog:
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
 
-    def report(self, error: Exception, state: Mapping[str, Any]) -> ErrorAnswer:
+    def report(self, error: Exception, state: Mapping[str, Any]) -> ErrorResponse:
         """`state` is that of the request, with its `request_id` and, once it was read, its
         `input`.
         """

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.chat import Chat
+from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import (

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from sensorium import __version__
-from sensorium.server.http.authentication import METRICS_PATH
 from sensorium.server.http.calls import Context
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
+from sensorium.server.http.middleware.authentication import METRICS_PATH
 from sensorium.server.http.openapi import make_responses
 
 

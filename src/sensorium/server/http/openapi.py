@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from sensorium.server.http.body import MSGPACK_TYPES
+from sensorium.server.http.bodies.body import MSGPACK_TYPES
 from sensorium.server.http.protocol.answers import (
     ChatCompletion,
     ChatCompletionChunk,

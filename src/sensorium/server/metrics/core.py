@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from sensorium.engine.engine_core import EngineCore
+from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.server.metrics.metric_set import MetricSet

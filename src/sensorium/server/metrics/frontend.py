@@ -12,8 +12,8 @@ from sensorium.server.metrics.metric_set import MetricSet, get_directory
 from sensorium.server.metrics.totals import Totals
 
 if TYPE_CHECKING:
-    from sensorium.engine.perception import Caches, Perception
-    from sensorium.multimodal.media.fetch_statistics import FetchStatistics
+    from sensorium.engine.build.perception import Caches, Perception
+    from sensorium.multimodal.fetching.fetch_statistics import FetchStatistics
     from sensorium.multimodal.pool.pool import PoolStatistics
     from sensorium.types.sampling import SamplingParams
 
@@ -71,7 +71,7 @@ class FrontendMetrics:
             return
         self._sync_caches(perception.caches)
         self._sync_loader(perception.loader.statistics())
-        joined = perception.perceiver.flights.statistics().num_joined
+        joined = perception.pipeline.flights.statistics().num_joined
         self._totals.follow("sensorium:items_joined_total", joined)
         if perception.pool is not None:
             self._sync_pool(perception.pool.statistics())

@@ -1,6 +1,6 @@
 """The process of the core: loads the model, then steps until the parent says that it is enough.
 
-Light until it listens to its parent: everything heavy is imported by `core_half`, afterwards.
+Light until it listens to its parent: everything heavy is imported by `core_app`, afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sensorium.server.processes.control import (
 from sensorium.utils.loading import without_collection
 
 if TYPE_CHECKING:
-    from sensorium.engine.core_loop import CoreLoop
+    from sensorium.engine.core_process.core_loop import CoreLoop
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ def main() -> None:
     follow_parent(channel, process.handle, socket_dir=start.socket_dir)
     try:
         with without_collection():
-            from sensorium.server.processes.core_half import build_core_half
+            from sensorium.server.processes.core_app import build_core_app
 
-            loop, info = build_core_half(start)
+            loop, info = build_core_app(start)
     except Exception as error:  # whatever it is, the parent has to hear of it
         report_failure(channel, error)
         _end(1)

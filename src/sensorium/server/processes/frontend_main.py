@@ -1,6 +1,6 @@
 """The process of a frontend: HTTP in and out, media perceived, requests brought to the core.
 
-Light until it listens to its parent: everything heavy is imported by `frontend_half`, afterwards.
+Light until it listens to its parent: everything heavy is imported by `frontend_app`, afterwards.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def main() -> None:
     status = 0
     try:
         with without_collection():
-            from sensorium.server.processes.frontend_half import build_frontend_half, run_frontend
+            from sensorium.server.processes.frontend_app import build_frontend_app, run_frontend
 
-            half = build_frontend_half(start)
+            half = build_frontend_app(start)
         run_frontend(start, half, channel=channel, inbox_attach=inbox.attach)
     except Exception as error:  # whatever it is, the parent has to hear of it
         report_failure(channel, error)

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from sensorium.engine.core_info import CoreInfo
+from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.server.metrics.collect import clear_gauges
 from sensorium.server.metrics.memory import CORE, PARENT, get_frontend_name
 from sensorium.server.metrics.metric_set import use_directory
@@ -52,9 +52,9 @@ from sensorium.server.processes.control import (
     Stop,
 )
 from sensorium.server.processes.load_log import log_load
-from sensorium.server.processes.premises import Premises
 from sensorium.server.processes.pulse import StallWatch, get_look_interval
 from sensorium.server.processes.restarts import RestartPolicy
+from sensorium.server.processes.shared_resources import SharedResources
 from sensorium.types.errors import SensoriumError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Supervisor:
         self._make_policy = make_policy
         self._grace_s = grace_s
         self._announcer = Announcer(options)
-        self._premises: Premises
+        self._shared_resources: SharedResources
         self._metrics: SupervisorMetrics
         self._environment: dict[str, str] = {}
         self._children: set[ChildProcess] = set()
@@ -101,11 +101,11 @@ class Supervisor:
         """The exit status: 0 after a drain, 128 + signal if that was cut short. Raises a
         `SensoriumError` if the server can't be started or kept up.
         """
-        with Premises(self._options) as self._premises, self._handling_signals():
+        with SharedResources(self._options) as self._shared_resources, self._handling_signals():
             self._announcer.announce_start()
-            use_directory(self._premises.metrics_directory, writer=PARENT)
+            use_directory(self._shared_resources.metrics_directory, writer=PARENT)
             self._metrics = SupervisorMetrics(self._options.model_names[0])
-            self._environment = make_environment(self._premises.metrics_directory)
+            self._environment = make_environment(self._shared_resources.metrics_directory)
             cores = []
             if not self._options.is_render_only:
                 cores.append(asyncio.create_task(self._keep("core", self._live_core)))
@@ -113,7 +113,7 @@ class Supervisor:
                 asyncio.create_task(self._keep("frontend", self._make_frontend_life(index)))
                 for index in range(self._options.api_server_count)
             ]
-            log = asyncio.create_task(log_load(self._premises.metrics_directory))
+            log = asyncio.create_task(log_load(self._shared_resources.metrics_directory))
             try:
                 await self._wait_for_stop([*cores, *frontends])
                 await self._drain(cores, frontends)
@@ -152,15 +152,15 @@ class Supervisor:
             self._metrics.count_restart(kind)
 
     async def _live_core(self, life: int) -> str:
-        premises = self._premises
+        shared_resources = self._shared_resources
         start = StartCore(
             options=self._options,
-            socket_dir=str(premises.directory),
+            socket_dir=str(shared_resources.directory),
             life=life,
-            shm_fd=premises.shm_fd,
-            pulse_fd=premises.pulse.fd if self._options.core_stall_timeout else None,
+            shm_fd=shared_resources.shm_fd,
+            pulse_fd=shared_resources.pulse.fd if self._options.core_stall_timeout else None,
         )
-        premises.pulse.clear()
+        shared_resources.pulse.clear()
         inherited_fds = () if start.pulse_fd is None else (start.pulse_fd,)
         command = self._commands.core
         self._core = core = await self._spawn(CORE, command, start, inherited_fds=inherited_fds)
@@ -185,7 +185,7 @@ class Supervisor:
             await asyncio.sleep(get_look_interval(limit_s))
             if self._core_info is None:
                 continue
-            verdict = watch.look(time.monotonic(), self._premises.pulse.read())
+            verdict = watch.look(time.monotonic(), self._shared_resources.pulse.read())
             if verdict == "lost":
                 logger.error("the core made no progress for %g s and is killed", 2 * limit_s)
                 core.kill()
@@ -211,14 +211,14 @@ class Supervisor:
         return live
 
     async def _live_frontend(self, index: int, identity: str) -> str:
-        premises = self._premises
+        shared_resources = self._shared_resources
         start = StartFrontend(
             options=self._options,
             index=index,
             identity=identity,
-            listen_fd=premises.listener.fileno(),
-            socket_dir=str(premises.directory),
-            shm_fd=premises.shm_fd,
+            listen_fd=shared_resources.listener.fileno(),
+            socket_dir=str(shared_resources.directory),
+            shm_fd=shared_resources.shm_fd,
         )
         name, command = get_frontend_name(index), self._commands.frontend
         frontend = await self._spawn(name, command, start, inherited_fds=[start.listen_fd])
@@ -252,7 +252,7 @@ class Supervisor:
         child = await ChildProcess.spawn(
             name,
             command,
-            inherited_fds=(*self._premises.inherited_fds, *inherited_fds),
+            inherited_fds=(*self._shared_resources.inherited_fds, *inherited_fds),
             environment=self._environment,
         )
         self._children.add(child)
@@ -279,7 +279,7 @@ class Supervisor:
         forget()
         end = await child.wait_until_ended()
         self._children.discard(child)
-        clear_gauges(child.name, self._premises.metrics_directory)
+        clear_gauges(child.name, self._shared_resources.metrics_directory)
         return failure or f"the process of {child.name} ended with {end}"
 
     def _on_core_message(self, message: FromChild) -> None:
@@ -305,7 +305,7 @@ class Supervisor:
             self._is_ready = True
             if self._options.is_render_only:
                 self._announcer.announce_core(message.description)
-            self._announcer.announce_ready(self._premises.url)
+            self._announcer.announce_ready(self._shared_resources.url)
 
     # Stopping.
 
@@ -345,7 +345,7 @@ class Supervisor:
     async def _drain(
         self, cores: Sequence[asyncio.Task[None]], frontends: Sequence[asyncio.Task[None]]
     ) -> None:
-        self._premises.listener.close()
+        self._shared_resources.listener.close()
         self._tell_frontends(Drain())
         _, pending = await asyncio.wait(
             frontends, timeout=self._options.shutdown_timeout + self._grace_s

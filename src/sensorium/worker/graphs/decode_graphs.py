@@ -20,7 +20,7 @@ from sensorium.worker.graphs.recorder import Recorder, Recording, capture_sizes
 from sensorium.worker.graphs.sizes import find_size
 from sensorium.worker.input_batch import Row
 from sensorium.worker.kv_cache import KVCache
-from sensorium.worker.sampler import mark_likeliest
+from sensorium.worker.sampling.sampler import mark_likeliest
 
 
 class DecodeKernels(Protocol):

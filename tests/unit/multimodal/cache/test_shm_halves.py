@@ -60,9 +60,9 @@ def get_leaseholders(stores: list[ShmStore]) -> list[int]:
 def test_the_halves_are_what_frontend_and_core_expect(
     sender: ShmSender, receiver: ShmReceiver
 ) -> None:
-    frontend_half: SenderCache = sender
-    core_half: ReceiverCache = receiver
-    assert frontend_half.statistics() == core_half.statistics()
+    frontend_app: SenderCache = sender
+    core_app: ReceiverCache = receiver
+    assert frontend_app.statistics() == core_app.statistics()
 
 
 def test_item_goes_to_the_core_as_a_reference(

@@ -9,9 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from sensorium.multimodal.media.address_guard import AddressGuard, Resolve, is_allowed, resolve_host
-from sensorium.multimodal.media.fetch import Fetch
-from sensorium.multimodal.media.refusal import RefusedMediaError
+from sensorium.multimodal.fetching.address_guard import (
+    AddressGuard,
+    Resolve,
+    is_allowed,
+    resolve_host,
+)
+from sensorium.multimodal.fetching.fetch import Fetch
+from sensorium.multimodal.fetching.refusal import RefusedMediaError
 
 PUBLIC = ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "2a00:1450:4001:80b::200e"]
 # Public IPv4 hosts as IPv6-only networks see them.

@@ -12,8 +12,8 @@ import pytest
 import soundfile
 import soxr
 
-from sensorium.multimodal.media.audio import _trim_end, decode_audio, resample
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.decoding.audio import _trim_end, decode_audio, resample
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.media_files import (
     RATE,

@@ -10,8 +10,8 @@ from urllib.parse import quote, quote_from_bytes
 import pybase64
 import pytest
 
-from sensorium.multimodal.media import data_url
-from sensorium.multimodal.media.data_url import decode_data_url
+from sensorium.multimodal.fetching import data_url
+from sensorium.multimodal.fetching.data_url import decode_data_url
 from sensorium.types.errors import MediaFetchError, RequestError
 
 # Its base64 has `+`, `/` and padding.

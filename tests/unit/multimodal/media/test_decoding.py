@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sensorium.multimodal.media.decoding import decode, resolve_decode_options
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
 from tests.media_files import RATE, make_clip, make_melody, write_image, write_sound, write_video
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sensorium.multimodal.media.fetch_memory import FetchMemory, RequestBytes
+from sensorium.multimodal.fetching.fetch_memory import FetchMemory, RequestBytes
 
 
 def test_the_largest_request_gives_way_whoever_adds_the_last_byte() -> None:

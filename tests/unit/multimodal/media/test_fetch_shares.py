@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from sensorium.multimodal.media.fetch_shares import FetchShares, RequestShare
+from sensorium.multimodal.fetching.fetch_shares import FetchShares, RequestShare
 
 
 class Fetches:

@@ -9,11 +9,11 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from sensorium.multimodal.media.fetch import Fetch, RequestDeadline
-from sensorium.multimodal.media.fetch_loop import FetchLoop
-from sensorium.multimodal.media.look_ups import LookUps
-from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.media.shared_fetches import SharedFetches
+from sensorium.multimodal.fetching.fetch import Fetch, RequestDeadline
+from sensorium.multimodal.fetching.fetch_loop import FetchLoop
+from sensorium.multimodal.fetching.look_ups import LookUps
+from sensorium.multimodal.fetching.shared_fetches import SharedFetches
+from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError
 
 KEY = ("http://host/", "image")

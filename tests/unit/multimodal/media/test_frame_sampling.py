@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from sensorium.multimodal.media.frame_sampling import make_frame_chooser
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.video import Metadata, decode_video
+from sensorium.multimodal.decoding.frame_sampling import make_frame_chooser
+from sensorium.multimodal.decoding.video import Metadata, decode_video
+from sensorium.multimodal.limits import MediaLimits
 from tests.media_files import make_clip, write_video
 
 MODELS = (
@@ -77,7 +77,7 @@ def assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def assert_is_as_their_own_sampling(
     processor: Any, asked: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """Frames chosen before decoding, against the whole clip and the processor's own choice."""
+    """SseChunks chosen before decoding, against the whole clip and the processor's own choice."""
     choose = make_frame_chooser(processor.video_processor, asked)
     frames, metadata = decode_video(CLIP, choose_frames=choose, limits=LIMITS)
     assert 1 < len(frames) < 40

@@ -6,7 +6,7 @@ from email.utils import formatdate
 
 import pytest
 
-from sensorium.multimodal.media.freshness import (
+from sensorium.multimodal.fetching.freshness import (
     compute_fresh_until,
     is_storable,
     make_validators,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.media.hosts import AllowedDomains, canonical_host
-from sensorium.multimodal.media.media_url import parse_media_url
+from sensorium.multimodal.fetching.hosts import AllowedDomains, canonical_host
+from sensorium.multimodal.fetching.media_url import parse_media_url
 from sensorium.types.errors import RequestError
 
 

@@ -8,8 +8,8 @@ import struct
 import pytest
 from PIL import Image
 
-from sensorium.multimodal.media.image_header import read_header_size
-from sensorium.multimodal.media.images import open_image
+from sensorium.multimodal.decoding.image_header import read_header_size
+from sensorium.multimodal.decoding.images import open_image
 from tests.integration.media_bombs import (
     LARGE,
     make_avif,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin, features
 
+from sensorium.multimodal.decoding.images import decode_image
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.media.images import decode_image
-from sensorium.multimodal.media.limits import MediaLimits
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.media_files import make_images, make_pixels, make_png, write_image
 

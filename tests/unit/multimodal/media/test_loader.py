@@ -15,11 +15,11 @@ import httpx
 import pytest
 from httpcore import AnyIOBackend, AsyncNetworkStream
 
-import sensorium.multimodal.media
-from sensorium.multimodal.media.fetch import Fetch
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.loader import MediaLoader
-from sensorium.multimodal.media.media_bytes import MediaBytes
+import sensorium.multimodal.fetching
+from sensorium.multimodal.fetching.fetch import Fetch
+from sensorium.multimodal.fetching.loader import MediaLoader
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 
@@ -147,7 +147,7 @@ def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
 
     monkeypatch.setattr(client, "fetch", fetch)
     monkeypatch.setattr(
-        "sensorium.multimodal.media.fetcher.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "sensorium.multimodal.fetching.fetcher.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     results = loader.load_all([("http://host/b", "image"), ("http://host/a", "image")])
     assert [loaded.fetch_s for loaded in results] == [5.0, 1.0]
@@ -233,8 +233,8 @@ def test_mutated_urls_give_bytes_or_a_request_error(
 def test_it_is_imported_without_the_libraries_of_the_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    package = "sensorium.multimodal.media"
-    monkeypatch.setattr(sensorium.multimodal, "media", sensorium.multimodal.media)
+    package = "sensorium.multimodal.fetching"
+    monkeypatch.setattr(sensorium.multimodal, "fetching", sensorium.multimodal.fetching)
     for name in [name for name in sys.modules if name.startswith(package)]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("httpx", "httpcore", "h11", "av", "soxr", "blake3"):

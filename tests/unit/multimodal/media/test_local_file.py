@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.multimodal.media import local_file
-from sensorium.multimodal.media.local_file import read_local_file
+from sensorium.multimodal.fetching import local_file
+from sensorium.multimodal.fetching.local_file import read_local_file
 from sensorium.types.errors import MediaFetchError, RequestError
 
 

@@ -17,12 +17,12 @@ import soxr
 from av.rational import AVRational
 from PIL import Image
 
-from sensorium.multimodal.media.audio import decode_audio
-from sensorium.multimodal.media.av_container import check_duration
-from sensorium.multimodal.media.image_size import read_image_size
-from sensorium.multimodal.media.images import decode_image
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.video import decode_video
+from sensorium.multimodal.decoding.audio import decode_audio
+from sensorium.multimodal.decoding.av_container import check_duration
+from sensorium.multimodal.decoding.image_size import read_image_size
+from sensorium.multimodal.decoding.images import decode_image
+from sensorium.multimodal.decoding.video import decode_video
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.media_files import (
     RATE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from sensorium.multimodal.media.media_bytes import MediaBytes
-from sensorium.multimodal.media.response_cache import CachedResponse, ResponseCache
+from sensorium.multimodal.fetching.response_cache import CachedResponse, ResponseCache
+from sensorium.multimodal.media_bytes import MediaBytes
 
 NOW = 1000.0
 FRESH = {"cache-control": "max-age=60"}

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sensorium.multimodal.media import video
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.video import Frames, Metadata, decode_video
-from sensorium.multimodal.media.work_budget import WorkBudget
+from sensorium.multimodal.decoding import video
+from sensorium.multimodal.decoding.video import Metadata, SseChunks, decode_video
+from sensorium.multimodal.decoding.work_budget import WorkBudget
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
 from tests.media_files import (
     get_grey,
@@ -36,15 +36,15 @@ def choose_all(metadata: Mapping[str, Any]) -> Sequence[int]:
 
 def decode(
     data: bytes, choose: Any = choose_all, *, limits: MediaLimits = LIMITS
-) -> tuple[Frames, Metadata]:
+) -> tuple[SseChunks, Metadata]:
     return decode_video(data, choose_frames=choose, limits=limits)
 
 
-def get_greys(frames: Frames) -> list[int]:
+def get_greys(frames: SseChunks) -> list[int]:
     return np.rint(frames.mean(axis=(1, 2, 3))).astype(int).tolist()
 
 
-def assert_are(frames: Frames, indices: Sequence[int]) -> None:
+def assert_are(frames: SseChunks, indices: Sequence[int]) -> None:
     """Each frame is known by its grey, which lossy coding changes by a little."""
     assert len(frames) == len(indices)
     np.testing.assert_allclose(get_greys(frames), get_grey(np.array(indices)), atol=3)

@@ -7,18 +7,18 @@ import struct
 
 import pytest
 
-from sensorium.multimodal.media import work_budget
-from sensorium.multimodal.media.audio import decode_audio
-from sensorium.multimodal.media.decoding import decode, resolve_decode_options
-from sensorium.multimodal.media.images import decode_image
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.video import decode_video
-from sensorium.multimodal.media.work_budget import (
+from sensorium.multimodal.decoding import work_budget
+from sensorium.multimodal.decoding.audio import decode_audio
+from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
+from sensorium.multimodal.decoding.images import decode_image
+from sensorium.multimodal.decoding.video import decode_video
+from sensorium.multimodal.decoding.work_budget import (
     CostlyItemError,
     WorkBudget,
     estimate_frames_s,
     estimate_sound_s,
 )
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.media_files import (
     RATE,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from sensorium.engine.detokenizer import Detokenizer
+from sensorium.engine.outputs.detokenizer import Detokenizer
 from sensorium.render.answers.format import make_answer_format
 from sensorium.render.answers.interface import AnswerContext
 from sensorium.types.errors import RequestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.server.http.render_only import GENERATING_PATHS
+from sensorium.server.http.middleware.render_only import GENERATING_PATHS
 from tests.unit.server.standing_in import ScriptedEngine, serve
 
 JSON = {"content-type": "application/json"}

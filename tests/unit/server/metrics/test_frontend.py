@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from sensorium.engine.perception import Caches, Perception
+from sensorium.engine.build.perception import Caches, Perception
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.cache.mirror_sender import MirrorSender
 from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.item_worker import ItemJob
-from sensorium.multimodal.media.limits import MediaLimits
-from sensorium.multimodal.media.loader import MediaLoader
-from sensorium.multimodal.perceiver import Perceiver
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import PoolStatistics
+from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.single_flight import Flight
 from sensorium.multimodal.uuid_bindings import UuidBindings
 from sensorium.server.metrics.collect import Values
@@ -39,8 +39,8 @@ def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perce
     loader = MediaLoader(limits)
     readonly = ProcessorOnlyCache(CAPACITY)
 
-    def make_perceiver() -> Perceiver:
-        return Perceiver(
+    def make_pipeline() -> MediaPipeline:
+        return MediaPipeline(
             cache=sender,
             hasher=MediaHasher(),
             loader=loader,
@@ -51,8 +51,8 @@ def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perce
 
     return Perception(
         caches=Caches(sender=sender, readonly=readonly, store=store),
-        perceiver=make_perceiver(),
-        readonly=make_perceiver(),
+        pipeline=make_pipeline(),
+        readonly=make_pipeline(),
         loader=loader,
         pool=None,
     )

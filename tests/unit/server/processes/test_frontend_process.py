@@ -10,7 +10,7 @@ import pytest
 
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import CoreDown, CoreUp
-from sensorium.server.processes.frontend_half import SyncBeforeEnd, make_config
+from sensorium.server.processes.frontend_app import SyncBeforeEnd, make_config
 from sensorium.server.processes.frontend_main import Inbox
 from tests.unit.server.processes.test_control import INFO
 

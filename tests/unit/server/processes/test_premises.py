@@ -11,7 +11,7 @@ import pytest
 
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.premises import Premises, bind
+from sensorium.server.processes.shared_resources import SharedResources, bind
 from sensorium.types.errors import RequestError
 
 
@@ -22,16 +22,16 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_directory_is_for_its_owner_alone_and_goes_with_the_server() -> None:
-    with Premises(ServeOptions(model="m", port=0)) as premises:
-        assert stat.S_IMODE(premises.directory.stat().st_mode) == 0o700
-        assert premises.metrics_directory.is_dir()
-    assert not premises.directory.exists()
+    with SharedResources(ServeOptions(model="m", port=0)) as shared_resources:
+        assert stat.S_IMODE(shared_resources.directory.stat().st_mode) == 0o700
+        assert shared_resources.metrics_directory.is_dir()
+    assert not shared_resources.directory.exists()
 
 
 def test_a_directory_that_takes_nothing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/proc")
     with pytest.raises(RequestError, match="find no room in the directory for temporary files"):
-        Premises(ServeOptions(model="m", port=0))
+        SharedResources(ServeOptions(model="m", port=0))
 
 
 def test_paths_of_sockets_stay_short_enough(
@@ -41,36 +41,36 @@ def test_paths_of_sockets_stay_short_enough(
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with (
-        Premises(ServeOptions(model="m", port=0)) as premises,
+        SharedResources(ServeOptions(model="m", port=0)) as shared_resources,
         socket.socket(socket.AF_UNIX) as unix,
     ):
-        unix.bind(str(premises.directory / "core-1234.sock"))
+        unix.bind(str(shared_resources.directory / "core-1234.sock"))
     assert not list(deep.iterdir())
 
 
 def test_nobody_is_connected_before_a_frontend_listens() -> None:
-    with Premises(ServeOptions(model="m", port=0)) as premises:
-        address = premises.listener.getsockname()
-        assert premises.url == f"http://127.0.0.1:{address[1]}"
+    with SharedResources(ServeOptions(model="m", port=0)) as shared_resources:
+        address = shared_resources.listener.getsockname()
+        assert shared_resources.url == f"http://127.0.0.1:{address[1]}"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
 
 
 def test_the_shared_memory_is_ready_for_those_who_inherit_it() -> None:
     media = {"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 1 / 1024}
-    with Premises(ServeOptions(model="m", port=0, media=media)) as premises:
-        assert premises.shm_fd is not None
-        assert os.fstat(premises.shm_fd).st_blocks * 512 >= 2**20
-        with ShmStore.attach(premises.shm_fd) as store:
+    with SharedResources(ServeOptions(model="m", port=0, media=media)) as shared_resources:
+        assert shared_resources.shm_fd is not None
+        assert os.fstat(shared_resources.shm_fd).st_blocks * 512 >= 2**20
+        with ShmStore.attach(shared_resources.shm_fd) as store:
             assert store.statistics().capacity_bytes == 2**20
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(premises.shm_fd)
+        os.fstat(shared_resources.shm_fd)
 
 
 def test_a_failure_on_the_way_leaves_nothing(temporary: Path) -> None:
     media = {"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 2**19}
     with pytest.raises(RequestError, match="the shared-memory cache needs"):
-        Premises(ServeOptions(model="m", port=0, media=media))
+        SharedResources(ServeOptions(model="m", port=0, media=media))
     assert not list(temporary.iterdir())
 
 

@@ -1,0 +1,216 @@
+"""Puts perception together: sources, names, processing and the caches, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sensorium.engine.build.media_options import MediaOptions
+from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
+from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror_sender import UNKNOWN_EPOCH, MirrorSender
+from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
+from sensorium.multimodal.cache.readonly import SharedReadonlyCache
+from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
+from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
+from sensorium.multimodal.fetching.loader import MediaLoader
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.pipeline import MediaPipeline
+from sensorium.multimodal.pool.pool import ProcessPool
+from sensorium.multimodal.processing.cost_guard import OwnOptions
+from sensorium.multimodal.processing.embeds_backend import EmbedsBackend
+from sensorium.multimodal.processing.item_backend import (
+    EARLY_COST_S,
+    EarlyBackend,
+    InProcessBackend,
+    ItemBackend,
+    PoolBackend,
+)
+from sensorium.multimodal.processing.item_handler import make_settings
+from sensorium.multimodal.processing.item_worker import ItemWorker
+from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.shared_uuids import SharedUuidBindings
+from sensorium.multimodal.uuid_bindings import UuidBindings
+
+_HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """The frontend's half, that of requests which run no engine, and the core's half if the core is
+    in the same process.
+    """
+
+    sender: SenderCache
+    readonly: ProcessorCache
+    receiver: ReceiverCache | None = None
+    store: ShmStore | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perception:
+    """What a frontend perceives with. `close` ends its processes and threads."""
+
+    caches: Caches
+    pipeline: MediaPipeline
+    readonly: MediaPipeline
+    loader: MediaLoader
+    pool: ProcessPool | None
+
+    def close(self) -> None:
+        self.loader.close()
+        if self.pool is not None:
+            self.pool.close()
+        if self.caches.store is not None:
+            self.caches.store.close()
+
+
+def build_store(options: MediaOptions) -> ShmStore | None:
+    """The memory that frontends, their pools and the core share, where the options say so."""
+    if not options.has_shared_memory:
+        return None
+    return ShmStore.create(
+        capacity_bytes=options.capacity_bytes, max_object_bytes=options.max_object_bytes
+    )
+
+
+def build_receiver(options: MediaOptions, store: ShmStore | None) -> ReceiverCache:
+    if store is not None:
+        return ShmReceiver(store)
+    return MirrorReceiver() if options.capacity_bytes else UncachedReceiver()
+
+
+def build_caches(
+    options: MediaOptions, store: ShmStore | None, receiver: ReceiverCache | None = None
+) -> Caches:
+    """`receiver`: the core's half, where that is in this process."""
+    capacity = options.capacity_bytes
+    if capacity == 0:
+        return Caches(sender=UncachedSender(), receiver=receiver, readonly=UncachedSender())
+    if store is None:
+        epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
+        return Caches(
+            sender=MirrorSender(capacity, epoch=epoch),
+            receiver=receiver,
+            readonly=ProcessorOnlyCache(capacity),
+        )
+    return Caches(
+        sender=ShmSender(store),
+        receiver=receiver,
+        readonly=SharedReadonlyCache(store, ProcessorOnlyCache(capacity)),
+        store=store,
+    )
+
+
+def build_readonly_caches(options: MediaOptions) -> Caches:
+    """Where no engine runs: no cache leads to a core."""
+    capacity = options.capacity_bytes
+    readonly = ProcessorOnlyCache(capacity) if capacity else UncachedSender()
+    return Caches(sender=UncachedSender(), readonly=readonly)
+
+
+def build_perception(
+    options: MediaOptions,
+    caches: Caches,
+    processor: MultiModalProcessor,
+    *,
+    directory: str,
+    model_revision: str,
+    trust_remote_code: bool,
+    embeds_modalities: Collection[str] = (),
+    embeds_width: int = 0,
+    starts_early: bool = False,
+    warm_modalities: Collection[str] = (),
+) -> Perception:
+    """`embeds_modalities`: of which embeddings may come computed, so wide. `starts_early`: items
+    don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
+    """
+    limits, store = options.get_limits(), caches.store
+    hasher = _build_hasher(options, processor, model_revision)
+    loader = MediaLoader(limits)
+    uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
+    pool = _build_pool(options, store, directory, trust_remote_code, warm_modalities)
+    own = None if options.allow_larger_media else _get_own_options(options)
+    worker = ItemWorker(processor, limits, own)
+
+    def make_backend(*, keep: bool) -> ItemBackend:
+        if pool is None:
+            return InProcessBackend(worker)
+        late = PoolBackend(pool, processor, limits, keep=keep)
+        early = InProcessBackend(worker, max_cost_s=EARLY_COST_S)
+        return EarlyBackend(pool, early, late) if starts_early else late
+
+    layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
+    readonly_layouts = layouts if has_sized_images(processor) else None
+
+    def make_pipeline(cache: ProcessorCache, *, keep: bool, is_readonly: bool) -> MediaPipeline:
+        return MediaPipeline(
+            cache=cache,
+            shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
+            hasher=hasher,
+            loader=loader,
+            backend=EmbedsBackend(
+                make_backend(keep=keep),
+                processor,
+                is_enabled=options.enable_mm_embeds,
+                modalities=embeds_modalities,
+                width=embeds_width,
+            ),
+            uuids=uuids,
+            limits=limits,
+            layouts=readonly_layouts if is_readonly else None,
+        )
+
+    return Perception(
+        caches=caches,
+        pipeline=make_pipeline(caches.sender, keep=store is not None, is_readonly=False),
+        readonly=make_pipeline(caches.readonly, keep=False, is_readonly=True),
+        loader=loader,
+        pool=pool,
+    )
+
+
+def _build_hasher(
+    options: MediaOptions, processor: MultiModalProcessor, model_revision: str
+) -> MediaHasher:
+    return MediaHasher(
+        options.hasher_algorithm,
+        model_revision=model_revision,
+        processor_fingerprint=processor.fingerprint,
+    )
+
+
+def _get_own_options(options: MediaOptions) -> OwnOptions:
+    return OwnOptions(
+        processor_kwargs=dict(options.mm_processor_kwargs),
+        media_io_kwargs={name: dict(given) for name, given in options.media_io_kwargs.items()},
+    )
+
+
+def _build_pool(
+    options: MediaOptions,
+    store: ShmStore | None,
+    directory: str,
+    trust_remote_code: bool,
+    warm_modalities: Collection[str],
+) -> ProcessPool | None:
+    if not options.mm_processor_pool_size:
+        return None
+    shm_fd = None if store is None else store.fd
+    settings = make_settings(
+        directory,
+        trust_remote_code=trust_remote_code,
+        limits=options.get_limits(),
+        shm_fd=shm_fd,
+        warm_modalities=warm_modalities,
+        own_options=_get_own_options(options),
+        allow_larger_media=options.allow_larger_media,
+    )
+    return ProcessPool(
+        options.mm_processor_pool_size,
+        handler=_HANDLER,
+        settings=settings,
+        inherited_fds=() if shm_fd is None else (shm_fd,),
+    )

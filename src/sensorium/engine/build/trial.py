@@ -1,0 +1,320 @@
+"""Tries a model of an unknown family before it serves: the engine and the model on its own must
+agree.
+
+The generic adapter asks a model for what it needs, but can't ask for what it doesn't know: a mask
+that is neither causal nor a window, or another input that the decoder gets with a picture. Such a
+model would run and give wrong tokens. The families in the catalog are compared by tests instead.
+
+There is a trial of text, then one of each modality. It has two prompts of different lengths, one of
+them with two items. They run together and in chunks, answer with several tokens, and run again from
+the encoder cache and from the prefix cache. Every log-probability of prompts and answers is
+compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sensorium.core.scheduler import Scheduler
+from sensorium.engine.build.config import EngineConfig
+from sensorium.engine.build.trial_run import TrialAnswer, TrialRun
+from sensorium.engine.build.trial_verdict import Distance, find_fault
+from sensorium.engine.core_process.engine_core import EngineCore
+from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.models.adapter import ModelAdapter, collate
+from sensorium.models.whole_model import WholeModel
+from sensorium.multimodal.pipeline import MediaPipeline
+from sensorium.multimodal.processing.dummy_media import make_dummy_media
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.errors import InvariantError, ModelError
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.prompts import Prompt
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.sampling import (
+    MAX_LOGPROBS,
+    GenerationDefaults,
+    SamplingParams,
+    TokenBans,
+)
+from sensorium.types.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+_WORDS = (
+    "Look and listen, then say in a few words what this is. ",
+    " Compare it with the next one: which of them came first, and why? ",
+    " Now answer, and name what you are not sure about.",
+)
+_NUM_TOKENS = 5
+_MAX_TEXT_TOKENS = 640  # of the longer text, where it can be made longer than the model's windows
+_NUM_CHUNKS = 3  # steps that the longer prompt takes, at least
+_PARAMS = SamplingParams(
+    temperature=0.0,
+    max_tokens=_NUM_TOKENS,
+    logprobs=MAX_LOGPROBS,
+    prompt_logprobs=MAX_LOGPROBS,
+    ignore_eos=True,
+)
+MakeScheduler = Callable[[EngineConfig], Scheduler]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """One prompt of a trial, for the engine and for the model on its own."""
+
+    request: EngineCoreRequest
+    transfer: Transfer
+    whole: Mapping[str, torch.Tensor]  # what the model's processor makes of the prompt
+
+    def make_again(self) -> tuple[EngineCoreRequest, Transfer]:
+        """Return the same request as one that may begin behind a cached prefix."""
+        params = replace(self.request.sampling_params, prompt_logprobs=None)
+        return replace(self.request, sampling_params=params), self.transfer
+
+
+class Trial:
+    """Compares an engine's core with its model.
+
+    `pipeline` must lead to no core: its items bring their tensors. `make_scheduler` makes the
+    trial's own ones. No modality is tried with more items than `limit_mm_per_prompt` has for it.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        adapter: ModelAdapter,
+        processor: MultiModalProcessor,
+        pipeline: MediaPipeline,
+        *,
+        config: EngineConfig,
+        make_scheduler: MakeScheduler,
+        limit_mm_per_prompt: Mapping[str, int],
+    ) -> None:
+        self._core = core
+        self._adapter = adapter
+        self._processor = processor
+        self._config = config
+        self._make_scheduler = make_scheduler
+        self._limits = limit_mm_per_prompt
+        self._words = self._fit_words()
+        # A random model may choose the token that stands for an item. Models treat it in their own
+        # ways when it comes without one, and no real model writes it.
+        placeholders = [i for m in processor.modalities for i in processor.get_token_ids(m)]
+        bans = TokenBans(sequences=tuple((token_id,) for token_id in dict.fromkeys(placeholders)))
+        self._inputs = InputProcessor(
+            processor,
+            pipeline=pipeline,
+            defaults=GenerationDefaults(bans=bans),
+            limit_mm_per_prompt={},
+            seed=0,
+        )
+        self._whole = WholeModel(adapter)
+
+    def run(self) -> dict[str, str]:
+        """Return why modalities can't be used: modality -> reason.
+
+        Raises a `ModelError` if the model can't even be used for text.
+        """
+        fault = self._try(None)
+        if fault is not None:
+            raise ModelError(f"{type(self._adapter.model).__name__} can't be run: {fault}")
+        allowed = [m for m in self._processor.modalities if self._limits.get(m) != 0]
+        faults = {modality: self._try(modality) for modality in allowed}
+        return {modality: fault for modality, fault in faults.items() if fault is not None}
+
+    def _try(self, modality: str | None) -> str | None:
+        """Return what is wrong with text, or with text and items of a modality."""
+        subject = "text" if modality is None else f"text with {modality}"
+        started = time.monotonic()
+        try:
+            ours, rounding = self._compare(modality)
+        except Exception as error:  # a model that is not known may raise anything
+            logger.debug("the trial of %s failed", subject, exc_info=True)
+            return f"a trial of {subject} failed: {str(error) or type(error).__name__}"
+        logger.info(
+            "trial of %s: log-probabilities differ by %.2g, and by %.2g at the worst position "
+            "(rounding alone: %.2g and %.2g); %.2f s",
+            subject,
+            ours.overall,
+            ours.worst,
+            rounding.overall,
+            rounding.worst,
+            time.monotonic() - started,
+        )
+        fault = find_fault(ours, rounding, self._adapter.dtype)
+        return None if fault is None else f"in a trial of {subject} {fault}"
+
+    # ---- the prompts
+
+    def _fit_words(self) -> list[str]:
+        """Return the words of prompts, cut short where the model's context is very small."""
+        num_tokens = len(self._processor.tokenizer("".join(_WORDS) + _WORDS[-1])["input_ids"])
+        room = self._config.limits.max_model_len - 2 * _NUM_TOKENS
+        share = min(1.0, max(0.1, room / num_tokens))
+        return [words[: math.ceil(share * len(words))] for words in _WORDS]
+
+    def _make_cases(self, modality: str | None) -> list[_Case]:
+        """Return two prompts of different lengths, the shorter one first.
+
+        It goes on to answer while the longer one is still being read. Items are shared by both, at
+        different places.
+        """
+        if modality is None:
+            return [
+                self._make_case("0", self._words[:1]),
+                self._make_case("1", self._make_long_text()),
+            ]
+        num_items = min(2, self._limits.get(modality, 2))
+        rate = self._processor.sampling_rate or 0
+        items = [make_dummy_media(modality, rate, index=index) for index in (1, 0)][:num_items]
+        return [
+            self._make_case("0", [self._words[0], self._words[2]], modality, items[-1:]),
+            self._make_case("1", [*self._words[:num_items], self._words[2] * 2], modality, items),
+        ]
+
+    def _make_long_text(self) -> list[str]:
+        """Return a text that is longer than the model's windows, where that costs little."""
+        text = "".join(self._words)
+        num_tokens = len(self._processor.tokenizer(text)["input_ids"])
+        room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
+        windows = [group.window or 0 for group in self._config.groups]
+        windows.append(getattr(self._adapter.text_config, "sliding_window", None) or 0)
+        reachable = [window for window in windows if window + 2 * num_tokens <= room]
+        return [text] * (1 + math.ceil(max(reachable, default=0) / num_tokens))
+
+    def _make_case(
+        self,
+        request_id: str,
+        texts: Sequence[str],
+        modality: str | None = None,
+        media: Sequence[object] = (),
+    ) -> _Case:
+        text = self._processor.make_trial_text(modality, texts)
+        prompt: Prompt = {"prompt": text}
+        if modality is not None:
+            prompt = {"prompt": text, "multi_modal_data": {modality: list(media)}}
+        processed = self._inputs.process(request_id, prompt, _PARAMS)
+        self._inputs.release(processed)
+        tensors = {item.handle.mm_hash: item.handle.kwargs or {} for item in processed.items}
+        request = processed.request
+        try:
+            whole = self._processor.call_whole(text, modality, media)
+        except Exception:  # some processors take one item, whatever their models take
+            if len(media) < 2:
+                raise
+            whole = _put_together(request, tensors)
+        if whole["input_ids"][0].tolist() != list(request.prompt_token_ids):
+            raise ModelError(_explain_prompt(modality, len(media)))
+        return _Case(request=request, transfer=Transfer(payloads=tensors), whole=whole)
+
+    # ---- the engine
+
+    def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
+        """Return the answers to each case: fresh, then from each kind of cache."""
+        run = TrialRun(self._core, self._make_scheduler(self._make_config(cases)))
+        scored = [(case.request, case.transfer) for case in cases]
+        try:
+            rounds = [run.ask(scored)]
+            if any(case.request.mm_features for case in cases):
+                run.forget_prefixes()
+                rounds.append(run.ask(scored))
+                _check_encoder_hits(cases, rounds[-1], self._config)
+            rounds.append(run.ask([case.make_again() for case in cases]))
+            _check_prefix_hits(cases, rounds[-1], self._config)
+        finally:
+            run.close()
+        return [list(answers) for answers in zip(*rounds, strict=True)]
+
+    def _make_config(self, cases: Sequence[_Case]) -> EngineConfig:
+        """Return this engine's config with steps that are too small for the longer prompt."""
+        longest = max(len(case.request.prompt_token_ids) for case in cases)
+        budget = min(self._config.limits.max_num_batched_tokens, 1 + longest // _NUM_CHUNKS)
+        limits = replace(self._config.limits, max_num_batched_tokens=budget)
+        return replace(self._config, limits=limits, enable_prefix_caching=True)
+
+    # ---- the comparison
+
+    def _compare(self, modality: str | None) -> tuple[Distance, Distance]:
+        """Return how far the engine is from the model, and the model from itself."""
+        cases = self._make_cases(modality)
+        ours: list[float] = []
+        theirs: list[float] = []
+        otherwise: list[float] = []
+        lengths: list[int] = []
+        for case, answers in zip(cases, self._ask(cases), strict=True):
+            own, wanted = _collect(answers)
+            output_ids = answers[0].token_ids
+            ours += own
+            theirs += self._whole.score(case.whole, output_ids, wanted)
+            otherwise += self._whole.score_otherwise(case.whole, output_ids, wanted)
+            lengths += [len(token_ids) for token_ids in wanted]
+        return (
+            Distance.measure(ours, theirs, lengths),
+            Distance.measure(theirs, otherwise, lengths),
+        )
+
+
+def _put_together(
+    request: EngineCoreRequest, tensors: Mapping[str, MultiModalKwargsItem]
+) -> dict[str, torch.Tensor]:
+    """Return what a model takes for items that its processor takes one at a time only."""
+    items = [tensors[feature.mm_hash] for feature in request.mm_features]
+    input_ids = torch.tensor([list(request.prompt_token_ids)])
+    return {"input_ids": input_ids, **collate(items)}
+
+
+def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
+    """Return our log-probabilities, and by position the tokens that they are of.
+
+    Rounding may let a later answer choose another token than the first one did. From there on it
+    is about another text, and is left out.
+    """
+    first = answers[0]
+    scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
+    rows = [list(entries) for entries in zip(*scored, strict=True)]
+    for index in range(len(first.token_ids)):
+        before = first.token_ids[:index]
+        rows.append([a.logprobs[index] for a in answers if a.token_ids[:index] == before])
+    ours = [value for row in rows for entry in row for value in entry.top_logprobs]
+    wanted = [[token_id for entry in row for token_id in entry.top_token_ids] for row in rows]
+    return ours, wanted
+
+
+def _check_encoder_hits(
+    cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
+) -> None:
+    """Raise if an item was encoded again although its cache has room for all of them."""
+    features = {f.mm_hash: f for case in cases for f in case.request.mm_features}.values()
+    num_embeds = sum(feature.mm_position.get_num_embeds() for feature in features)
+    if num_embeds > config.limits.encoder_cache_size:
+        return
+    for case, answer in zip(cases, answers, strict=True):
+        if answer.num_encoder_hits != len(case.request.mm_features):
+            raise InvariantError("an encoder output that was just made is not in its cache")
+
+
+def _check_prefix_hits(
+    cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
+) -> None:
+    """Raise if a prompt was computed again although its cache has room for all of them."""
+    lengths = [len(case.request.prompt_token_ids) for case in cases]
+    num_blocks = sum(math.ceil((n + _NUM_TOKENS) / config.block_size) for n in lengths)
+    if any(group.num_blocks <= 2 * num_blocks for group in config.groups):
+        return
+    for length, answer in zip(lengths, answers, strict=True):
+        if length > config.block_size and not answer.num_cached_tokens:
+            raise InvariantError("a prompt that was just computed is not in the prefix cache")
+
+
+def _explain_prompt(modality: str | None, num_items: int) -> str:
+    if num_items < 2:
+        return "its processor makes another prompt of it"
+    return (
+        f"its processor makes another prompt of two {modality} items than of each alone; "
+        f'with limit_mm_per_prompt {{"{modality}": 1}} it is tried with one'
+    )

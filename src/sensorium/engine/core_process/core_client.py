@@ -1,0 +1,156 @@
+"""A frontend's connection to one life of a core: what it sends is in the order of its calls, what
+it hears in the order of the core's.
+
+Owns the socket and the answers that are waited for. Used on one event loop. When the core is gone,
+`close` fails what is waited for, and the client is of no more use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from sensorium.engine.core_process.core_messages import (
+    Abort,
+    Answer,
+    ForgetMedia,
+    Hello,
+    News,
+    Refusal,
+    ResetCache,
+    ResetDone,
+    ToCore,
+    UpdateCache,
+    decode_from_core,
+    encode_message,
+    encode_request,
+    encode_transfer,
+)
+from sensorium.types import errors
+from sensorium.types.errors import EngineLostError, RequestError, SensoriumError
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
+from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class CoreClient:
+    """`on_missing` and `on_outputs` are called as the messages come, before anybody who waits for
+    an answer runs. `on_forget`: another frontend has reset the cache of media.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        identity: str,
+        *,
+        on_outputs: Callable[[Sequence[EngineCoreOutput]], None],
+        on_missing: Callable[[MissingItems], None],
+        on_forget: Callable[[], None],
+    ) -> None:
+        self._on_outputs = on_outputs
+        self._on_missing = on_missing
+        self._on_forget = on_forget
+        self._answers: dict[str, asyncio.Future[MissingItems | None]] = {}
+        self._resets: dict[int, asyncio.Future[None]] = {}
+        self._numbers = count()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.connect(endpoint)
+        self._send(Hello())
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    def add(
+        self, request: EngineCoreRequest, make_transfer: Callable[[], Transfer]
+    ) -> asyncio.Future[MissingItems | None]:
+        """Send a request; the answer: it is taken (`None`), or what is missing, or an error. The
+        transfer is made only when the request can be sent.
+        """
+        encoded = encode_request(request)
+        message, frames = encode_transfer(request, make_transfer())
+        answer: asyncio.Future[MissingItems | None] = asyncio.get_running_loop().create_future()
+        self._answers[request.request_id] = answer
+        self._send(message, encoded, *frames)
+        return answer
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        if request_ids:
+            self._send(Abort(tuple(request_ids)))
+
+    def update_cache(self, update: MirrorUpdate) -> None:
+        self._send(UpdateCache(update))
+
+    async def reset_cache(self, level: str) -> None:
+        number = next(self._numbers)
+        done = self._resets[number] = asyncio.get_running_loop().create_future()
+        self._send(ResetCache(number, level))
+        await done
+
+    def close(self, reason: str) -> None:
+        self._reader.cancel()
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._resets.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(EngineLostError(reason))
+                future.exception()  # somebody may have stopped waiting
+        self._answers.clear()
+        self._resets.clear()
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: ToCore, *frames: Any) -> None:
+        # With no limit on what may be queued this never has to wait: it is sent when it returns.
+        sent: Any = self._socket.send_multipart([encode_message(message), *frames], copy=False)
+        sent.add_done_callback(_log_failure)
+
+    async def _read(self) -> None:
+        while True:
+            (frame,) = await self._socket.recv_multipart()
+            try:
+                self._handle(frame)
+            except Exception:  # one message must not end the connection; a bug, and loud
+                logger.exception("a message of the core could not be handled")
+
+    def _handle(self, frame: bytes) -> None:
+        message = decode_from_core(frame)
+        if isinstance(message, News):
+            for answer in message.answers:
+                self._take_answer(answer)
+            if message.outputs:
+                self._on_outputs(message.outputs)
+        elif isinstance(message, ResetDone):
+            self._resets.pop(message.number).set_result(None)
+        elif isinstance(message, ForgetMedia):
+            self._on_forget()
+
+    def _take_answer(self, answer: Answer) -> None:
+        if answer.missing is not None:
+            self._on_missing(answer.missing)
+        waiting = self._answers.pop(answer.request_id)
+        if waiting.done():
+            return
+        if answer.refusal is not None:
+            waiting.set_exception(_make_error(answer.refusal))
+        else:
+            waiting.set_result(answer.missing)
+
+
+def _make_error(refusal: Refusal) -> SensoriumError:
+    kind = getattr(errors, refusal.kind, None)
+    if not isinstance(kind, type) or not issubclass(kind, SensoriumError):
+        kind = RequestError
+    return kind(refusal.message)
+
+
+def _log_failure(sent: asyncio.Future[Any]) -> None:
+    if not sent.cancelled() and sent.exception() is not None:
+        logger.error("a message to the core could not be sent: %s", sent.exception())

@@ -1,0 +1,418 @@
+"""From what a caller gives to a request that the core can run, with handles of its media beside
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sensorium.core.admission import check_length
+from sensorium.engine.build.switched_off import SwitchedOff
+from sensorium.engine.inputs.external_names import rename_items
+from sensorium.engine.inputs.prompt_fields import get_media_items, normalise
+from sensorium.engine.inputs.rendered_prompt import ItemReader, RenderedItem, read_items
+from sensorium.grammar.compiler import GrammarCompiler
+from sensorium.multimodal.cache.interface import ProcessorCache
+from sensorium.multimodal.decoding.decoding import resolve_decode_options
+from sensorium.multimodal.media_item import PerceptionOptions
+from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.multimodal.placeholders import expand_text, expand_token_ids
+from sensorium.multimodal.processing.item_spec import ItemSpecs
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor_options import check_processor_kwargs
+from sensorium.multimodal.text_length import TextLength
+from sensorium.multimodal.uuid_bindings import UuidScope
+from sensorium.types.errors import MissingMediaError, RequestError
+from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
+from sensorium.types.prompts import Prompt
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.sampling import GenerationDefaults, SamplingParams
+from sensorium.types.transfer import Payload
+from sensorium.utils.pausing import Pausing, run_through
+
+logger = logging.getLogger(__name__)
+_MAX_LISTED = 8  # hashes in a message; the error has them all
+_COUNTED_CONTEXTS = 4  # how long a text may be that is only counted
+_Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedRequest:
+    """`items`: one handle per item of media, which somebody must release. `prompt`: the text, if
+    text was given. `is_readonly`: the handles are not of the cache that leads to the core.
+    """
+
+    request: EngineCoreRequest
+    items: tuple[PerceivedItem, ...]
+    prompt: str | None
+    is_readonly: bool = False
+
+
+class InputProcessor:
+    """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
+    requests that run no engine, and leaves the cache of `pipeline` alone. `max_model_len`: the
+    core's, so that the core is not bothered with what it would refuse (`None`: not known yet).
+    `trust_injected`: hashes that came over the wire are taken as they are. `grammars`: the core's,
+    where it is near; else grammars are compiled here as well, so that a bad one gets no further.
+    `switched_off`: modalities that can't be used, with the reasons, where the core is near.
+    """
+
+    def __init__(
+        self,
+        processor: MultiModalProcessor,
+        *,
+        pipeline: MediaPipeline,
+        readonly: MediaPipeline | None = None,
+        defaults: GenerationDefaults,
+        limit_mm_per_prompt: Mapping[str, int],
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        trust_injected: bool = False,
+        seed: int,
+        grammars: GrammarCompiler | None = None,
+        max_string_length: int | None = None,  # where `grammars` are made here
+        switched_off: Mapping[str, str] | None = None,
+    ) -> None:
+        self.processor = processor
+        self.pipeline = pipeline
+        self.defaults = defaults
+        self.max_model_len: int | None = None
+        self._readonly = readonly
+        self._limits = dict(limit_mm_per_prompt)
+        self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
+        self._media_io_kwargs = dict(media_io_kwargs or {})
+        check_processor_kwargs(processor, self._mm_processor_kwargs)
+        for modality in processor.modalities:
+            resolve_decode_options(modality, self._media_io_kwargs)
+        self._trust_injected = trust_injected
+        self._reader = ItemReader(
+            processor=processor, specs=ItemSpecs(processor, self._mm_processor_kwargs)
+        )
+        self._text_length = TextLength(processor.tokenizer)
+        self._seeds = random.Random(seed)
+        self._grammars = grammars
+        self._max_string_length = max_string_length
+        self.switched_off = SwitchedOff(switched_off)
+
+    @property
+    def allowed_modalities(self) -> tuple[str, ...]:
+        """Those of which a prompt may have an item."""
+        off = self.switched_off.reasons
+        return tuple(
+            m for m in self.processor.modalities if self._limits.get(m) != 0 and m not in off
+        )
+
+    @contextmanager
+    def rehearse(self) -> Iterator[InputProcessor]:
+        """One that does all that this one does; this one's caches and counts stay as they are."""
+        rehearsal = copy.copy(self)
+        rehearsal.max_model_len = None
+        pipelines = [p.make_rehearsal() for p in (self.pipeline, self._readonly) if p is not None]
+        rehearsal.pipeline = pipelines[0]
+        rehearsal._readonly = pipelines[1] if len(pipelines) > 1 else None
+        try:
+            yield rehearsal
+        finally:
+            for pipeline in pipelines:
+                pipeline.loader.close()
+
+    def draw_seed(self) -> int:
+        """For a request that has none."""
+        return self._seeds.getrandbits(63)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        skip_mm_cache: bool = False,
+        needs_tensors: bool = True,
+        cancelled: Future[None] | None = None,
+    ) -> ProcessedRequest:
+        """Do what `process_pausing` does, and wait for media in this thread."""
+        return run_through(
+            self.process_pausing(
+                request_id,
+                prompt,
+                params,
+                seed=seed,
+                skip_mm_cache=skip_mm_cache,
+                needs_tensors=needs_tensors,
+                cancelled=cancelled,
+            )
+        )
+
+    def process_pausing(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        skip_mm_cache: bool = False,
+        needs_tensors: bool = True,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[ProcessedRequest]:
+        """Raise a `RequestError` that names what is wrong with the prompt, or return the request;
+        pause while its media is fetched.
+
+        With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
+        neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
+        prompt of text may be as long as several contexts: who asks so may just want to count.
+        """
+        self._check_grammar(params)
+        fields = normalise(prompt, max_model_len=self.max_model_len)
+        pipeline = self._get_pipeline(skip_mm_cache=skip_mm_cache)
+        needs_tensors = needs_tensors or not skip_mm_cache
+        if "prompt" in fields:  # before its media is fetched
+            self.check_text(fields["prompt"], is_counted_only=not needs_tensors)
+        token_ids, features, items = yield from self._expand(
+            fields, pipeline, needs_tensors=needs_tensors, cancelled=cancelled
+        )
+        try:
+            if needs_tensors and self.max_model_len is not None:
+                check_length(len(token_ids), self.max_model_len)
+            request = EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(token_ids),
+                sampling_params=params.resolve(
+                    self.defaults, seed=self.draw_seed() if seed is None else seed
+                ),
+                mm_features=tuple(features),
+                eos_token_ids=self.defaults.eos_token_ids,
+                bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
+                cache_salt=fields.get("cache_salt"),
+                priority=fields.get("priority") or 0,
+            )
+        except BaseException:
+            pipeline.release(items)
+            raise
+        return ProcessedRequest(
+            request=request,
+            items=tuple(items),
+            prompt=fields.get("prompt"),
+            is_readonly=pipeline is not self.pipeline,
+        )
+
+    def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
+        """Raise a `RequestError` if the text can't fit into the context, without tokenising it
+        whole. A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
+        """
+        max_tokens = self.get_max_tokens(is_counted_only=is_counted_only)
+        if max_tokens is not None:
+            self._text_length.check(text, max_tokens)
+
+    def get_max_tokens(self, *, is_counted_only: bool) -> int | None:
+        """How many tokens a prompt may have, or `None` where the context is not known."""
+        if self.max_model_len is None:
+            return None
+        # A prompt that is run leaves room for one new token.
+        return _COUNTED_CONTEXTS * self.max_model_len if is_counted_only else self.max_model_len - 1
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                lambda: self.processor.tokenizer,
+                eos_token_ids=self.defaults.eos_token_ids,
+                max_string_length=self._max_string_length,
+            )
+        self._grammars.compile(params.structured_outputs)
+
+    def release(self, processed: ProcessedRequest) -> None:
+        """Its items may be evicted, as far as it is concerned. Once."""
+        pipeline = self._get_pipeline(skip_mm_cache=processed.is_readonly)
+        pipeline.release(processed.items)
+
+    def _get_pipeline(self, *, skip_mm_cache: bool) -> MediaPipeline:
+        return self._readonly if skip_mm_cache and self._readonly is not None else self.pipeline
+
+    def _expand(
+        self,
+        fields: Mapping[str, Any],
+        pipeline: MediaPipeline,
+        *,
+        needs_tensors: bool,
+        cancelled: Future[None] | None,
+    ) -> Pausing[_Expanded]:
+        if fields.get("mm_hashes") is not None:
+            return self._expand_rendered(fields, pipeline)
+        media = get_media_items(fields)
+        self._check_counts([item.modality for item in media])
+        items = yield from pipeline.perceive_pausing(
+            media, self._get_options(fields), needs_tensors=needs_tensors, cancelled=cancelled
+        )
+        handles = [item.handle for item in items]
+        is_counted_only = not needs_tensors
+        try:
+            if "prompt" in fields:
+                token_ids, features = expand_text(
+                    self.processor,
+                    fields["prompt"],
+                    handles,
+                    add_special_tokens=fields.get("add_special_tokens") is not False,
+                    check_length=partial(self.check_text, is_counted_only=is_counted_only),
+                )
+            else:
+                token_ids, features = expand_token_ids(
+                    self.processor,
+                    fields["prompt_token_ids"],
+                    handles,
+                    max_tokens=self.get_max_tokens(is_counted_only=is_counted_only),
+                )
+        except BaseException:
+            pipeline.release(items)
+            raise
+        return token_ids, features, items
+
+    def _expand_rendered(self, fields: Mapping[str, Any], pipeline: MediaPipeline) -> _Expanded:
+        entries = read_items(fields, self._reader)
+        self._check_counts([entry.feature.modality for entry in entries])
+        if fields.get("is_external") and not self._trust_injected:
+            entries = rename_items(
+                entries,
+                hasher=pipeline.hasher,
+                bindings=pipeline.uuids,
+                scope=UuidScope(
+                    client=fields.get("uuid_scope"), cache_salt=fields.get("cache_salt")
+                ),
+            )
+        items: list[PerceivedItem] = []
+        try:
+            _take_items(pipeline.cache, entries, items)
+        except BaseException:
+            pipeline.release(items)
+            raise
+        return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
+
+    def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
+        own = fields.get("mm_processor_kwargs") or {}
+        check_processor_kwargs(self.processor, own)
+        media_io_kwargs = dict(self._media_io_kwargs)
+        for modality, options in (fields.get("media_io_kwargs") or {}).items():
+            if not isinstance(options, Mapping):
+                raise RequestError(f"media_io_kwargs of {modality} must be a mapping")
+            media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
+        return PerceptionOptions(
+            processor_kwargs={**self._mm_processor_kwargs, **own},
+            media_io_kwargs=media_io_kwargs,
+            cache_salt=fields.get("cache_salt"),
+            uuid_scope=fields.get("uuid_scope"),
+        )
+
+    def inject_into_mm_cache(
+        self,
+        mm_hashes: Mapping[str, Sequence[str]],
+        mm_kwargs: Mapping[str, Sequence[MultiModalKwargsItem | None]],
+        mm_layouts: Mapping[str, Sequence[Any]] | None = None,
+    ) -> dict[str, list[Payload | None]]:
+        """Put items that were processed elsewhere into the cache, under their hashes.
+
+        Tensors are not copied: whoever injects them leaves them as they are. An item without a
+        layout serves prompts that are expanded already, and no others. Lists of
+        unequal length and items that are `None` are passed over; whatever else is wrong is a
+        warning in the log, never an error here. The items as the cache has them: tensors, a place
+        in shared memory, or `None` for what was passed over.
+        """
+        stored: dict[str, list[Payload | None]] = {}
+        try:
+            for modality, hashes in mm_hashes.items():
+                items = mm_kwargs.get(modality) or ()
+                layouts = (mm_layouts or {}).get(modality) or [None] * len(hashes)
+                if isinstance(hashes, str):
+                    raise RequestError(f"mm_hashes of {modality} must be a list")
+                if len(hashes) == len(items) == len(layouts):
+                    rows = zip(hashes, items, layouts, strict=True)
+                    stored[modality] = [self._try_to_inject(modality, *row) for row in rows]
+        except Exception:  # the contract: a frontend's serving must not depend on this cache
+            logger.warning("media could not be put into the processor cache", exc_info=True)
+        return stored
+
+    def _try_to_inject(self, modality: str, *row: Any) -> Payload | None:
+        try:
+            return self._inject(modality, *row)
+        except Exception:  # the same contract, for each item
+            logger.warning("an item could not be put into the processor cache", exc_info=True)
+            return None
+
+    def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
+        if kwargs is None:
+            return None
+        item = self._reader.read_item(modality, mm_hash, kwargs, layout)
+        handle = self.pipeline.cache.get_and_update_item(mm_hash, item, needs_layout=False)
+        if handle is None:
+            return None
+        self.pipeline.cache.release([handle])
+        return handle.reference or handle.kwargs or item.kwargs
+
+    def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word at the beginning of a text and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                encoded = self.processor.tokenizer(text, add_special_tokens=False)
+                if not encoded["input_ids"]:
+                    raise RequestError(f"bad_words: the tokenizer has no tokens for {word!r}")
+                found[tuple(encoded["input_ids"])] = None
+        return tuple(found)
+
+    def _check_counts(self, modalities: Sequence[str]) -> None:
+        for modality in dict.fromkeys(modalities):
+            count = modalities.count(modality)
+            if modality not in self.processor.modalities:
+                takes = ", ".join(self.processor.modalities) or "text only"
+                raise RequestError(f"this model takes no {modality} (it takes: {takes})")
+            self.switched_off.check(modality)
+            limit = self._limits.get(modality)
+            if limit is not None and count > limit:
+                raise RequestError(
+                    f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one "
+                    "prompt"
+                )
+
+
+def _take_items(
+    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
+) -> None:
+    """Add the items of a prompt that was rendered before."""
+    missing: dict[str, None] = {}
+    for entry in entries:
+        handle = cache.get_and_update_item(entry.feature.mm_hash, entry.item, needs_layout=False)
+        if handle is None:
+            missing[entry.given_hash] = None
+            continue
+        items.append(
+            PerceivedItem(
+                handle=handle,
+                label=entry.label,
+                brought=entry.item,
+                given_hash=entry.given_hash,
+            )
+        )
+        if handle.modality != entry.feature.modality:
+            raise RequestError(
+                f"{entry.label}: this hash stands for media of another kind ({handle.modality})"
+            )
+        num_embeds = entry.feature.mm_position.get_num_embeds()
+        if handle.layout is not None and handle.layout.num_embeds != num_embeds:
+            raise RequestError(
+                f"{entry.label}: this hash stands for media of {handle.layout.num_embeds} "
+                f"embeddings, but the placeholder has room for {num_embeds}"
+            )
+    if missing:
+        first = ", ".join(list(missing)[:_MAX_LISTED])
+        more = ", …" if len(missing) > _MAX_LISTED else ""
+        raise MissingMediaError(
+            f"{len(missing)} item(s) said to be cached are not: {first}{more}", tuple(missing)
+        )

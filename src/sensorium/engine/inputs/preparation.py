@@ -1,0 +1,242 @@
+"""Makes requests of prompts in threads: rendering, perceiving and tokenising block.
+
+Owns the threads. What has media gets others than what has none; what has a grammar, or may get
+one, others again; and so has a long text. A grammar that takes long to compile or a text that takes
+long to tokenise holds up no request that has a few words of text. A request whose media is being
+fetched has no thread at all. How many wait is bounded by what the server admits.
+
+Invariants:
+  1. What was made for a caller that has left is released, whenever it is finished.
+  2. Work that pauses is resumed or closed, exactly once after each pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.input_processor import ProcessedRequest
+from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.types.errors import CapacityError
+from sensorium.types.prompts import Prompt
+from sensorium.types.sampling import SamplingParams
+from sensorium.utils.pausing import Pausing
+
+T = TypeVar("T")
+_NUM_TEXT_THREADS = 4
+_NUM_LONG_THREADS = 2  # tokenising takes memory for each character
+_NUM_GRAMMAR_THREADS = 4
+_NUM_MEDIA_THREADS = 32
+_LONG_CHARACTERS = 2**13  # tokenised in some ten milliseconds
+_MESSAGE_CHARACTERS = 16  # the work that a message or a part is, however short it is
+_STOPPING = "the server is stopping"
+
+
+class Preparation:
+    """`release` gets what was made for somebody who no longer waits for it. `draw_seed`: for
+    requests that have none.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        *,
+        draw_seed: Callable[[], int],
+        release: Callable[[ProcessedRequest], None],
+    ) -> None:
+        self._renderer = renderer
+        self._draw_seed = draw_seed
+        self._release = release
+        self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
+        self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, "prepare-long")
+        self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "prepare-grammar")
+        self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
+        self._waiting: set[asyncio.Future[None]] = set()  # for a thread's work
+
+    async def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        skip_mm_cache: bool = False,
+        needs_tensors: bool = True,
+    ) -> Prepared:
+        """Raises a `RequestError` that names what is wrong with the prompt. When it is cancelled,
+        so is the work, as soon as it can be. `skip_mm_cache`, `needs_tensors`: see `Renderer`.
+        """
+        seed = self._draw_seed()
+        cancelled: Future[None] = Future()
+        work = self._renderer.render_pausing(
+            prompt,
+            params,
+            request_id=request_id,
+            seed=seed,
+            skip_mm_cache=skip_mm_cache,
+            needs_tensors=needs_tensors,
+            cancelled=cancelled,
+        )
+        threads = self._choose_threads(prompt, params)
+        prepared, wait_s = await self._run(
+            work, threads, cancelled, drop=lambda unwanted: self._release(unwanted.processed)
+        )
+        return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
+
+    async def perceive_again(self, pipeline: MediaPipeline, item: PerceivedItem) -> PerceivedItem:
+        """Make tensors anew for an item that the core has lost, in the threads for media."""
+        cancelled: Future[None] = Future()
+        again, _ = await self._run(
+            pipeline.perceive_again_pausing(item, cancelled=cancelled),
+            self._media_threads,
+            cancelled,
+            drop=lambda unwanted: pipeline.release([unwanted]),
+        )
+        return again
+
+    async def _run(
+        self,
+        work: Pausing[T],
+        threads: ThreadPoolExecutor,
+        cancelled: Future[None],
+        *,
+        drop: Callable[[T], None],
+    ) -> tuple[T, float]:
+        """Run the work in threads, and in none of them while it pauses. Return its result, and how
+        many seconds it waited for threads. `drop` gets a result that comes too late.
+        """
+        wait_s = 0.0
+        while True:
+            step = _Step(work)
+            try:
+                future = threads.submit(step.run)
+            except RuntimeError as error:  # the executor's word for being shut down
+                work.close()
+                raise CapacityError(_STOPPING) from error
+            try:
+                await self._wait(future)
+            except BaseException:  # the caller has left, or all of it stops
+                cancelled.set_result(None)
+                future.cancel()
+                future.add_done_callback(lambda ended: _clean_up(ended, work, drop))
+                raise
+            wait_s += step.wait_s
+            outcome = future.result()
+            if isinstance(outcome, _Finished):
+                return outcome.result, wait_s
+            try:
+                await self._wait(outcome)
+            except BaseException:
+                cancelled.set_result(None)
+                work.close()
+                raise
+
+    def close(self) -> None:
+        """Doesn't wait for threads that are at work; who waits for them does no longer."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_exception(CapacityError(_STOPPING))
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
+        self._long_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._media_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _choose_threads(self, prompt: Prompt | Chat, params: SamplingParams) -> ThreadPoolExecutor:
+        if _has_media(prompt):
+            return self._media_threads
+        may_call = isinstance(prompt, Chat) and bool(prompt.options.tools)
+        if params.structured_outputs is not None or may_call:
+            return self._grammar_threads
+        return self._long_threads if _is_long(prompt) else self._text_threads
+
+    async def _wait(self, future: Future[Any]) -> None:
+        """Until it has ended, however. Raises a `CapacityError` when this is closed."""
+        loop = asyncio.get_running_loop()
+        waiting = loop.create_future()
+
+        def settle() -> None:
+            if not waiting.done():
+                waiting.set_result(None)
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(settle)
+
+        self._waiting.add(waiting)
+        try:
+            future.add_done_callback(wake)
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished(Generic[T]):
+    result: T
+
+
+class _Step(Generic[T]):
+    """The work until its next pause or its end, in one thread."""
+
+    def __init__(self, work: Pausing[T]) -> None:
+        self.wait_s = 0.0  # until a thread was free
+        self._work = work
+        self._submitted = time.monotonic()
+
+    def run(self) -> Future[Any] | _Finished[T]:
+        """Return the result, or what the work waits for."""
+        self.wait_s = time.monotonic() - self._submitted
+        try:
+            return next(self._work)
+        except StopIteration as end:
+            return _Finished(end.value)
+
+
+def _clean_up(
+    ended: Future[Future[Any] | _Finished[T]], work: Pausing[T], drop: Callable[[T], None]
+) -> None:
+    """Leave nothing of work for a caller that has left. `ended` is the last step of it."""
+    if not ended.cancelled() and ended.exception() is None:
+        outcome = ended.result()
+        if isinstance(outcome, _Finished):
+            drop(outcome.result)
+            return
+    work.close()
+
+
+def _is_long(prompt: Prompt | Chat) -> bool:
+    """Return whether the text takes long to tokenise, at a glance at the first of it."""
+    if isinstance(prompt, Chat):
+        num_characters = 0
+        for content in _iterate_contents(prompt):
+            for part in content if isinstance(content, list) else (content,):
+                text = part.get("text") if isinstance(part, Mapping) else part
+                num_characters += len(text) if isinstance(text, str) else 0
+                num_characters += _MESSAGE_CHARACTERS
+                if num_characters > _LONG_CHARACTERS:
+                    return True
+        return False
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return isinstance(text, str) and len(text) > _LONG_CHARACTERS
+
+
+def _iterate_contents(chat: Chat) -> Iterator[object]:
+    messages = chat.messages if isinstance(chat.messages, list | tuple) else ()
+    return (m.get("content") for m in messages if isinstance(m, Mapping))
+
+
+def _has_media(prompt: Prompt | Chat) -> bool:
+    """Whether it looks so; what is malformed is refused elsewhere."""
+    if isinstance(prompt, Chat):
+        contents = (c for c in _iterate_contents(prompt) if isinstance(c, list))
+        parts = (part for content in contents for part in content)
+        return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    return isinstance(prompt, Mapping) and bool(
+        prompt.get("multi_modal_data") or prompt.get("multi_modal_uuids") or prompt.get("mm_hashes")
+    )

@@ -1,0 +1,269 @@
+"""Prompts that were expanded before they came here, with media that was processed already.
+
+Everything is checked against the model before it reaches a cache: the tensors against what its
+processor makes, the placeholders against the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sensorium.multimodal.processing.item_spec import ItemSpecs
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.errors import RequestError, add_label
+from sensorium.types.multimodal import (
+    ItemLayout,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    ProcessedItem,
+)
+
+MAX_HASH_LENGTH = 128
+_WIRE_NAMES = {"mm_kwargs": "kwargs_data"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedItem:
+    """`item` is `None` for what the caller believes to be cached. `given_hash`: as the caller wrote
+    it; at every cache the item has the name in `feature`.
+    """
+
+    label: str
+    given_hash: str
+    feature: MultiModalFeatureSpec
+    item: ProcessedItem | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemReader:
+    """What a prompt's items are held against."""
+
+    processor: MultiModalProcessor
+    specs: ItemSpecs
+
+    def read_item(
+        self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
+    ) -> ProcessedItem:
+        """An item that was processed elsewhere. A `RequestError` says why it can't be ours.
+        `num_embeds`: what its placeholders have room for.
+        """
+        own_layout = _as_layout(layout)
+        if own_layout is not None:
+            if num_embeds is not None and own_layout.num_embeds != num_embeds:
+                raise RequestError(
+                    f"the layout says {own_layout.num_embeds} embeddings, but the placeholder has "
+                    f"room for {num_embeds}"
+                )
+            self.processor.check_layout(modality, own_layout)
+            num_embeds = own_layout.num_embeds
+        self.specs.check(modality, kwargs, num_embeds)
+        return ProcessedItem(
+            modality=modality,
+            mm_hash=_check_hash(mm_hash),
+            kwargs=dict(kwargs),
+            layout=own_layout,
+        )
+
+    def read_place(
+        self, labels: _Labels, modality: str, index: int, mm_hash: Any, placeholder: Any
+    ) -> RenderedItem:
+        """All of an item but the item itself."""
+        with labels.of("mm_hashes", modality, index):
+            given_hash = _check_hash(mm_hash)
+        with labels.of("mm_placeholders", modality, index):
+            position = _as_range(placeholder)
+        feature = MultiModalFeatureSpec(modality=modality, mm_hash=given_hash, mm_position=position)
+        label = labels.name("mm_placeholders", modality, index)
+        return RenderedItem(label=label, given_hash=given_hash, feature=feature, item=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Labels:
+    """What the fields of an item are called: as a client wrote them, if they came over the wire."""
+
+    is_external: bool
+
+    def name(self, field: str, modality: str, index: int) -> str:
+        if not self.is_external:
+            return f"{modality} {index}"
+        return f"features.{_WIRE_NAMES.get(field, field)}.{modality}[{index}]"
+
+    @contextmanager
+    def of(self, field: str, modality: str, index: int) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            raise add_label(error, self.name(field, modality, index)) from error
+
+
+_Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its tensors and its layout
+
+
+def read_items(fields: Mapping[str, Any], reader: ItemReader) -> list[RenderedItem]:
+    """Sorted by offset. A `RequestError` names the field that is wrong."""
+    labels = _Labels(is_external=bool(fields.get("is_external")))
+    rows = sorted(
+        _read_places(fields, reader, labels), key=lambda row: row[0].feature.mm_position.offset
+    )
+    _check_tokens([entry for entry, *_ in rows], fields["prompt_token_ids"], reader.processor)
+    items: list[RenderedItem] = []
+    for entry, index, (kwargs, layout) in rows:
+        modality, num_embeds = entry.feature.modality, entry.feature.mm_position.get_num_embeds()
+        item = None
+        if kwargs is not None:
+            with labels.of("mm_kwargs", modality, index):
+                item = reader.read_item(modality, entry.given_hash, kwargs, layout, num_embeds)
+        items.append(replace(entry, item=item))
+    return _unite(items)
+
+
+def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels) -> Iterator[_Row]:
+    hashes = fields.get("mm_hashes") or {}
+    given = {
+        name: fields.get(name) or {} for name in ("mm_placeholders", "mm_kwargs", "mm_layouts")
+    }
+    for name, entries in given.items():
+        stray = sorted(map(str, set(entries) - set(hashes)))
+        if stray:
+            raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
+    for modality, names in hashes.items():
+        if modality not in reader.processor.modalities:
+            raise RequestError(f"this model takes no {str(modality)[:50]}")
+        columns = [_as_column("mm_hashes", modality, names, None)]
+        columns += [
+            _as_column(
+                name,
+                modality,
+                entries.get(modality),
+                len(names),
+                is_optional=name != "mm_placeholders",
+            )
+            for name, entries in given.items()
+        ]
+        for index, (mm_hash, placeholder, *brought) in enumerate(zip(*columns, strict=True)):
+            entry = reader.read_place(labels, modality, index, mm_hash, placeholder)
+            yield entry, index, brought
+
+
+def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
+    """What one hash stands for is the same throughout a prompt, and may be sent once."""
+    brought: dict[str, RenderedItem] = {}
+    for entry in items:
+        other = brought.setdefault(entry.feature.mm_hash, entry)
+        if other.item is None:
+            brought[entry.feature.mm_hash] = entry
+        if not _is_alike(entry, other):
+            raise RequestError(f"{entry.label} and {other.label} have one hash, but differ")
+    return [replace(entry, item=brought[entry.feature.mm_hash].item) for entry in items]
+
+
+def _is_alike(entry: RenderedItem, other: RenderedItem) -> bool:
+    own, its = entry.feature, other.feature
+    is_same_kind = own.modality == its.modality
+    if not is_same_kind or own.mm_position.get_num_embeds() != its.mm_position.get_num_embeds():
+        return False
+    if entry is other or entry.item is None or other.item is None:
+        return True
+    tensors, others = entry.item.kwargs, other.item.kwargs
+    layouts = {entry.item.layout, other.item.layout} - {None}
+    return len(layouts) <= 1 and all(
+        tensors[name] is others[name] or torch.equal(tensors[name], others[name])
+        for name in tensors
+    )
+
+
+def _as_column(
+    name: str, modality: str, values: Any, count: int | None, *, is_optional: bool = False
+) -> Sequence[Any]:
+    if values is None and is_optional:
+        return [None] * (count or 0)
+    if not isinstance(values, list | tuple):
+        raise RequestError(f"{name} of {modality} must be a list, not {type(values).__name__}")
+    if count is not None and len(values) != count:
+        raise RequestError(f"{name} of {modality} has {len(values)} entries for {count} mm_hashes")
+    return values
+
+
+def _check_hash(mm_hash: object) -> str:
+    if not _is_unicode(mm_hash) or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:  # type: ignore[arg-type]
+        raise RequestError(f"a hash is a text of 1 to {MAX_HASH_LENGTH} characters")
+    return str(mm_hash)
+
+
+def _is_unicode(text: object) -> bool:
+    return isinstance(text, str) and not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _as_layout(layout: object) -> ItemLayout | None:
+    if layout is None:
+        return None
+    if isinstance(layout, ItemLayout):
+        layout = asdict(layout)
+    if not isinstance(layout, Mapping) or set(layout) != {"text", "token_id", "num_embeds"}:
+        raise RequestError("a layout has text, token_id and num_embeds")
+    text, token_id, num_embeds = layout["text"], layout["token_id"], layout["num_embeds"]
+    if not _is_unicode(text) or not _is_count(token_id) or not _is_count(num_embeds):
+        raise RequestError("a layout's text is text, its token_id and num_embeds are integers >= 0")
+    return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
+
+
+def _as_range(placeholder: Any) -> PlaceholderRange:
+    if isinstance(placeholder, PlaceholderRange):
+        if not _is_count(placeholder.offset) or not _is_count(placeholder.length):
+            raise RequestError("a placeholder's offset and length are integers >= 0")
+        return placeholder
+    if not isinstance(placeholder, Mapping) or not {"offset", "length"} <= set(placeholder):
+        raise RequestError("a placeholder has offset, length and is_embed")
+    offset, length = placeholder["offset"], placeholder["length"]
+    mask = placeholder.get("is_embed")
+    if not _is_count(offset) or not _is_count(length):
+        raise RequestError("a placeholder's offset and length are integers >= 0")
+    if isinstance(mask, np.ndarray | torch.Tensor):
+        mask = mask.tolist()
+    is_mask = isinstance(mask, list | tuple) and all(type(entry) is bool for entry in mask)
+    if mask is not None and not is_mask:
+        raise RequestError("a placeholder's is_embed is a list of true and false, or nothing")
+    return PlaceholderRange(offset, length, None if mask is None else tuple(map(bool, mask)))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_tokens(
+    items: Sequence[RenderedItem], token_ids: Sequence[int], processor: MultiModalProcessor
+) -> None:
+    """An item's embeddings replace the tokens that stand for it, and no others stand alone."""
+    expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
+    previous_end = 0
+    for entry in items:
+        position = entry.feature.mm_position
+        if position.offset < previous_end:
+            raise RequestError(
+                f"{entry.label} begins at {position.offset}, where the item ahead of it has not "
+                f"ended ({previous_end}): mm_placeholders must not overlap"
+            )
+        previous_end = position.end
+        if position.end > len(token_ids):
+            raise RequestError(
+                f"{entry.label} ends at {position.end}, beyond the prompt's {len(token_ids)} tokens"
+            )
+        own_ids = processor.get_token_ids(entry.feature.modality)
+        for start, end in position.extract_embeds_range():
+            if not set(token_ids[start:end]) <= set(own_ids):
+                raise RequestError(
+                    f"{entry.label} has embeddings at {start} to {end}, where the prompt has other "
+                    "tokens than its placeholder"
+                )
+    every_id = {i for modality in processor.modalities for i in processor.get_token_ids(modality)}
+    found = sum(token_id in every_id for token_id in token_ids)
+    if found != expected:
+        raise RequestError(
+            f"the prompt has {found} placeholder tokens, but mm_placeholders cover {expected}"
+        )

@@ -1,0 +1,163 @@
+"""Encoded sounds to what feature extractors take: mono float32 samples at the model's rate.
+
+Decoded, mixed down and resampled piece by piece: never more in memory than one piece and the
+result, whatever the rate and the channels of the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sensorium.multimodal.decoding.av_container import (
+    check_codec,
+    check_duration,
+    open_container,
+    refuse_if_longer,
+)
+from sensorium.multimodal.decoding.work_budget import SOUND_FRAME_S, WorkBudget, estimate_sound_s
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.types.errors import RequestError
+
+if TYPE_CHECKING:
+    from av.audio.frame import AudioFrame
+
+Samples = npt.NDArray[np.float32]
+_KIND = "a sound"
+_MIN_RATE, _MAX_RATE = 1_000, 768_000
+_COVER_PIXELS = 16_000_000  # of a picture in a sound file, which nobody looks at
+_PIECE = 1 << 16  # samples; short frames are gathered, since each resampling call costs
+
+
+def decode_audio(
+    data: bytes, *, sampling_rate: int, limits: MediaLimits, budget: WorkBudget | None = None
+) -> Samples:
+    """Of several tracks the first."""
+    budget = budget or WorkBudget()
+    with open_container(data, _KIND, max_pixels=_COVER_PIXELS) as container:
+        if not container.streams.audio:
+            raise RequestError("there is no sound in this file")
+        stream = container.streams.audio[0]
+        check_codec(stream)
+        stream.codec_context.thread_count = 1
+        budget.expect(estimate_sound_s(check_duration(container, stream, limits.max_duration_s)))
+        rate = stream.rate
+        check_rate(rate)
+        mono = _read_mono(container.decode(stream), rate, limits.max_duration_s, budget)
+        if container.format.name == "ogg" and stream.duration is not None:
+            mono = _trim_end(mono, stream.duration * (stream.time_base or 0) * rate)
+        mono = _gather(mono)
+        pieces = list(_resample_pieces(mono, rate, sampling_rate))
+        samples = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32)
+    check_samples(samples)
+    return samples
+
+
+def check_rate(rate: object) -> None:
+    is_rate = isinstance(rate, int) and not isinstance(rate, bool)
+    if not is_rate or not _MIN_RATE <= rate <= _MAX_RATE:  # type: ignore[operator]
+        raise RequestError(
+            f"a sound has from {_MIN_RATE} to {_MAX_RATE} samples a second, not {rate!r}"
+        )
+
+
+def check_samples(samples: Samples) -> None:
+    if not samples.size:
+        raise RequestError("this sound is empty")
+    if not np.isfinite(samples).all():
+        raise RequestError("some samples are not finite numbers")
+
+
+def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
+    """By soxr's high quality, as librosa and with it Transformers do."""
+    return np.concatenate(list(_resample_pieces([samples], rate, new_rate)))
+
+
+def _read_mono(
+    frames: Iterator[AudioFrame], rate: int, max_duration_s: float, budget: WorkBudget
+) -> Iterator[Samples]:
+    num_samples = 0
+    for frame in frames:
+        if frame.sample_rate != rate:
+            raise RequestError("the sampling rate of this sound changes on its way")
+        num_samples += frame.samples
+        refuse_if_longer(num_samples / rate, max_duration_s)
+        # The number of frames is not limited by the duration: one may have a single sample.
+        budget.spend(estimate_sound_s(frame.samples / rate) + SOUND_FRAME_S)
+        values = _read_samples(frame)
+        if not frame.format.is_planar:
+            values = values.reshape(-1, frame.layout.nb_channels).T
+        yield mix_down(scale_samples(values))
+
+
+def _read_samples(frame: AudioFrame) -> npt.NDArray[Any]:
+    try:
+        return frame.to_ndarray()
+    except ValueError as error:  # the only error here that depends on the file
+        raise RequestError(
+            f"its samples have a format that can't be read: {frame.format.name}"
+        ) from error
+
+
+def mix_down(channels: Samples) -> Samples:
+    """The mean of the channels, which come as rows."""
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused later
+        mixed: Samples = channels[0] if len(channels) == 1 else channels.mean(axis=0)
+    return mixed
+
+
+def scale_samples(values: npt.NDArray[Any]) -> Samples:
+    """Full scale becomes 1, of whole numbers of any width; fractions stay."""
+    if values.dtype == np.uint8:  # FFmpeg's only unsigned samples: silence is 128
+        return (values.astype(np.float32) - 128) / np.float32(128)
+    if values.dtype.kind == "i":
+        scaled: Samples = (values / -float(np.iinfo(values.dtype).min)).astype(np.float32)
+        return scaled
+    with np.errstate(over="ignore"):  # too large becomes infinite, which is refused
+        return values.astype(np.float32)
+
+
+def _trim_end(pieces: Iterator[Samples], length: Fraction | int) -> Iterator[Samples]:
+    """The last packet of an Ogg file is whole; the sound may end inside it."""
+    left = round(length)
+    held = np.zeros(0, dtype=np.float32)
+    for piece in pieces:
+        if len(held):  # it goes on, so the length that was given is wrong
+            yield held
+            left = sys.maxsize
+        yield piece[:left]
+        held = piece[left:]
+        left -= len(piece) - len(held)
+
+
+def _gather(pieces: Iterator[Samples]) -> Iterator[Samples]:
+    waiting: list[Samples] = []
+    num_waiting = 0
+    for piece in pieces:
+        waiting.append(piece)
+        num_waiting += len(piece)
+        if num_waiting >= _PIECE:
+            yield np.concatenate(waiting)
+            waiting, num_waiting = [], 0
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def _resample_pieces(
+    pieces: Iterator[Samples] | list[Samples], rate: int, new_rate: int
+) -> Iterator[Samples]:
+    if rate == new_rate:
+        yield from pieces
+        return
+    import soxr  # type: ignore[import-untyped]
+
+    stream = soxr.ResampleStream(rate, new_rate, 1, dtype="float32", quality="HQ")
+    process: Callable[..., Samples] = stream.resample_chunk
+    for piece in pieces:
+        yield process(np.ascontiguousarray(piece))
+    yield process(np.zeros(0, dtype=np.float32), last=True)

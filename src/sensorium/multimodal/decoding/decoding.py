@@ -1,0 +1,127 @@
+"""Encoded media to what processors take, by options that are part of an item's name.
+
+Owns the options' names and defaults. Whatever changes the decoded pixels or samples of a file
+raises `_VERSION`, so that results of the old way are not found under the new way's names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from sensorium.multimodal.decoding.audio import decode_audio
+from sensorium.multimodal.decoding.images import WHITE, Colour, decode_image
+from sensorium.multimodal.decoding.video import ChooseFrames, decode_video
+from sensorium.multimodal.decoding.work_budget import WorkBudget
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.types.errors import InvariantError, RequestError
+
+_VERSION = 1
+_SAMPLING = ("fps", "num_frames")
+# Names that clients of this field send, and ours.
+_ALIASES = {"rgba_background_color": "background"}
+DecodeOptions = dict[str, Any]
+
+
+def resolve_decode_options(
+    modality: str, media_io_kwargs: Mapping[str, object] | None
+) -> DecodeOptions:
+    """Complete and plain, for one modality, from what a request says for each:
+    `{"image": {"background": [r, g, b]}, "video": {"fps": 2.0}}` (or `num_frames`).
+    """
+    given = media_io_kwargs if media_io_kwargs is not None else {}
+    if not isinstance(given, Mapping) or not given.keys() <= _CHECKS.keys():
+        known = ", ".join(_CHECKS)
+        raise RequestError(f"media_io_kwargs: options by modality ({known}), not {given!r:.100}")
+    options = given.get(modality)
+    if not isinstance(options, Mapping | None):
+        raise RequestError(f"media_io_kwargs: {modality}: options by name, not {options!r:.100}")
+    checks = _CHECKS[modality]
+    resolved: DecodeOptions = {"version": _VERSION, **dict.fromkeys(checks)}
+    for name, value in (options or {}).items():
+        canonical = _ALIASES.get(name, name)
+        if canonical not in checks:
+            known = ", ".join(checks) or "none"
+            raise RequestError(f"media_io_kwargs: no such option of {modality}: {name} ({known})")
+        if value is not None:
+            resolved[canonical] = checks[canonical](f"media_io_kwargs: {modality}: {name}", value)
+    return _complete(modality, resolved)
+
+
+def take_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
+    """What a processor is told of a video that is sampled here: how many frames it has is decided
+    before decoding, by `options`, which take over what only the processor was told.
+    """
+    kwargs = dict(processor_kwargs)
+    kwargs.pop("do_sample_frames", None)
+    asked = {name: kwargs.pop(name) for name in _SAMPLING if kwargs.get(name) is not None}
+    if asked and not any(options[name] for name in _SAMPLING):
+        for name, value in asked.items():
+            options[name] = _CHECKS["video"][name](f"mm_processor_kwargs: {name}", value)
+        _complete("video", options)
+    if options["fps"] is not None:
+        kwargs["fps"] = options["fps"]  # some processors count time by it
+    return kwargs
+
+
+def decode(
+    modality: str,
+    data: bytes,
+    options: Mapping[str, Any],
+    *,
+    limits: MediaLimits,
+    sampling_rate: int | None = None,
+    choose_frames: ChooseFrames | None = None,
+    budget: WorkBudget | None = None,
+) -> tuple[object, dict[str, Any] | None]:
+    """The item, and of a video what is known of its frames. `options` are resolved ones; a sound
+    needs `sampling_rate`, a video `choose_frames`. Without a `budget` it may take any time.
+    """
+    budget = budget or WorkBudget()
+    if len(data) > limits.max_bytes:
+        raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
+    if modality == "image":
+        background = cast("Colour", tuple(options["background"]))
+        return decode_image(data, limits=limits, background=background, budget=budget), None
+    if modality == "audio" and sampling_rate is not None:
+        samples = decode_audio(data, sampling_rate=sampling_rate, limits=limits, budget=budget)
+        return samples, None
+    if modality == "video" and choose_frames is not None:
+        return decode_video(data, choose_frames=choose_frames, limits=limits, budget=budget)
+    raise InvariantError(f"{modality} can't be decoded without being told how")
+
+
+def _complete(modality: str, options: DecodeOptions) -> DecodeOptions:
+    if modality == "image" and options["background"] is None:
+        options["background"] = list(WHITE)
+    if modality == "video" and None not in (options["fps"], options["num_frames"]):
+        raise RequestError("media_io_kwargs: video: fps or num_frames, not both")
+    return options
+
+
+def _check_colour(name: str, value: object) -> list[int]:
+    is_colour = isinstance(value, list | tuple) and len(value) == 3
+    if not is_colour or not all(type(part) is int and 0 <= part <= 255 for part in value):  # type: ignore[attr-defined]
+        raise RequestError(f"{name}: three whole numbers from 0 to 255, not {value!r:.100}")
+    return list(cast("list[int]", value))
+
+
+def _check_fps(name: str, value: object) -> float:
+    is_number = type(value) in (int, float)
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise RequestError(f"{name}: a number above 0, not {value!r:.100}")
+    return float(cast("float", value))
+
+
+def _check_num_frames(name: str, value: object) -> int:
+    if type(value) is not int or value <= 0:
+        raise RequestError(f"{name}: a whole number above 0, not {value!r:.100}")
+    return value
+
+
+_CHECKS: dict[str, dict[str, Callable[[str, object], object]]] = {
+    "image": {"background": _check_colour},
+    "audio": {},
+    "video": {"fps": _check_fps, "num_frames": _check_num_frames},
+}

@@ -1,0 +1,193 @@
+"""Encoded videos to the frames that were chosen, and what processors want to know of them.
+
+The clip is looked through once without decoding, to count its frames; then decoded in order up to
+the last chosen frame. How many pixels that will be is checked before the first one is decoded. Only
+chosen frames are kept, in an array that is allocated once, after its size was checked.
+
+A clip may end before its packets said it would (hidden frames, a cut file). The frames are then
+chosen again among those that are there, and decoded again: what comes out is what a clip of that
+length would have given. An error in the middle is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sensorium.multimodal.decoding.av_container import (
+    check_codec,
+    check_duration,
+    get_decoder_options,
+    open_container,
+    refuse_if_longer,
+)
+from sensorium.multimodal.decoding.images import check_num_pixels
+from sensorium.multimodal.decoding.work_budget import WorkBudget, estimate_frames_s
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.types.errors import InvariantError, RequestError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+_KIND = "a video"
+_UNKNOWN_FPS = 24.0  # what Transformers assumes
+SseChunks = npt.NDArray[np.uint8]  # [frames, height, width, 3]
+Metadata = dict[str, Any]  # the fields of Transformers' `VideoMetadata`
+# Indices in rising order, each below `total_num_frames`; one may come several times.
+ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
+
+
+def decode_video(
+    data: bytes,
+    *,
+    choose_frames: ChooseFrames,
+    limits: MediaLimits,
+    budget: WorkBudget | None = None,
+) -> tuple[SseChunks, Metadata]:
+    """The chosen frames of the first video track."""
+    budget = budget or WorkBudget()
+    metadata = _read_metadata(data, limits, budget)
+    for _ in range(2):
+        indices = _check_indices(choose_frames(dict(metadata)), metadata, limits)
+        _check_work(indices[-1] + 1, metadata, limits, budget)
+        frames, num_decoded = _read_frames(data, indices, limits, budget)
+        if frames is not None:
+            height, width = frames.shape[1:3]
+            return frames, {**metadata, "width": width, "height": height, "frames_indices": indices}
+        if not num_decoded:
+            break
+        metadata = _correct_length(metadata, num_decoded)
+    raise RequestError("there are no frames in this video that can be read")
+
+
+def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Metadata:
+    with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
+        stream = _get_stream(container, limits)
+        if not (stream.width and stream.height):
+            raise RequestError(
+                f"its frames can't be read, or have more than {limits.max_pixels} pixels, "
+                "which is the limit"
+            )
+        check_num_pixels(stream.width, stream.height, limits)
+        check_duration(container, stream, limits.max_duration_s)
+        num_frames = 0
+        for packet in container.demux(stream):
+            num_frames += packet.size > 0 and not packet.is_discard
+            budget.check_time()
+        if not num_frames:
+            raise RequestError("there are no frames in this video")
+        rate = stream.average_rate or stream.guessed_rate
+        fps = float(rate) if rate and rate > 0 else _UNKNOWN_FPS
+        width, height = stream.width, stream.height
+    refuse_if_longer(num_frames / fps, limits.max_duration_s)
+    return {
+        "total_num_frames": num_frames,
+        "fps": fps,
+        "width": width,
+        "height": height,
+        "duration": num_frames / fps,
+        "video_backend": "pyav",
+        "frames_indices": None,
+    }
+
+
+def _get_stream(container: InputContainer, limits: MediaLimits) -> VideoStream:
+    if not container.streams.video:
+        raise RequestError("there are no pictures in this file")
+    stream = container.streams.video[0]
+    check_codec(stream)
+    stream.codec_context.thread_count = 1  # several clips are decoded at once, in processes
+    stream.codec_context.options = get_decoder_options(limits.max_pixels)
+    return stream
+
+
+def _correct_length(metadata: Metadata, num_frames: int) -> Metadata:
+    return {
+        **metadata,
+        "total_num_frames": num_frames,
+        "duration": num_frames / metadata["fps"],
+    }
+
+
+def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimits) -> list[int]:
+    indices = [int(index) for index in chosen]
+    total = metadata["total_num_frames"]
+    if not indices or indices != sorted(indices) or indices[0] < 0 or indices[-1] >= total:
+        raise InvariantError(f"chosen of {total} frames, in order: {indices[:8]}")
+    check_num_frames(len(indices), metadata["width"], metadata["height"], limits)
+    return indices
+
+
+def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
+    """Of those that are kept of a clip."""
+    if num_frames > limits.max_frames:
+        raise RequestError(f"{num_frames} frames would be used, {limits.max_frames} is the limit")
+    if num_frames * width * height > limits.max_video_pixels:
+        raise RequestError(
+            f"{num_frames} frames of {width} x {height} are more than "
+            f"{limits.max_video_pixels} pixels, which is the limit"
+        )
+
+
+def _check_work(
+    num_frames: int, metadata: Metadata, limits: MediaLimits, budget: WorkBudget
+) -> None:
+    """Raise `RequestError` if the frames that have to be decoded are too many pixels in all, by the
+    sizes in the container, and `CostlyItemError` if they are more work than the budget has.
+    """
+    width, height = metadata["width"], metadata["height"]
+    if num_frames * width * height > limits.max_decoded_pixels:
+        raise RequestError(
+            f"{num_frames} frames of {width} x {height} would have to be decoded, which are "
+            f"{num_frames * width * height} pixels; {limits.max_decoded_pixels} is the limit"
+        )
+    budget.expect(estimate_frames_s(num_frames, width, height))
+
+
+def _read_frames(
+    data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
+) -> tuple[SseChunks | None, int]:
+    """The frames, and how many were decoded: all of them without frames, if it ended too early."""
+    kept: SseChunks | None = None
+    num_kept = num_decoded = num_pixels = 0
+    with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
+        for frame in container.decode(_get_stream(container, limits)):
+            check_num_pixels(frame.width, frame.height, limits)
+            num_pixels += (
+                frame.width * frame.height
+            )  # a frame may be larger than the container claims
+            if num_pixels > limits.max_decoded_pixels:
+                raise RequestError(
+                    f"its frames have more than {limits.max_decoded_pixels} pixels in all, "
+                    "which is the limit"
+                )
+            budget.spend(estimate_frames_s(1, frame.width, frame.height))
+            if num_decoded == indices[num_kept]:
+                pixels = _to_pixels(frame, kept)
+                if kept is None:
+                    check_num_frames(len(indices), pixels.shape[1], pixels.shape[0], limits)
+                    kept = np.empty((len(indices), *pixels.shape), dtype=np.uint8)
+                while num_kept < len(indices) and indices[num_kept] == num_decoded:
+                    kept[num_kept] = pixels
+                    num_kept += 1
+            num_decoded += 1
+            if num_kept == len(indices):
+                return kept, num_decoded
+    return None, num_decoded
+
+
+def _to_pixels(frame: VideoFrame, kept: SseChunks | None) -> SseChunks:
+    """Upright, and of the size of the frames before it: a clip may change its size on its way."""
+    # A matrix without an angle gives the lowest or another integer, depending on the processor.
+    num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0
+    size: dict[str, int] = {}
+    if kept is not None:
+        height, width = kept.shape[1:3] if num_turns % 2 == 0 else kept.shape[2:0:-1]
+        size = {"width": width, "height": height}
+    pixels = frame.reformat(format="rgb24", threads=1, **size).to_ndarray()
+    return np.rot90(pixels, num_turns)

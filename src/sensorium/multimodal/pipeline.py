@@ -1,0 +1,371 @@
+"""From the media of a request to handles in a cache: every item is perceived once.
+
+Sources are fetched together, named before anything is decoded, and looked up. What no cache has is
+processed: once, whoever asks for it meanwhile. Owns the flights of items that are being processed.
+Safe to use from several threads; a call blocks until all items of its request are there, but gives
+up its thread while sources are fetched if the caller drives it so (`utils.pausing`).
+
+Invariants:
+  1. A hit decodes nothing and calls no processor.
+  2. A call that fails holds nothing: its handles are released, its flights are left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
+from sensorium.multimodal.cache.uncached import UncachedSender
+from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
+from sensorium.multimodal.fetching.loader import MediaLoader
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.processing.checks import check_unread
+from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
+from sensorium.multimodal.processing.item_worker import ItemJob
+from sensorium.multimodal.processing.layouts import SizeLayouts
+from sensorium.multimodal.processing.stage_times import StageTimes, add_times
+from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
+from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
+from sensorium.types.errors import (
+    CapacityError,
+    InvariantError,
+    MissingMediaError,
+    RequestError,
+    add_label,
+)
+from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.times import ItemTimes
+from sensorium.utils.pausing import Pausing, run_through
+
+_MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use
+_Result = FinishedItem | None  # None: the cache has it by now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerceivedItem:
+    """A handle, and what it was made from, should the core have lost the tensors: an `origin`, or
+    tensors that the caller `brought`. `given_hash`: what the caller calls it, where that came with
+    it. `times`: seconds by stage, of what was done for this request. `is_layout_only`: the handle
+    is no cache's, and there are no tensors.
+    """
+
+    handle: ItemHandle
+    label: str
+    origin: MediaItem | None = None
+    options: PerceptionOptions = field(default_factory=PerceptionOptions)
+    brought: ProcessedItem | None = None
+    given_hash: str | None = None
+    times: ItemTimes = field(default_factory=dict)
+    is_layout_only: bool = False
+
+
+class MediaPipeline:
+    """`layouts`: where they may be had without tensors, for whom they are enough."""
+
+    def __init__(
+        self,
+        *,
+        cache: ProcessorCache,
+        shared: SharedCache | None = None,
+        hasher: MediaHasher,
+        loader: MediaLoader,
+        backend: ItemBackend,
+        uuids: UuidBindings,
+        limits: MediaLimits,
+        layouts: SizeLayouts | None = None,
+    ) -> None:
+        self.cache = cache
+        self.shared = shared
+        self.hasher = hasher
+        self.loader = loader
+        self.backend = backend
+        self.uuids = uuids
+        self.limits = limits
+        self.layouts = layouts
+        self.flights: SingleFlight[str, _Result] = SingleFlight()
+
+    def make_rehearsal(self) -> MediaPipeline:
+        """One that does all that this one does, in the same place, with a cache, sources and names
+        of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
+        """
+        return MediaPipeline(
+            cache=UncachedSender(),
+            hasher=self.hasher,
+            loader=MediaLoader(self.limits),
+            backend=self.backend,
+            uuids=UuidBindings(),
+            limits=self.limits,
+        )
+
+    def perceive(
+        self,
+        items: Sequence[MediaItem],
+        options: PerceptionOptions,
+        *,
+        needs_tensors: bool = True,
+        cancelled: Future[None] | None = None,
+    ) -> list[PerceivedItem]:
+        """Do what `perceive_pausing` does, and wait for sources in this thread."""
+        return run_through(
+            self.perceive_pausing(items, options, needs_tensors=needs_tensors, cancelled=cancelled)
+        )
+
+    def perceive_pausing(
+        self,
+        items: Sequence[MediaItem],
+        options: PerceptionOptions,
+        *,
+        needs_tensors: bool = True,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[list[PerceivedItem]]:
+        """Return one perceived item per item, in their order; pause while sources are fetched.
+
+        `cancelled` completes when the result is no longer wanted. Without `needs_tensors`, what no
+        cache has may come without them.
+        """
+        calls = [_ItemCall(self, item, options, needs_tensors=needs_tensors) for item in items]
+        try:
+            for call in calls:
+                call.run(call.recognise)
+            yield from self._load([call for call in calls if call.needs_source], cancelled)
+            for call in calls:
+                call.run(lambda call=call: call.start(cancelled))  # type: ignore[misc]
+            for call in calls:
+                call.run(lambda call=call: call.finish(cancelled))  # type: ignore[misc]
+            for call in calls:
+                call.run(call.bind)
+        except BaseException:  # a refusal, a cancellation or a bug: nothing is left behind
+            for call in calls:
+                call.undo()
+            raise
+        return [call.get_result() for call in calls]
+
+    def release(self, items: Iterable[PerceivedItem]) -> None:
+        """These may be evicted, as far as their request is concerned. Each once."""
+        self.cache.release([item.handle for item in items if not item.is_layout_only])
+
+    def perceive_again(
+        self, item: PerceivedItem, *, cancelled: Future[None] | None = None
+    ) -> PerceivedItem:
+        """Do what `perceive_again_pausing` does, and wait for sources in this thread."""
+        return run_through(self.perceive_again_pausing(item, cancelled=cancelled))
+
+    def perceive_again_pausing(
+        self, item: PerceivedItem, *, cancelled: Future[None] | None = None
+    ) -> Pausing[PerceivedItem]:
+        """Return the same item, processed anew if the cache no longer leads to its tensors."""
+        mm_hash = item.handle.mm_hash
+        if item.brought is not None:
+            handle = self.cache.get_and_update_item(mm_hash, item.brought)
+            if handle is not None:
+                return replace(item, handle=handle)
+        if item.origin is not None:
+            (again,) = yield from self.perceive_pausing(
+                [item.origin], item.options, cancelled=cancelled
+            )
+            if again.handle.mm_hash == mm_hash:
+                return replace(again, times=add_times(item.times, again.times))
+            self.cache.release([again.handle])  # the address has other content by now
+        raise MissingMediaError(
+            f"{item.label} is in no cache any more: send it again", (item.given_hash or mm_hash,)
+        )
+
+    def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> Pausing[None]:
+        sources = [(call.item.media, call.item.modality) for call in calls]
+        found = yield from self.loader.load_pausing(sources, cancelled=cancelled)
+        for call, loaded in zip(calls, found, strict=True):
+            call.times.add({"fetch": loaded.fetch_s})
+            if isinstance(loaded.outcome, RequestError):
+                raise add_label(loaded.outcome, call.item.label) from loaded.outcome
+            call.source = loaded.outcome
+
+
+class _ItemCall:
+    """One item on its way: recognised by its uuid, or loaded, named, found or processed."""
+
+    def __init__(
+        self,
+        pipeline: MediaPipeline,
+        item: MediaItem,
+        options: PerceptionOptions,
+        *,
+        needs_tensors: bool,
+    ) -> None:
+        self._pipeline = pipeline
+        self._options = options
+        self._scope = UuidScope(client=options.uuid_scope, cache_salt=options.cache_salt)
+        self._layouts = None if needs_tensors else pipeline.layouts
+        self._is_layout_only = False
+        self._handle: ItemHandle | None = None
+        self._waiter: Waiter[str, _Result] | None = None
+        self._job: ItemJob | None = None
+        self._bound: BoundSource | None = None
+        self.item = item
+        self.times = StageTimes()
+        is_here = isinstance(item.media, MediaBytes) or not item.is_encoded
+        self.source: object | None = item.media if is_here else None
+
+    @property
+    def needs_source(self) -> bool:
+        return self._handle is None and self.source is None
+
+    def run(self, stage: Callable[[], None]) -> None:
+        try:
+            stage()
+        except RequestError as error:
+            raise add_label(error, self.item.label) from error
+
+    def recognise(self) -> None:
+        """A uuid spares the fetch, if a cache has what it stands for."""
+        item, pipeline = self.item, self._pipeline
+        if item.uuid is not None and (item.media is None or item.is_remote):
+            source = pipeline.uuids.get(item.uuid, modality=item.modality, scope=self._scope)
+            if source is not None:
+                with self.times.measure("hash"):
+                    self._job = self._make_job(source)
+                self._handle = pipeline.cache.get_and_update_item(self._job.mm_hash)
+                self._bound = None if self._handle is None else source
+        if item.media is None and self._handle is None:
+            if item.uuid is None:
+                raise RequestError("there is neither media nor a uuid")
+            raise MissingMediaError(f"uuid {item.uuid!r} is in no cache: send it", (item.uuid,))
+
+    def start(self, cancelled: Future[None] | None) -> None:
+        if self._handle is not None:
+            return
+        pipeline, item = self._pipeline, self.item
+        if not item.is_encoded:
+            check_unread(item.modality, self.source, pipeline.limits)
+        with self.times.measure("hash"):
+            digest = pipeline.hasher.digest_source(self.source)
+        self._bound = BoundSource(digest=digest, is_encoded=item.is_encoded)
+        if item.uuid is not None:
+            pipeline.uuids.check(item.uuid, self._bound, modality=item.modality, scope=self._scope)
+        with self.times.measure("hash"):
+            self._job = self._make_job(self._bound)
+        self._handle = pipeline.cache.get_and_update_item(self._job.mm_hash)
+        if self._handle is None and self._layouts is not None:
+            self._lay_out(self._layouts, self._job, cancelled)
+        if self._handle is None:
+            self._join()
+
+    def _lay_out(self, layouts: SizeLayouts, job: ItemJob, cancelled: Future[None] | None) -> None:
+        """Where that can be done without the tensors."""
+        layout = layouts.get(job, self.source, cancelled=cancelled)
+        if layout is not None:
+            self._is_layout_only = True
+            self._handle = ItemHandle(
+                modality=job.modality,
+                mm_hash=job.mm_hash,
+                layout=layout,
+                num_bytes=0,
+                is_hit=False,
+            )
+
+    def _make_job(self, source: BoundSource) -> ItemJob:
+        item, options = self.item, self._options
+        processor_kwargs = dict(options.processor_kwargs)
+        decode_options = None
+        if source.is_encoded:
+            decode_options = resolve_decode_options(item.modality, options.media_io_kwargs)
+            if item.modality == "video":
+                processor_kwargs = take_sampling(processor_kwargs, decode_options)
+        mm_hash = self._pipeline.hasher.name_item(
+            source.digest,
+            modality=item.modality,
+            decode_options=decode_options,
+            processor_kwargs=processor_kwargs,
+            cache_salt=options.cache_salt,
+        )
+        return ItemJob(
+            mm_hash=mm_hash,
+            modality=item.modality,
+            decode_options=decode_options,
+            processor_kwargs=processor_kwargs,
+        )
+
+    def _join(self) -> None:
+        pipeline, job, source = self._pipeline, self._get_job(), self.source
+
+        def start() -> Flight:
+            if pipeline.cache.is_cached(job.mm_hash):  # since we looked
+                return FinishedFlight(None)
+            return pipeline.backend.start(job, source)
+
+        self._waiter = pipeline.flights.join(job.mm_hash, start)
+
+    def finish(self, cancelled: Future[None] | None) -> None:
+        """Wait for the flight; what it brings becomes a handle of this request's own."""
+        for _ in range(_MAX_ATTEMPTS):
+            if self._waiter is not None:
+                self._take(self._waiter, cancelled)
+            if self._handle is not None:
+                return
+            self._handle = self._pipeline.cache.get_and_update_item(self._get_job().mm_hash)
+            if self._handle is None:
+                self._join()
+        if self._waiter is not None:
+            self._take(self._waiter, cancelled)
+        if self._handle is None:
+            raise CapacityError("the cache of processed media is too busy to keep this item")
+
+    def _take(self, waiter: Waiter[str, _Result], cancelled: Future[None] | None) -> None:
+        """Leaves the flight when the cache has its result: who comes later finds one or the
+        other.
+        """
+        pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
+        began = time.monotonic()
+        try:
+            # A flight has a deadline of its own, but may begin anew.
+            timeout_s = pipeline.limits.flight_timeout_s
+            finished = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
+        except TimeoutError as error:  # whose fault it is can't be seen from here
+            raise CapacityError("it could not be processed in time") from error
+        if not waiter.is_leader:
+            self.times.add({"wait": time.monotonic() - began})
+        elif finished is not None:
+            self.times.add(finished.times)
+        result = None if finished is None else finished.result
+        if isinstance(result, ProcessedItem):
+            self._handle = pipeline.cache.get_and_update_item(mm_hash, result)
+        elif result is not None and pipeline.shared is not None and waiter.is_leader:
+            self._handle = pipeline.shared.adopt(mm_hash, result)
+        # Else the cache has it, and the next look finds it.
+        waiter.leave()
+        self._waiter = None
+
+    def bind(self) -> None:
+        """Not to what nobody has decoded: it may be damaged, and no cache has it."""
+        item, uuids = self.item, self._pipeline.uuids
+        if item.uuid is not None and self._bound is not None and not self._is_layout_only:
+            uuids.bind(item.uuid, self._bound, modality=item.modality, scope=self._scope)
+
+    def undo(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
+        if self._handle is not None and not self._is_layout_only:
+            self._pipeline.cache.release([self._handle])
+
+    def get_result(self) -> PerceivedItem:
+        if self._handle is None:
+            raise InvariantError(f"{self.item.label} has no handle")
+        origin = self.item if self.source is None else replace(self.item, media=self.source)
+        return PerceivedItem(
+            handle=self._handle,
+            label=self.item.label,
+            origin=origin,
+            options=self._options,
+            times=self.times.get(),
+            is_layout_only=self._is_layout_only,
+        )
+
+    def _get_job(self) -> ItemJob:
+        if self._job is None:
+            raise InvariantError(f"{self.item.label} has no name yet")
+        return self._job

@@ -1,0 +1,218 @@
+"""Refuses items that a request's options make larger than the server's own options can.
+
+Nothing here depends on what an option is called. What counts is the result: an item may cost what
+the server's own options make of it, or what they make of the largest item that is allowed. It is
+estimated from the item's size before decoding, and looked at again when the item is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
+from sensorium.multimodal.decoding.frame_sampling import make_frame_chooser
+from sensorium.multimodal.decoding.video import ChooseFrames
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.processing.item_cost import (
+    ItemCost,
+    Shape,
+    get_cost,
+    iter_image_shapes,
+    iter_video_shapes,
+    measure,
+)
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import ProcessedItem
+
+_CLIP_FPS = 30.0
+_CLIP_SECONDS = (1.0, 20.0, 600.0)  # and the longest that is allowed
+# What an item would be in process: decoded media, and options.
+ProcessOwn = Callable[[Mapping[str, Any]], ProcessedItem]
+
+
+class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that the server itself gives to processor and decoders."""
+
+    processor_kwargs: dict[str, Any] = {}
+    media_io_kwargs: dict[str, dict[str, Any]] = {}
+
+    def resolve(
+        self, modality: str, *, is_encoded: bool
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Return what a job without options of its own has: for the processor and the decoder."""
+        processor_kwargs = dict(self.processor_kwargs)
+        if not is_encoded:
+            return processor_kwargs, None
+        decode_options = resolve_decode_options(modality, self.media_io_kwargs)
+        if modality == "video":
+            processor_kwargs = take_sampling(processor_kwargs, decode_options)
+        return processor_kwargs, decode_options
+
+
+class CostGuard:
+    """Knows how much the server's own options can make of an item. Not safe to use from two
+    threads, since the processor is not.
+    """
+
+    def __init__(
+        self, processor: MultiModalProcessor, limits: MediaLimits, own: OwnOptions
+    ) -> None:
+        self.processor = processor
+        self.own = own
+        self._limits = limits
+        self._ceilings: dict[str, ItemCost] = {}  # by modality
+
+    def make_check(
+        self,
+        modality: str,
+        processor_kwargs: Mapping[str, Any],
+        decode_options: Mapping[str, Any] | None,
+    ) -> CostCheck | None:
+        """Return the check that an item needs; `None` if its options are the server's own."""
+        is_encoded = decode_options is not None
+        own_kwargs, own_decode = self.own.resolve(modality, is_encoded=is_encoded)
+        names = _list_changes(processor_kwargs, own_kwargs)
+        names += [n for n in _list_changes(decode_options, own_decode) if n not in names]
+        if not names:
+            return None
+        return CostCheck(
+            self,
+            modality,
+            names=names,
+            processor_kwargs=processor_kwargs,
+            own_kwargs=own_kwargs,
+            own_decode=own_decode or {},
+        )
+
+    def get_ceiling(self, modality: str) -> ItemCost:
+        """Return the most that the server's own options make of any item; found once.
+
+        Nothing for a sound: processors of sounds read values, and the longest one is hours long.
+        """
+        if modality not in self._ceilings:
+            shapes: list[Shape] = []
+            if modality == "image":
+                shapes = list(iter_image_shapes(self._limits))
+            elif modality == "video":
+                shapes = [
+                    s for n in self._count_frames() for s in iter_video_shapes(n, self._limits)
+                ]
+            own_kwargs, _ = self.own.resolve(modality, is_encoded=True)
+            ceiling = ItemCost()
+            for shape in shapes:
+                cost = measure(self.processor, modality, shape, own_kwargs)
+                ceiling = ceiling if cost is None else ceiling.join(cost)
+            self._ceilings[modality] = ceiling
+        return self._ceilings[modality]
+
+    def _count_frames(self) -> list[int]:
+        """Return how many frames are taken of clips of different lengths."""
+        _, options = self.own.resolve("video", is_encoded=True)
+        choose_frames = make_frame_chooser(self.processor.video_processor, options or {})
+        counts = set()
+        for seconds in (*_CLIP_SECONDS, self._limits.max_duration_s):
+            duration_s = min(seconds, self._limits.max_duration_s)
+            total = max(1, int(duration_s * _CLIP_FPS))
+            metadata = {
+                "total_num_frames": total,
+                "fps": _CLIP_FPS,
+                "width": 640,
+                "height": 360,
+                "duration": duration_s,
+                "video_backend": "pyav",
+                "frames_indices": None,
+            }
+            counts.add(min(len(choose_frames(metadata)), self._limits.max_frames))
+        return sorted(counts)
+
+
+class CostCheck:
+    """The check of one item with options of its own. The shape of the item is noted as soon as it
+    is known; a `RequestError` names the options and the numbers.
+    """
+
+    def __init__(
+        self,
+        guard: CostGuard,
+        modality: str,
+        *,
+        names: list[str],
+        processor_kwargs: Mapping[str, Any],
+        own_kwargs: Mapping[str, Any],
+        own_decode: Mapping[str, Any],
+    ) -> None:
+        self._guard = guard
+        self._modality = modality
+        self._names = names
+        self._processor_kwargs = processor_kwargs
+        self._own_kwargs = own_kwargs
+        self._own_decode = own_decode
+        self._own: ItemCost | None = None  # what the server's own options make of this item
+
+    def check_shape(self, shape: Shape, own_shape: Shape | None = None) -> None:
+        """Refuse an item of this shape before it is decoded or processed.
+
+        `own_shape` is the shape that it would have with the server's own options, where they
+        choose other frames.
+        """
+        processor = self._guard.processor
+        self._own = measure(processor, self._modality, own_shape or shape, self._own_kwargs)
+        cost = measure(processor, self._modality, shape, self._processor_kwargs)
+        if cost is not None:
+            self._refuse_if_beyond(cost, self._own or ItemCost())
+
+    def check_frames(self, choose_frames: ChooseFrames, lock: Lock) -> ChooseFrames:
+        """Return the same choice of frames, checked before any of them is decoded. The processor
+        is used under `lock`.
+        """
+        own_choice = make_frame_chooser(self._guard.processor.video_processor, self._own_decode)
+
+        def choose(metadata: Mapping[str, Any]) -> Any:
+            indices = choose_frames(metadata)
+            size = metadata["height"], metadata["width"]
+            own_count = len(own_choice(metadata))
+            with lock:
+                self.check_shape((len(indices), *size), (own_count, *size))
+            return indices
+
+        return choose
+
+    def check_result(self, item: ProcessedItem, process_own: ProcessOwn) -> None:
+        """Refuse an item that came out too large. `process_own` processes it with other options,
+        for processors that can't be asked before.
+        """
+        if self._own is None:
+            try:
+                self._own = get_cost(process_own(self._own_kwargs))
+            except RequestError:  # the server's own options make nothing of it
+                self._own = ItemCost()
+        self._refuse_if_beyond(get_cost(item), self._own)
+
+    def _refuse_if_beyond(self, cost: ItemCost, own: ItemCost) -> None:
+        if cost.is_within(own):
+            return
+        limit = own.join(self._guard.get_ceiling(self._modality))
+        if cost.is_within(limit):
+            return
+        raise RequestError(
+            f"with the option(s) {', '.join(self._names)} this {self._modality} would become "
+            f"{_describe(cost)}; without them this server makes at most {_describe(limit)}: ask "
+            "for less, or start the server with --allow-larger-media"
+        )
+
+
+def _describe(cost: ItemCost) -> str:
+    return f"{cost.num_embeds} embeddings from {cost.num_values} values"
+
+
+def _list_changes(given: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> list[str]:
+    """Return the names of options that the server would set otherwise."""
+    given, own = given or {}, own or {}
+    # Compared as text: arrays have no single answer to whether they are equal.
+    changed = [name for name, value in given.items() if repr(value) != repr(own.get(name))]
+    return sorted(changed + [name for name in own if name not in given])

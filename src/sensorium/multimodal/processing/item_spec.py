@@ -1,0 +1,239 @@
+"""What the tensors of an item must look like, learned from the processor itself.
+
+Tensors that were made elsewhere are held against it before they reach a cache or an encoder. What
+an encoder believes of an item (its sizes, masks and positions) must be true of its tensors:
+otherwise one item could take any amount of memory, or read beyond a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+
+from sensorium.multimodal.processing.dummy_media import make_varied_media
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
+
+_Dimension = tuple[str, int]  # the n-th of a tensor
+_MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRule:
+    """`sizes`: of each dimension, `None` where it may be any from 1 on. `is_mask`: zeros and ones.
+    `is_position`: places among as many as the dimension before the last has, or -1 for none.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int | None, ...]
+    is_mask: bool = False
+    is_position: bool = False
+
+    def check(self, name: str, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise RequestError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+            raise RequestError(f"{name} must be a plain tensor that holds its values")
+        if tensor.dtype != self.dtype or not self._fits(tuple(tensor.shape)):
+            raise RequestError(
+                f"{name} must be {self.dtype} of shape {self._show()} (*: any from 1 on), not "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+        if self.is_mask and not bool(((tensor == 0) | (tensor == 1)).all()):
+            raise RequestError(f"{name} must hold zeros and ones")
+        if self.is_position and not bool(((tensor >= -1) & (tensor < tensor.shape[-2])).all()):
+            raise RequestError(f"{name} must hold places among {tensor.shape[-2]}, or -1")
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.sizes) and all(
+            size >= 1 if own is None else size == own
+            for size, own in zip(shape, self.sizes, strict=True)
+        )
+
+    def _show(self) -> str:
+        return f"({', '.join('*' if size is None else str(size) for size in self.sizes)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemSpec:
+    """`links`: dimensions of two tensors that are equal. `grids`: pairs of a tensor of sizes and
+    the one whose rows these count. `merge_size`: what heights and widths of a grid are multiples
+    of. `yields`: by name, how many embeddings come of how many numbers of a tensor, where they go
+    together.
+    """
+
+    tensors: Mapping[str, TensorRule]
+    links: tuple[tuple[_Dimension, _Dimension], ...]
+    grids: tuple[tuple[str, str], ...] = ()
+    merge_size: int = 1
+    yields: Mapping[str, tuple[int, int]]
+
+    def check(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int | None) -> None:
+        if kwargs.keys() != self.tensors.keys():
+            given, expected = (", ".join(sorted(map(str, k)))[:300] for k in (kwargs, self.tensors))
+            raise RequestError(f"the tensors of a {modality} are {expected}, not {given}")
+        for name, rule in self.tensors.items():
+            rule.check(name, kwargs[name])
+        for (name, index), (other, other_index) in self.links:
+            if kwargs[name].shape[index] != kwargs[other].shape[other_index]:
+                raise RequestError(
+                    f"{name} of shape {tuple(kwargs[name].shape)} does not go with {other} of "
+                    f"shape {tuple(kwargs[other].shape)}"
+                )
+        for name, rows in self.grids:
+            if not _counts_rows(kwargs[name], kwargs[rows]):
+                raise RequestError(f"{name} does not count the rows of {rows}")
+            if self.merge_size > 1 and bool((kwargs[name][..., 1:] % self.merge_size).any()):
+                raise RequestError(f"{name} must have sizes that {self.merge_size} divides")
+        for name, (embeds, numbers) in self.yields.items():
+            if num_embeds is not None and kwargs[name].numel() * embeds != num_embeds * numbers:
+                raise RequestError(
+                    f"{name} of shape {tuple(kwargs[name].shape)} makes "
+                    f"{kwargs[name].numel() * embeds // numbers} embeddings, not {num_embeds}"
+                )
+
+
+class ItemSpecs:
+    """Safe to use from several threads. `processor_kwargs`: what every item is processed with."""
+
+    def __init__(
+        self, processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._processor = processor
+        self._processor_kwargs = dict(processor_kwargs or {})
+        self._specs: dict[str, ItemSpec] = {}
+        self._lock = Lock()
+
+    def check(self, modality: str, kwargs: object, num_embeds: int | None = None) -> None:
+        """A `RequestError` that names the tensor which does not fit. `num_embeds`: what the item's
+        placeholders have room for, where that is known.
+        """
+        if not isinstance(kwargs, Mapping):
+            raise RequestError(f"tensors come by name, not as {type(kwargs).__name__}")
+        if modality not in self._processor.modalities:
+            raise RequestError(f"this model takes no {modality}")
+        self._get_spec(modality).check(modality, kwargs, num_embeds)
+
+    def _get_spec(self, modality: str) -> ItemSpec:
+        with self._lock:
+            if modality not in self._specs:
+                merge_size = int(self._processor.get_option_default("merge_size") or 1)
+                self._specs[modality] = make_spec(self._make_samples(modality), merge_size)
+            return self._specs[modality]
+
+    def _make_samples(self, modality: str) -> list[ProcessedItem]:
+        """Some media may be too long or too thin for a processor; not all of it is."""
+        samples: list[ProcessedItem] = []
+        refusal: RequestError | None = None
+        for media in make_varied_media(modality, self._processor.sampling_rate or 0):
+            try:
+                samples.append(
+                    self._processor.process_item(modality, media, self._processor_kwargs)
+                )
+            except RequestError as error:
+                refusal = error
+        if refusal is not None and not samples:
+            raise refusal
+        return samples
+
+
+def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
+    """What all samples, which are of different sizes, have in common."""
+    first = samples[0].kwargs
+    tensors = {
+        name: _make_rule(samples[0].modality, name, [s.kwargs[name] for s in samples])
+        for name in first
+    }
+    return ItemSpec(
+        tensors=tensors,
+        links=_find_links(samples, tensors),
+        grids=tuple(
+            (name, rows)
+            for name in first
+            for rows in first
+            if name != rows and all(_is_grid_of(s.kwargs, name, rows) for s in samples)
+        ),
+        merge_size=merge_size if any(name.endswith("grid_thw") for name in first) else 1,
+        yields=_find_yields(samples),
+    )
+
+
+def _make_rule(modality: str, name: str, tensors: Sequence[torch.Tensor]) -> TensorRule:
+    first = tensors[0]
+    is_position = name.endswith("position_ids") and first.ndim > 1
+    num_fixed = first.ndim - 1 if is_position else _get_num_fixed(modality, first)
+    sizes = tuple(
+        size
+        if index >= first.ndim - num_fixed and all(t.shape[index] == size for t in tensors)
+        else None
+        for index, size in enumerate(first.shape)
+    )
+    return TensorRule(
+        dtype=first.dtype,
+        sizes=sizes,
+        is_mask=name.endswith("mask") and not first.is_floating_point(),
+        is_position=is_position,
+    )
+
+
+def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
+    """How many of the last dimensions an item's size can't change, if it did not change them: the
+    features of a patch, a tile of colours, bands and frames of a window of sound. Those ahead count
+    tiles, frames and windows.
+    """
+    if tensor.numel() <= _MAX_SIZES:
+        return tensor.ndim
+    if modality == "audio":
+        return tensor.ndim - 1
+    if tensor.ndim >= 4:
+        return 3 if tensor.is_floating_point() else 2
+    return 1 if tensor.ndim > 1 else 0
+
+
+def _find_links(
+    samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
+) -> tuple[tuple[_Dimension, _Dimension], ...]:
+    """Between masks or positions and what they are about."""
+    described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
+    return tuple(
+        ((name, index), (other, other_index))
+        for name in described
+        for other, rule in tensors.items()
+        if other not in described and samples[0].kwargs[other].numel() > _MAX_SIZES
+        for index in range(len(tensors[name].sizes))
+        for other_index, size in enumerate(rule.sizes)
+        if size is None
+        and all(s.kwargs[name].shape[index] == s.kwargs[other].shape[other_index] for s in samples)
+    )
+
+
+def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
+    """Whether a tensor of whole numbers counts the rows of another."""
+    grid, tensor = kwargs[name], kwargs[rows]
+    is_sizes = grid.dtype in (torch.int32, torch.int64) and 1 <= grid.ndim <= 2
+    if not is_sizes or grid.shape[-1] > 3 or name.endswith("mask") or not tensor.ndim:
+        return False
+    return tensor.is_floating_point() and _counts_rows(grid, tensor)
+
+
+def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """In floating point: a product of large whole numbers may come out as any other one."""
+    sizes = grid.double()
+    return bool((sizes >= 1).all()) and float(sizes.prod(-1).sum()) == len(tensor)
+
+
+def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
+    """Of the tensor with most numbers: an encoder that packs patches gives a share of them."""
+    first = samples[0]
+    name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())
+    pairs = [(s.layout.num_embeds, s.kwargs[name].numel()) for s in samples if s.layout is not None]
+    if not pairs or first.kwargs[name].numel() == 0:
+        return {}
+    embeds, numbers = pairs[0]
+    is_share = all(e * numbers == n * embeds for e, n in pairs)
+    return {name: (embeds, numbers)} if is_share else {}

@@ -1,0 +1,131 @@
+"""Layouts of images from their sizes alone, for requests whose tensors nobody will read.
+
+In the families named here, what stands for an image in a prompt is a function of its size and of
+the processor's options. So a size is processed once, as a blank image, and an image of that size
+is neither decoded nor processed. Owns the layouts of the sizes that were seen last. No cache of
+tensors learns of any of it. Safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future
+from threading import Lock
+
+import msgspec
+from PIL import Image
+
+from sensorium.multimodal.decoding.image_size import read_image_size
+from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
+from sensorium.multimodal.processing.item_worker import ItemJob
+from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.single_flight import Flight, SingleFlight
+from sensorium.types.errors import CapacityError, InvariantError
+from sensorium.types.multimodal import ItemLayout, ProcessedItem
+
+# Processors that were held against themselves over many sizes: tests/integration/test_layouts.py.
+SIZED_PROCESSORS = frozenset(
+    {
+        "AyaVisionProcessor",
+        "Cohere2VisionProcessor",
+        "Gemma3Processor",
+        "Gemma4Processor",
+        "Glm4vProcessor",
+        "Idefics3Processor",
+        "InternVLProcessor",
+        "LlavaNextProcessor",
+        "LlavaOnevisionProcessor",
+        "LlavaProcessor",
+        "Qwen2VLProcessor",
+        "Qwen2_5OmniProcessor",
+        "Qwen2_5_VLProcessor",
+        "Qwen3VLProcessor",
+        "SmolVLMProcessor",
+    }
+)
+_OWN_MODULES = "transformers.models."  # code that comes with a model may do anything
+_MAX_CHARACTERS = 2**25  # of all layouts that are kept
+
+
+def has_sized_images(processor: MultiModalProcessor) -> bool:
+    """Whether the size of an image fixes its layout."""
+    kind = type(processor.hf_processor)
+    is_known = kind.__name__ in SIZED_PROCESSORS and kind.__module__.startswith(_OWN_MODULES)
+    return is_known and "image" in processor.modalities
+
+
+class SizeLayouts:
+    """`backend` processes blank images, wherever it processes others."""
+
+    def __init__(self, *, hasher: MediaHasher, backend: ItemBackend, limits: MediaLimits) -> None:
+        self._hasher = hasher
+        self._backend = backend
+        self._limits = limits
+        self._lock = Lock()
+        self._layouts: OrderedDict[str, ItemLayout] = OrderedDict()  # least recently used first
+        self._num_characters = 0
+        self._flights: SingleFlight[str, FinishedItem] = SingleFlight()
+
+    def get(
+        self, job: ItemJob, source: object, *, cancelled: Future[None] | None = None
+    ) -> ItemLayout | None:
+        """The layout that the item would have; `None` where it has to be processed to know it. A
+        `RequestError` for what can't be an image, or is none that the processor takes.
+        """
+        if job.modality != "image" or not isinstance(source, MediaBytes):
+            return None
+        size = read_image_size(source.data, limits=self._limits)
+        if size is None:
+            return None
+        key = self._name(size, job)
+        layout = self._find(key)
+        if layout is None:
+            layout = self._process(key, size, job, cancelled)
+            self._keep(key, layout)
+        return layout
+
+    def _name(self, size: tuple[int, int], job: ItemJob) -> str:
+        """Of all that the layout depends on."""
+        return self._hasher.name_item(
+            self._hasher.digest_source(f"{size[0]} x {size[1]}"),
+            modality=job.modality,
+            decode_options=None,
+            processor_kwargs=job.processor_kwargs,
+            cache_salt=None,
+        )
+
+    def _process(
+        self, key: str, size: tuple[int, int], job: ItemJob, cancelled: Future[None] | None
+    ) -> ItemLayout:
+        def start() -> Flight:
+            blank = msgspec.structs.replace(job, mm_hash=key, decode_options=None)
+            return self._backend.start(blank, Image.new("RGB", size))
+
+        try:
+            timeout_s = self._limits.flight_timeout_s
+            finished = self._flights.get(key, start, timeout_s=timeout_s, cancelled=cancelled)
+        except TimeoutError as error:  # whose fault it is can't be seen from here
+            raise CapacityError("it could not be processed in time") from error
+        result = finished.result
+        if not isinstance(result, ProcessedItem) or result.layout is None:
+            raise InvariantError("a blank image was processed to no layout")
+        return result.layout
+
+    def _find(self, key: str) -> ItemLayout | None:
+        with self._lock:
+            layout = self._layouts.get(key)
+            if layout is not None:
+                self._layouts.move_to_end(key)
+            return layout
+
+    def _keep(self, key: str, layout: ItemLayout) -> None:
+        with self._lock:
+            if key not in self._layouts:
+                self._layouts[key] = layout
+                self._num_characters += len(layout.text)
+            while self._num_characters > _MAX_CHARACTERS:
+                _, oldest = self._layouts.popitem(last=False)
+                self._num_characters -= len(oldest.text)

@@ -1,0 +1,91 @@
+"""Draws a token of each row from what temperature and filters leave of its distribution.
+
+A row draws one number per token, a function of its request's seed and the token's index alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sensorium.worker.sampling.logits_edits import Arrays
+from sensorium.worker.sampling.sampling_row import SamplingRow
+
+
+def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
+    """Empty if all rows are greedy. `top_k` and `min_p` are there only if some row filters."""
+    random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    if not random:
+        return {}
+    params = [rows[index].params for index in random]
+    indices = [rows[index].num_output_tokens for index in random]
+    arrays: Arrays = {
+        "random_rows": np.array(random, dtype=np.int64),
+        "temperature": np.array([p.temperature for p in params], dtype=np.float64),
+        "uniform": get_uniforms([p.seed or 0 for p in params], indices),
+    }
+    if any(p.top_k or p.top_p != 1.0 for p in params):
+        top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+        arrays["top_k"] = np.array(top_k, dtype=np.int64)
+        # Infinite for "all": rounding must not cut off the tail of an unfiltered row.
+        top_p = [np.inf if p.top_p == 1.0 else p.top_p for p in params]
+        arrays["top_p"] = np.array(top_p, dtype=np.float64)
+    if any(p.min_p for p in params):
+        arrays["min_p"] = np.array([p.min_p or 0.0 for p in params], dtype=np.float64)
+    return arrays
+
+
+def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens of the rows `random_rows` of the logits."""
+    scaled = logits.index_select(0, tensors["random_rows"])
+    probs = (scaled / tensors["temperature"].float()[:, None]).softmax(-1)
+    weights = probs
+    if "top_k" in tensors:
+        weights = _filter(probs, tensors["top_k"], tensors["top_p"])
+    if "min_p" in tensors:
+        least = probs.amax(-1, keepdim=True) * tensors["min_p"].float()[:, None]
+        weights = torch.where(probs < least, 0.0, weights)
+    return _invert(weights, tensors["uniform"])
+
+
+def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), each a hash of a seed and an index (the finaliser of SplitMix64,
+    applied twice).
+    """
+    words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        words = _mix(words) + np.array(indices, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        words = _mix(words)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Zeros for all but the `top_k` likeliest, and then for all but the fewest of these that hold
+    `top_p` of their mass. Tokens keep their places: an unfiltered row draws the same token whether
+    or not a neighbour is filtered.
+    """
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    is_kept = torch.arange(probs.shape[-1], device=probs.device) < top_k[:, None]
+    mass = (ranked.double() * is_kept).cumsum(-1)
+    is_kept &= mass - ranked < top_p[:, None] * mass[:, -1:]
+    return probs * torch.zeros_like(is_kept).scatter_(1, order, is_kept)
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The index in each row at which the running share of the weights first exceeds `uniform`."""
+    cumulative = weights.double().cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # Rounding may put the target at the very end: the last index with any weight is meant.
+    last = weights.shape[-1] - 1 - weights.gt(0).flip(-1).to(torch.uint8).argmax(-1)
+    return torch.minimum(index, last)

@@ -1,0 +1,149 @@
+"""Changes single logits of a batch: bias, penalties, masks and bans, each for all rows at once.
+
+`prepare_edits` builds index arrays on the host, row by row; `apply_edits` works on the device.
+An index is a place in the flat logits: row * vocabulary + token id. Ids outside the vocabulary are
+passed over: they can't be chosen anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sensorium.utils.growing_array import IntArray
+from sensorium.worker.sampling.sampling_row import SamplingRow
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+_Edited = Sequence[tuple[int, SamplingRow]]
+
+
+def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
+    """Empty if no row has anything to change."""
+    edited = [(index, row) for index, row in enumerate(rows) if row.is_edited]
+    if not edited:
+        return {}
+    arrays: Arrays = {}
+    if any(row.params.logit_bias for _, row in edited):
+        arrays |= _prepare_bias(edited, vocab_size)
+    if any(row.counts is not None for _, row in edited):
+        arrays |= _prepare_penalties(edited, vocab_size)
+    if any(row.params.allowed_token_ids is not None for _, row in edited):
+        arrays |= _prepare_allowed(edited, vocab_size)
+    if any(row.mask is not None for _, row in edited):
+        arrays |= _prepare_masks(edited, vocab_size)
+    if any(row.banned_token_ids for _, row in edited):
+        arrays["banned_at"] = _get_places(
+            ((index, row.banned_token_ids) for index, row in edited), vocab_size
+        )
+    return arrays
+
+
+def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A changed copy of the float32 logits [B, vocabulary]: bias, penalties, bans."""
+    edited = logits.clone(memory_format=torch.contiguous_format)
+    flat = edited.view(-1)
+    if "bias_at" in tensors:
+        at = tensors["bias_at"]
+        flat.index_copy_(0, at, flat.index_select(0, at) + tensors["bias"].float())
+    if "seen_at" in tensors:
+        at, repetition = tensors["seen_at"], tensors["repetition"].float()
+        values = flat.index_select(0, at)
+        values = torch.where(values < 0, values * repetition, values / repetition)
+        flat.index_copy_(0, at, values - tensors["penalty"].float())
+    if "allowed_at" in tensors:
+        _keep_allowed(edited, tensors["allowed_rows"], tensors["allowed_at"])
+    if "mask_rows" in tensors:
+        _keep_masked(edited, tensors["mask_rows"], tensors["mask_words"])
+    if "banned_at" in tensors:
+        flat.index_fill_(0, tensors["banned_at"], float("-inf"))
+    return edited
+
+
+def _keep_allowed(logits: torch.Tensor, rows: torch.Tensor, allowed_at: torch.Tensor) -> None:
+    is_banned = torch.ones(len(rows), logits.shape[-1], dtype=torch.bool, device=logits.device)
+    is_banned.view(-1).index_fill_(0, allowed_at, False)
+    kept = logits.index_select(0, rows).masked_fill_(is_banned, float("-inf"))
+    logits.index_copy_(0, rows, kept)
+
+
+def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """`words` [rows, words of 64 bits]: the lowest bit of the first byte is token 0."""
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = torch.bitwise_left_shift(torch.ones_like(places), places)
+    is_banned = (words.view(torch.uint8).unsqueeze(-1) & bits) == 0
+    is_banned = is_banned.view(len(rows), -1)[:, : logits.shape[-1]]
+    kept = logits.index_select(0, rows).masked_fill_(is_banned, float("-inf"))
+    logits.index_copy_(0, rows, kept)
+
+
+def _prepare_bias(edited: _Edited, vocab_size: int) -> Arrays:
+    entries = [
+        (index * vocab_size + token_id, bias)
+        for index, row in edited
+        for token_id, bias in row.params.logit_bias.items()
+        if token_id < vocab_size
+    ]
+    return {
+        "bias_at": np.array([place for place, _ in entries], dtype=np.int64),
+        "bias": np.array([bias for _, bias in entries], dtype=np.float64),
+    }
+
+
+def _prepare_penalties(edited: _Edited, vocab_size: int) -> Arrays:
+    places: list[IntArray] = []
+    repetitions: list[npt.NDArray[np.float64]] = []
+    penalties: list[npt.NDArray[np.float64]] = []
+    for index, row in edited:
+        if row.counts is None:
+            continue
+        is_known = row.counts.token_ids < vocab_size
+        token_ids = row.counts.token_ids[is_known]
+        counts = row.counts.num_in_output[is_known]
+        params = row.params
+        places.append(index * vocab_size + token_ids)
+        repetitions.append(np.full(len(token_ids), params.repetition_penalty or 1.0))
+        penalties.append(params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+    return {
+        "seen_at": np.concatenate(places),
+        "repetition": np.concatenate(repetitions),
+        "penalty": np.concatenate(penalties),
+    }
+
+
+def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
+    """`allowed_at` counts the rows that have a list only."""
+    allowed = [
+        (index, row.params.allowed_token_ids)
+        for index, row in edited
+        if row.params.allowed_token_ids is not None
+    ]
+    return {
+        "allowed_rows": np.array([index for index, _ in allowed], dtype=np.int64),
+        "allowed_at": _get_places(enumerate(ids for _, ids in allowed), vocab_size),
+    }
+
+
+def _prepare_masks(edited: _Edited, vocab_size: int) -> Arrays:
+    """A mask may have fewer bits than the model has logits, or more."""
+    masks = [(index, row.mask) for index, row in edited if row.mask is not None]
+    words = np.zeros((len(masks), -(-vocab_size // 64)), dtype=np.int64)
+    for place, (_, mask) in enumerate(masks):
+        num_words = min(len(mask), words.shape[1])
+        words[place, :num_words] = mask[:num_words]
+    return {
+        "mask_rows": np.array([index for index, _ in masks], dtype=np.int64),
+        "mask_words": words,
+    }
+
+
+def _get_places(ids_of_rows: Iterable[tuple[int, Sequence[int]]], vocab_size: int) -> IntArray:
+    places = [
+        index * vocab_size + token_id
+        for index, token_ids in ids_of_rows
+        for token_id in token_ids
+        if token_id < vocab_size
+    ]
+    return np.array(places, dtype=np.int64)

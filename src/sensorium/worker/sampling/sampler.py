@@ -1,0 +1,120 @@
+"""Chooses the next tokens of a batch, all rows at once.
+
+The order, for each row:
+
+  1. `logit_bias` is added.
+  2. `repetition_penalty` divides or multiplies the logits of tokens of prompt and output; then
+     `frequency_penalty` and `presence_penalty` are subtracted for tokens of the output.
+  3. Bans: tokens outside `allowed_token_ids`, those that the row's grammar doesn't allow here,
+     those that complete a banned sequence, those that end the request before `min_tokens`. A row
+     without a token left fails.
+  4. A greedy row takes the likeliest; the others divide by `temperature`.
+  5. `top_k`, then `top_p` of what that left, then `min_p`, as in Transformers. `min_p` is a share
+     of the likeliest token's probability, which no filter takes away: it cuts the same tokens
+     before or after `top_k`, but before `top_p` it would change of what `top_p` is a share.
+  6. The draw: a function of seed and token index alone. What else is in the batch, and whether the
+     request was preempted, makes no difference.
+
+Steps 1 to 3 are vLLM's and Transformers' order as well. Log-probabilities are those before step 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sensorium.types.request import TokenLogprobs
+from sensorium.worker.sampling.drawing import draw, prepare_draw
+from sensorium.worker.sampling.logits_edits import Arrays, apply_edits, prepare_edits
+from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
+from sensorium.worker.sampling.sampling_row import SamplingRow
+from sensorium.worker.staging import StagingBuffer
+
+# What stands in place of a token where there is none, and what the caller hears.
+_FAILURES = {
+    -1: "the model's output for it is not a finite number",
+    -2: "no token is left to choose from: its allowed_token_ids, structured_outputs, bad_words, "
+    "min_tokens and the model's generation config ban all of them",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOutput:
+    """One entry per row. A row without a token has its reason in `failures`."""
+
+    token_ids: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    failures: Mapping[int, str]  # by row
+
+
+class Sampler:
+    def __init__(self, *, device: torch.device) -> None:
+        self._staging = StagingBuffer(device=device, num_words=1 << 10)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        likeliest: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """float32 logits [B, vocabulary] → a token for each row, and log-probabilities if the row
+        wants them. `likeliest`: what `mark_likeliest` makes of the logits, if it is known.
+        """
+        edits = prepare_edits(rows, logits.shape[-1])
+        arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
+        if not arrays and likeliest is not None:
+            return _make_output(likeliest.tolist(), (None,) * len(rows))
+        tensors = self._staging.upload(arrays) if arrays else {}
+        edited = apply_edits(logits, tensors) if edits else logits
+        highest, token_ids = edited.max(dim=-1)  # a NaN anywhere in a row is its maximum
+        if "random_rows" in tensors:
+            token_ids = token_ids.index_copy(0, tensors["random_rows"], draw(edited, tensors))
+        marked = _mark(highest, token_ids)
+        if edits:
+            is_all_banned = highest.isneginf() & logits.amax(-1).isfinite()
+            marked = marked.masked_fill(is_all_banned, -2)
+        return _make_output(marked.tolist(), _get_logprobs(logits, token_ids, tensors, rows))
+
+
+def mark_likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest token of each row [B], or -1 where a logit is not a finite number."""
+    return _mark(*logits.max(dim=-1))
+
+
+def _mark(highest: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return torch.where(highest.isfinite(), token_ids, -1)
+
+
+def _make_output(
+    chosen: Sequence[int], logprobs: tuple[TokenLogprobs | None, ...]
+) -> SamplerOutput:
+    return SamplerOutput(
+        token_ids=tuple(token_id if token_id >= 0 else None for token_id in chosen),
+        logprobs=logprobs,
+        failures={row: _FAILURES[mark] for row, mark in enumerate(chosen) if mark < 0},
+    )
+
+
+def _prepare_logprobs(rows: Sequence[SamplingRow]) -> Arrays:
+    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    return {"logprobs_rows": np.array(wanted, dtype=np.int64)} if wanted else {}
+
+
+def _get_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    rows: Sequence[SamplingRow],
+) -> tuple[TokenLogprobs | None, ...]:
+    if "logprobs_rows" not in tensors:
+        return (None,) * len(rows)
+    counts = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    index = tensors["logprobs_rows"]
+    computed = compute_logprobs(
+        logits.index_select(0, index), token_ids.index_select(0, index), has_top=any(counts)
+    )
+    entries = iter(to_entries([computed], counts))
+    return tuple(None if row.params.logprobs is None else next(entries) for row in rows)
