@@ -29,7 +29,7 @@ def llm(tiny_model: TinyModel) -> LLM:
 def generate(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     assert_nothing_is_left(llm)
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     return output
 
 
@@ -123,7 +123,7 @@ def test_a_refused_request_leaves_no_siblings(llm: LLM) -> None:
     params = replace(SAMPLED, n=3, logit_bias={10**6: 1})
     (output,) = llm.generate(PROMPT, params, use_tqdm=False, return_errors=True)
     assert "logit_bias" in str(output.error)
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     assert_nothing_is_left(llm)
 
 
@@ -142,7 +142,7 @@ def test_an_interruption_leaves_no_siblings(tiny_model: TinyModel, call: int) ->
     llm.core.step = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT, "b"], replace(SAMPLED, n=3), use_tqdm=False)
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     assert_nothing_is_left(llm)
 
 
@@ -152,5 +152,5 @@ def test_an_abort_ends_all_completions(llm: LLM, num_steps: int) -> None:
     for _ in range(num_steps):
         llm._step()
     llm._abort((request_id,))
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     assert_nothing_is_left(llm)

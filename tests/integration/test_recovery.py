@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sensorium import LLM, RequestError, RequestOutput
+from sensorium import LLM, RequestError, RequestOutput, SamplingParams
+from sensorium.engine.inputs.renderer import Prepared
 from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
@@ -29,6 +30,7 @@ from tests.integration.perceiving import (
     make_prompt,
     make_uuid_prompt,
     process,
+    release,
 )
 from tests.integration.rendering import make_hash, render
 from tests.parity.driver import MAX_STEPS, get_token_ids, make_llm
@@ -73,6 +75,10 @@ def _keep_receivers(llm_of: LlmOf) -> Iterator[None]:
     assert store is not None
     assert not llm.core.has_requests
     llm.core.payloads.receiver = llm.perception.caches.receiver
+
+
+def start(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+    llm._start(llm.renderer.render(prompt, params, request_id="siblings"))
 
 
 def run(llm: LLM, request_id: str) -> RequestOutput:
@@ -126,7 +132,7 @@ def test_what_is_lost_on_the_way_to_the_core_is_sent_again(
     assert processed.items[0].handle.is_hit == is_warm
     calls = Calls(monkeypatch, llm)
     lose(llm)
-    output = run(llm, llm._start(processed))
+    output = run(llm, llm._start(Prepared(processed=processed, stages={})))
     assert get_token_ids([output]) == expected
     # Only what the core alone had has to be processed again.
     is_gone = cache_type == "lru" and is_warm
@@ -173,8 +179,7 @@ def test_siblings_get_what_was_lost_after_the_first(
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
     (expected,) = generate(llm_of("off"), prompt)
     params = replace(GREEDY, n=3)
-    processed = llm.input_processor.process("siblings", prompt, params)
-    llm._start(processed)
+    start(llm, prompt, params)
     lose(llm)
     output = run(llm, "siblings")
     assert output.error is None
@@ -186,7 +191,7 @@ def test_siblings_get_tensors_that_the_caller_brought(llm_of: LlmOf, cache_type:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
     (expected,) = generate(llm_of("off"), prompt)
     rendered = render(llm, prompt).make_prompt(make_hash())
-    llm._start(llm.input_processor.process("siblings", rendered, replace(GREEDY, n=3)))
+    start(llm, rendered, replace(GREEDY, n=3))
     restart(llm)
     output = run(llm, "siblings")
     assert [entry.token_ids for entry in output.outputs] == [expected] * 3
@@ -213,7 +218,7 @@ def test_media_that_the_caller_left_out_is_missing_when_it_is_lost(llm_of: LlmOf
 
 def process_hash(llm: LLM, data: bytes) -> str:
     processed = process(llm, make_prompt(data))
-    llm._release(processed.items)
+    release(llm, processed)
     return processed.items[0].handle.mm_hash
 
 
@@ -221,7 +226,7 @@ def test_siblings_of_media_that_is_missing_end_together(llm_of: LlmOf) -> None:
     llm, data = llm_of("lru"), make_new_png()
     generate(llm, make_uuid_prompt(data, "left out by siblings"))
     prompt = make_uuid_prompt(None, "left out by siblings")
-    llm._start(llm.input_processor.process("siblings", prompt, replace(GREEDY, n=3)))
+    start(llm, prompt, replace(GREEDY, n=3))
     restart(llm)
     output = run(llm, "siblings")
     assert "is in no cache" in str(output.error)
@@ -232,18 +237,17 @@ def test_a_sibling_that_can_not_start_takes_the_others_along(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_of("lru")
-    deliver = llm._delivery.deliver
-    prompt = make_prompt(make_new_png())
-    llm._start(llm.input_processor.process("siblings", prompt, replace(GREEDY, n=4)))
+    add_request = llm.core.add_request
+    start(llm, make_prompt(make_new_png()), replace(GREEDY, n=4))
     results = iter([None, CapacityError("no room for this one")])
 
-    def deliver_or_fail(request: Any, items: Any) -> Any:
+    def add_or_fail(request: Any, transfer: Any) -> Any:
         error = next(results, None)
         if error is not None:
             raise error
-        return deliver(request, items)
+        return add_request(request, transfer)
 
-    monkeypatch.setattr(llm._delivery, "deliver", deliver_or_fail)
+    monkeypatch.setattr(llm.core, "add_request", add_or_fail)
     output = run(llm, "siblings")
     assert "no room for this one" in str(output.error)
     assert not llm.core.has_requests

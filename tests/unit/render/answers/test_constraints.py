@@ -104,10 +104,7 @@ def walk(tokenizer: Any, grammar: str, rng: random.Random) -> list[int] | None:
 
 def write(tokenizer: Any, token_ids: list[int], kept: tuple[int, ...]) -> str:
     detokenizer = Detokenizer(tokenizer, kept_special_token_ids=kept)
-    for token_id in token_ids:
-        detokenizer.add(token_id)
-    detokenizer.finish()
-    return detokenizer.text
+    return "".join(map(detokenizer.add, token_ids)) + detokenizer.finish()
 
 
 def check_calls(answer: Answer, tools: tuple[dict[str, Any], ...]) -> None:

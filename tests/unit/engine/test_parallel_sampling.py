@@ -77,7 +77,7 @@ def make_parallel_sampling() -> ParallelSampling:
 
 def take_ids(siblings: ParallelSampling, *outputs: EngineCoreOutput) -> list[str]:
     groups = siblings.take_ready(outputs)
-    return [child.request_id for children, _ in groups for child in children]
+    return [child.request_id for group in groups for child in group.children]
 
 
 def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
@@ -86,8 +86,9 @@ def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
     assert (first.request_id, has_siblings) == ("r#0", True)
     assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
     (ready,) = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
-    assert [child.request_id for child in ready[0]] == ["r#1", "r#2"]
-    assert ready[1] is MEDIA
+    assert ready.request_id == "r"
+    assert [child.request_id for child in ready.children] == ["r#1", "r#2"]
+    assert ready.items is MEDIA
     assert RELEASED == []  # the caller's now
     assert take_ids(siblings, news("r#0", 6)) == []
     assert len(siblings) == 0
