@@ -101,7 +101,7 @@ def test_what_had_to_be_perceived_again_counts(llm_of: LlmOf) -> None:
     forget_outputs(llm)
     processed = llm.input_processor.process("times", prompt, GREEDY)
     assert get_stages(processed.items[0].times) == ["fetch", "hash"]
-    llm.perception.caches.receiver.clear_cache()  # type: ignore[union-attr]
+    llm.core.payloads.receiver.clear_cache()
     llm._start(Prepared(processed=processed, stages={}))
     outputs: list[RequestOutput] = []
     while not outputs:

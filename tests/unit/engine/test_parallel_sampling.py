@@ -41,9 +41,9 @@ def test_children_differ_in_their_names_and_seeds_alone() -> None:
     for child in children:
         params = replace(child.sampling_params, n=4, seed=7)
         assert child.group == "r"
-        same = replace(child, request_id="r", sibling=0, group=None, sampling_params=params)
-        assert same == request
-    assert [child.sibling for child in children] == [0, 1, 2, 3]
+        same = replace(child, request_id="r", completion_index=0, group=None)
+        assert replace(same, sampling_params=params) == request
+    assert [child.completion_index for child in children] == [0, 1, 2, 3]
 
 
 def test_seeds_of_children_repeat_and_do_not_meet_those_of_other_seeds() -> None:

@@ -64,8 +64,8 @@ class CoreLoop:
         self._idle_ms = max(1, round(1000 * idle_s))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # A router drops what it can't deliver, unless it is told to raise an error. No limit is
-        # needed for its queues: frontends limit the requests that are under way.
+        # With this option a router raises an error for what it can't deliver, instead of dropping
+        # it. Its queues need no limit: frontends limit the requests that are under way.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.set_hwm(0)
         self._socket.linger = 0

@@ -58,6 +58,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
+    """A wish to end requests, without further outputs."""
+
     request_ids: tuple[str, ...]
 
 
@@ -103,6 +105,8 @@ class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the `ResetCache` with the same number."""
+
     number: int
 
 

@@ -105,10 +105,10 @@ class OutputProcessor:
             self._changed.pop(request_id, None)
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Take outputs of the core. Return the ended requests that are not streamed, and the ids
-        that the core must abort.
+        """Take outputs of the core. Return ended requests, and ids that the core must abort.
 
-        These are completions that met a stop string, or are of a request that failed.
+        The requests are those that are not streamed. The ids are those of completions that met a
+        stop string, or belong to a request that failed.
         """
         finished: list[RequestOutput] = []
         stopped: list[str] = []

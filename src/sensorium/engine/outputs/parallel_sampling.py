@@ -38,7 +38,7 @@ def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
         replace(
             request,
             request_id=child_id,
-            sibling=index,
+            completion_index=index,
             group=request.group or request.request_id,
             sampling_params=first
             if index == 0

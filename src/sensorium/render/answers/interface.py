@@ -1,8 +1,7 @@
-"""What reads a model's text as it grows, and tells what is reasoning, what is content and what
-calls a tool.
+"""The interface to readers, which divide a model's text into reasoning, content and tool calls.
 
 An `AnswerFormat` belongs to a model; it starts an `AnswerReader` for each completion. Pure: text
-in, values out. A reader's `state` is plain data: another process can go on with it.
+in, values out. A reader's `state` is plain data, from which another process can go on.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from sensorium.types.structured import StructuredOutputsParams
 
 
 class ToolCallDelta(Struct, frozen=True, kw_only=True):
-    """News of the n-th tool call. `id` and `name` come once, with the first of its news;
-    `arguments` is a piece of the JSON text.
-    """
+    """What one tool call has got since the last delta."""
 
-    index: int
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
+    index: int  # among the calls of the answer
+    id: str | None = None  # in the first delta of a call only
+    name: str | None = None  # in the first delta of a call only
+    arguments: str = ""  # a piece of the JSON text
 
 
 class AnswerDelta(Struct, frozen=True, kw_only=True):
-    """What new text has brought. All empty: nothing that can be told yet."""
+    """What new text has brought; empty if all of it is held back."""
 
     reasoning: str = ""
     content: str = ""
@@ -39,18 +36,14 @@ class AnswerDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerContext(Struct, frozen=True, kw_only=True):
-    """What a request says that changes how its answer is read. `tools`: OpenAI's, checked;
-    `tool_choice`: "auto", "none", "required" or `{"name": …}` for one of them.
-    `parallel_tool_calls`: if not, one call at most is told. `starts_in_reasoning`: the prompt
-    itself has opened it. `separate_reasoning`: whether it is told apart (else it stays in the
-    content, with its tags).
-    """
+    """The parts of a request that change how its answer is read."""
 
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form, checked
+    # "auto", "none", "required", or `{"name": …}` for one of the tools.
     tool_choice: str | Mapping[str, str] = "none"
-    parallel_tool_calls: bool = True
-    starts_in_reasoning: bool = False
-    separate_reasoning: bool = True
+    parallel_tool_calls: bool = True  # False: only the first call is given out
+    starts_in_reasoning: bool = False  # the prompt has opened the reasoning
+    separate_reasoning: bool = True  # False: reasoning stays in the content, with its tags
 
     @property
     def reads_calls(self) -> bool:
@@ -62,7 +55,7 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
     @property
     def demanded_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """Of which one must be called, if one must."""
+        """The tools that a demanded call may call."""
         choice = self.tool_choice
         if isinstance(choice, str):
             return self.tools
@@ -70,13 +63,16 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
 
 class AnswerReader(Protocol):
+    """A reader of one answer."""
+
     def add(self, text: str) -> AnswerDelta:
-        """More of the text. What may still become something else is held back."""
+        """Read more text. What may still become something else is held back."""
         ...
 
     def finish(self) -> AnswerDelta:
-        """There is no more: what was held back is told. Never raises: text that is broken off is
-        content, or a call whose arguments are broken off.
+        """End the answer, and return what was held back.
+
+        Never raises: text that is cut off becomes content, or a call with incomplete arguments.
         """
         ...
 
@@ -90,6 +86,8 @@ class AnswerReader(Protocol):
 
 
 class AnswerFormat(Protocol):
+    """The way in which a model writes its answers."""
+
     @property
     def kept_special_token_ids(self) -> tuple[int, ...]:
         """Special tokens that must be in the text to be read."""
@@ -97,29 +95,28 @@ class AnswerFormat(Protocol):
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model is told of its tools: its chat template speaks of them."""
+        """Whether the model's chat template shows the tools to the model."""
         ...
 
     def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
-        """Whether an answer to this prompt begins in the middle of reasoning."""
+        """Return whether an answer to this prompt begins in the middle of reasoning."""
         ...
 
     def start(self, context: AnswerContext) -> AnswerReader: ...
 
     def resume(self, context: AnswerContext, state: Any) -> AnswerReader:
-        """Go on where another reader was. A `RequestError` if the state can't be one."""
+        """Go on from a reader's state. Raise a `RequestError` if it can't be one."""
         ...
 
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
-        """What the text must look like so that a call that the context demands can be read;
-        `None` where nothing is demanded.
-        """
+        """Return a constraint with which the text is a call, or `None` if no call is demanded."""
         ...
 
     def make_constraint_after_reasoning(
         self, wanted: StructuredOutputsParams
     ) -> StructuredOutputsParams:
-        """What the text must look like that begins in the middle of reasoning, and has to be what
-        is wanted from its end on.
+        """Return a constraint that applies the wanted one after the end of the reasoning.
+
+        The text begins in the middle of reasoning.
         """
         ...
