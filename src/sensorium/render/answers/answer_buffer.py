@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sensorium.render.answers.interface import AnswerDelta, ToolCallDelta
+from sensorium.render.answers.answer import AnswerDelta, ToolCallDelta
 
 MakeId = Callable[[], str]
 

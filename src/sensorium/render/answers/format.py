@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from sensorium.grammar.translation import make_grammar_after
 from sensorium.render.answers import formats
+from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.formats import hermes
-from sensorium.render.answers.interface import AnswerContext, AnswerReader
 from sensorium.render.answers.lark import Lark
-from sensorium.render.answers.reader import ReaderRules, resume_reader, start_reader
+from sensorium.render.answers.reader import AnswerReader, read_state
 from sensorium.render.answers.syntax import CallFormat, ReasoningFormat
 from sensorium.render.answers.vocabulary import Vocabulary
 from sensorium.types.errors import RequestError
@@ -23,8 +23,8 @@ _NUM_TAIL_CHARACTERS = 64
 Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 
-class ModelAnswerFormat:
-    """An `AnswerFormat` that consists of a format of calls and one of reasoning.
+class AnswerFormat:
+    """The way in which a model writes its answers. It starts a reader for each completion.
 
     Without a format of calls none are read, unless a request demands one: such a call is written
     and read as Hermes' calls.
@@ -42,22 +42,16 @@ class ModelAnswerFormat:
         self._calls = calls
         self._reasoning = reasoning
         self._vocabulary = vocabulary or Vocabulary()
-        self._shows_tools = shows_tools
+        self.shows_tools = shows_tools  # whether the chat template shows the tools to the model
         self._max_string_length = max_string_length
         tags = () if reasoning is None else reasoning.special_tokens
         wanted = (*(calls or hermes.CALLS).special_tokens, *tags)
         special = self._vocabulary.special_tokens
-        self._kept = tuple(special[text] for text in wanted if text in special)
-
-    @property
-    def kept_special_token_ids(self) -> tuple[int, ...]:
-        return self._kept
-
-    @property
-    def shows_tools(self) -> bool:
-        return self._shows_tools
+        # Special tokens that must be in the text to be read.
+        self.kept_special_token_ids = tuple(special[text] for text in wanted if text in special)
 
     def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
+        """Return whether an answer to this prompt begins in the middle of reasoning."""
         if self._reasoning is None:
             return False
         if not isinstance(prompt, str):
@@ -65,12 +59,17 @@ class ModelAnswerFormat:
         return self._reasoning.is_open_after(prompt[-_NUM_TAIL_CHARACTERS:])
 
     def start(self, context: AnswerContext) -> AnswerReader:
-        return start_reader(self._make_rules(context), context)
+        """Return a reader for the beginning of an answer."""
+        return AnswerReader(context, calls=self._get_calls(context), reasoning=self._reasoning)
 
     def resume(self, context: AnswerContext, state: Any) -> AnswerReader:
-        return resume_reader(self._make_rules(context), context, state)
+        """Go on from a reader's state. Raise a `RequestError` if it can't be one."""
+        calls, reasoning = self._get_calls(context), self._reasoning
+        read = read_state(state, calls=calls, reasoning=reasoning)
+        return AnswerReader(context, calls=calls, reasoning=reasoning, state=read)
 
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
+        """Return a constraint with which the text is a call, or `None` if no call is demanded."""
         if not context.demands_call:
             return None
         lark = Lark(self._vocabulary.special_tokens, max_string_length=self._max_string_length)
@@ -87,6 +86,10 @@ class ModelAnswerFormat:
     def make_constraint_after_reasoning(
         self, wanted: StructuredOutputsParams
     ) -> StructuredOutputsParams:
+        """Return a constraint that applies the wanted one after the end of the reasoning.
+
+        The text begins in the middle of reasoning.
+        """
         if self._reasoning is None:
             return wanted
         close = self._reasoning.close
@@ -105,11 +108,10 @@ class ModelAnswerFormat:
         opening = lark.write_tag(self._reasoning.open)
         return f"({opening} {thought})?"
 
-    def _make_rules(self, context: AnswerContext) -> ReaderRules:
-        calls = self._calls
+    def _get_calls(self, context: AnswerContext) -> CallFormat | None:
         if context.demands_call:
-            calls = calls or hermes.CALLS
-        return ReaderRules(reasoning=self._reasoning, calls=calls if context.reads_calls else None)
+            return self._calls or hermes.CALLS
+        return self._calls if context.reads_calls else None
 
 
 def make_answer_format(
@@ -119,7 +121,7 @@ def make_answer_format(
     tool_call_parser: str = formats.AUTO,
     reasoning_parser: str = formats.AUTO,
     max_string_length: int | None = None,
-) -> ModelAnswerFormat:
+) -> AnswerFormat:
     """Return how this model writes its answers.
 
     `template` is the text of the model's chat template, or of all that it has. Strings that a
@@ -135,7 +137,7 @@ def make_answer_format(
     logger.info("answers are read as: tool calls %s, reasoning %s", *names)
     if calls is not None and calls.choose_variant is not None:
         calls = calls.choose_variant(vocabulary, template)
-    return ModelAnswerFormat(
+    return AnswerFormat(
         calls=calls,
         reasoning=reasoning,
         vocabulary=vocabulary,
@@ -159,4 +161,4 @@ def _find_format(
     return None
 
 
-PLAIN = ModelAnswerFormat()
+PLAIN = AnswerFormat()

@@ -7,15 +7,14 @@ pieces. Whitespace next to a tag belongs to the tag, and is held back while a ta
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta
 from sensorium.render.answers.answer_buffer import AnswerBuffer
-from sensorium.render.answers.interface import AnswerContext, AnswerDelta
 from sensorium.render.answers.syntax import (
     CallFormat,
     CallReader,
@@ -45,23 +44,31 @@ class ReaderState(Struct, kw_only=True):
     call: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderRules:
-    """The formats that a reader looks for."""
+class AnswerReader:
+    """A reader of one answer, which may have reasoning and calls of these formats.
 
-    reasoning: ReasoningFormat | None
-    calls: CallFormat | None  # None: calls are not read
+    Without a format of calls none are read.
+    """
 
-
-class SectionReader:
-    """An `AnswerReader` that goes through an answer section by section."""
-
-    def __init__(self, rules: ReaderRules, context: AnswerContext, state: ReaderState) -> None:
-        self._rules = rules
+    def __init__(
+        self,
+        context: AnswerContext,
+        *,
+        calls: CallFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        state: ReaderState | None = None,
+    ) -> None:
+        if state is None:
+            state = ReaderState()
+            if reasoning is not None and context.starts_in_reasoning:
+                state.section = "reasoning"
+                state.is_after_tag = context.separate_reasoning
+        self._calls = calls
+        self._reasoning = reasoning
         self._state = state
         self._is_separate = context.separate_reasoning
         self._buffer = AnswerBuffer(
-            make_id=make_call_id if rules.calls is None else rules.calls.make_id,
+            make_id=make_call_id if calls is None else calls.make_id,
             names=frozenset(tool["function"]["name"] for tool in context.tools),
             max_calls=None if context.parallel_tool_calls else 1,
             num_begun=state.num_calls,
@@ -73,10 +80,12 @@ class SectionReader:
 
     @property
     def state(self) -> Any:
+        """Plain data of bounded size, from which another reader can go on."""
         self._state.num_calls = min(self._buffer.num_begun, _MAX_CALLS)
         return msgspec.to_builtins(self._state)
 
     def add(self, text: str) -> AnswerDelta:
+        """Read more text. What may still become something else is held back."""
         position = 0
         while position < len(text):
             length = self._take_plain_run(text, position)
@@ -87,6 +96,10 @@ class SectionReader:
         return self._buffer.take()
 
     def finish(self) -> AnswerDelta:
+        """End the answer, and return what was held back.
+
+        Never raises: text that is cut off becomes content, or a call with incomplete arguments.
+        """
         state = self._state
         if state.call is not None:
             self._end_call(state.call)
@@ -98,8 +111,9 @@ class SectionReader:
     def _take_plain_run(self, text: str, start: int) -> int:
         """Add the characters at `start` that can't begin anything, and return their number."""
         state = self._state
-        if state.call is not None:
-            length = state.call.count_plain(text, start)
+        call: CallReader | None = state.call
+        if call is not None:
+            length = call.count_plain(text, start)
             if length:
                 self._buffer.add_arguments(text[start : start + length])
             return length
@@ -159,16 +173,11 @@ class SectionReader:
 
     def _get_tags(self) -> tuple[str, ...]:
         """Return the tags that may come here."""
-        state, reasoning, calls = self._state, self._rules.reasoning, self._rules.calls
-        return _get_tags(
-            reasoning,
-            calls,
-            is_reasoning=state.section == "reasoning",
-            is_at_start=state.is_at_start,
-        )
+        is_reasoning, is_at_start = self._state.section == "reasoning", self._state.is_at_start
+        return _get_tags(self._reasoning, self._calls, is_reasoning, is_at_start)
 
     def _take_tag(self, tag: str) -> None:
-        state, reasoning = self._state, self._rules.reasoning
+        state, reasoning = self._state, self._reasoning
         if reasoning is None or tag not in (reasoning.open, reasoning.close):
             self._begin_call(tag)
             return
@@ -184,9 +193,9 @@ class SectionReader:
         state.section = "reasoning" if is_opened else "content"
 
     def _begin_call(self, tag: str) -> None:
-        state, calls = self._state, self._rules.calls
-        if calls is not None:
-            state.call = calls.reader.begin(tag, state.space + tag)
+        state = self._state
+        if self._calls is not None:
+            state.call = self._calls.reader.begin(tag, state.space + tag)
             state.section, state.space, state.is_at_start = "call", "", False
 
     def _end_call(self, call: CallReader) -> None:
@@ -201,7 +210,6 @@ class SectionReader:
 def _get_tags(
     reasoning: ReasoningFormat | None,
     calls: CallFormat | None,
-    *,
     is_reasoning: bool,
     is_at_start: bool,
 ) -> tuple[str, ...]:
@@ -225,25 +233,19 @@ def _find_plain(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"[^\s{first}]+")
 
 
-def start_reader(rules: ReaderRules, context: AnswerContext) -> SectionReader:
-    """Return a reader for the beginning of an answer."""
-    is_reasoning = rules.reasoning is not None and context.starts_in_reasoning
-    state = ReaderState(section="reasoning" if is_reasoning else "content")
-    state.is_after_tag = is_reasoning and context.separate_reasoning
-    return SectionReader(rules, context, state)
-
-
-def resume_reader(rules: ReaderRules, context: AnswerContext, state: Any) -> SectionReader:
-    """Return a reader that goes on from a state; raise a `RequestError` if it can't be one."""
+def read_state(
+    state: Any, *, calls: CallFormat | None, reasoning: ReasoningFormat | None
+) -> ReaderState:
+    """Return the state of a reader for these formats; raise a `RequestError` if it can't be one."""
     try:
         read = msgspec.convert(state, ReaderState)
-        if read.call is not None and rules.calls is not None:
-            read.call = msgspec.convert(read.call, rules.calls.reader)
+        if read.call is not None and calls is not None:
+            read.call = msgspec.convert(read.call, calls.reader)
     except msgspec.ValidationError as error:
         raise RequestError(f"state is not the state of a reader: {error}") from error
     is_call = read.section == "call"
-    if is_call != (read.call is not None) or (is_call and rules.calls is None):
+    if is_call != (read.call is not None) or (is_call and calls is None):
         raise RequestError("state is the state of a reader for another format")
-    if read.section == "reasoning" and rules.reasoning is None:
+    if read.section == "reasoning" and reasoning is None:
         raise RequestError("state is the state of a reader for another format")
-    return SectionReader(rules, context, read)
+    return read

@@ -22,8 +22,7 @@ from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_options import load_chat_template
 from sensorium.render.own_templates import get_template_text
 from sensorium.server.http.app import make_app

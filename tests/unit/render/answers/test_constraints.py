@@ -18,8 +18,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sensorium.engine.outputs.detokenizer import Detokenizer
+from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerContext
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import TIME, WEATHER, Answer, make_tool, read
 
