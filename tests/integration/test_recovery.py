@@ -13,7 +13,7 @@ import pytest
 
 from sensorium import LLM, RequestError, RequestOutput, SamplingParams
 from sensorium.engine.inputs.renderer import Prepared
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import CapacityError, MissingMediaError

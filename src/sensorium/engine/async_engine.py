@@ -23,7 +23,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import Preparation
 from sensorium.engine.inputs.renderer import Prepared, Renderer
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,

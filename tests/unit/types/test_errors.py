@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.fetching.refusal import RefusedMediaError
+from sensorium.multimodal.fetching.fetch import RefusedMediaError
 from sensorium.types.errors import MissingMediaError, ModelError, RequestError, add_label
 
 

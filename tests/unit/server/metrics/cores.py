@@ -8,7 +8,7 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.interface import ReceiverCache
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
 
