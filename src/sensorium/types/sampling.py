@@ -112,11 +112,12 @@ class SamplingParams:
         for name, is_valid, rule in _RULES:
             value = getattr(self, name)
             if not is_valid(value):
-                raise RequestError(f"{name} must be {rule}, not {_show(value)}")
+                raise RequestError(f"must be {rule}, not {_show(value)}", path=(name,))
             object.__setattr__(self, name, _as_plain(value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
+                f"must be at most max_tokens={self.max_tokens}, not {self.min_tokens}",
+                path=("min_tokens",),
             )
 
     @property
@@ -183,8 +184,8 @@ def _as_structured(value: Mapping[Any, Any]) -> StructuredOutputsParams:
     unknown = sorted(str(name)[:50] for name in value if name not in known)
     if unknown:
         raise RequestError(
-            f"structured_outputs has the unknown field(s) {', '.join(unknown)} "
-            f"(known: {', '.join(known)})"
+            f"unknown field(s) {', '.join(unknown)} (known: {', '.join(known)})",
+            path=("structured_outputs",),
         )
     return StructuredOutputsParams(**value)
 

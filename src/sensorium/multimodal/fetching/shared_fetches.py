@@ -7,10 +7,11 @@ one of those that waited begins another. So no request is bound to the deadline 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
 
 from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.types.errors import RequestError, add_label
+from sensorium.types.errors import RequestError
 
 Key = tuple[str, str]  # a URL and a modality
 
@@ -40,7 +41,7 @@ class SharedFetches:
             media = await start()
         except Exception as error:
             # A copy: the error itself holds this frame, and so the future that would hold it.
-            copied = add_label(error, None) if isinstance(error, RequestError) else error
+            copied = copy.copy(error) if isinstance(error, RequestError) else error
             running.set_exception(copied)
             running.exception()  # looked at, should no other request wait for it
             raise
@@ -56,5 +57,5 @@ class SharedFetches:
 def _take(running: asyncio.Future[MediaBytes]) -> MediaBytes:
     error = running.exception()
     if isinstance(error, RequestError):
-        raise add_label(error, None)  # a copy for each caller: a traceback grows with each raise
+        raise copy.copy(error)  # a copy for each caller: a traceback grows with each raise
     return running.result()

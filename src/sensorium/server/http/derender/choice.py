@@ -26,7 +26,7 @@ from sensorium.server.http.protocol.derender import (
     WireGenerateResponse,
 )
 from sensorium.server.http.protocol.logprobs import ChatLogprobs
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import at
 from sensorium.types.sampling import SamplingParams
 
 _Struct = TypeVar("_Struct")
@@ -121,10 +121,8 @@ class ChoiceReader:
 
 
 def _resume(reading: Reading, state: ChoiceState) -> AnswerReader:
-    try:
+    with at("stream_state"):
         return reading.format.resume(reading.context, state.answer)
-    except RequestError as error:
-        raise ApiError(f"stream_state: {error}", param="stream_state") from error
 
 
 def _read_logprobs(choice: WireGenerateChoice, path: str) -> ChatLogprobs | None:
