@@ -88,7 +88,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "another modality": (
         lambda prompt, _: {**prompt, "mm_hashes": {"audio": ["a", "b"]}},
-        "mm_placeholders has image, which mm_hashes has not",
+        "mm_placeholders: has image, which mm_hashes has not",
     ),
     "an unknown modality": (
         lambda prompt, _: {
