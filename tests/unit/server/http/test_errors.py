@@ -307,3 +307,22 @@ def test_paths_of_the_engine_are_found_in_the_request(path: FieldPath, place: Fi
         fields={"mm_kwargs": ("features", "kwargs_data")},
     )
     assert paths.find(path) == place
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "stream"),
+    [
+        ("chat/completions", "generate_response", False),
+        ("chat/completions", "generate_chunk", True),
+        ("completions", "generate_responses", False),
+        ("completions", "generate_chunk", True),
+    ],
+)
+def test_too_many_tokens_to_derender_are_named_by_their_field(
+    server: RunningServer, route: str, name: str, stream: bool
+) -> None:
+    halves = [{"index": index, "token_ids": [1] * (2**17 + 1)} for index in range(2)]
+    given: Any = {"choices": halves}
+    body = {name: [given] if name.endswith("s") else given, "stream": stream}
+    response = server.post(f"/v1/{route}/derender", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
