@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections import deque
@@ -26,13 +27,7 @@ from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.prompt_batch import as_params, as_prompts
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.types.errors import (
-    CapacityError,
-    ModelError,
-    RequestError,
-    SensoriumError,
-    add_label,
-)
+from sensorium.types.errors import CapacityError, ModelError, RequestError, SensoriumError
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import FinishReason
@@ -269,7 +264,9 @@ class LLM:
         failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed and not return_errors:
             index, error = failed[0]
-            raised = add_label(error, f"prompt {index}" if len(entries) > 1 else None)
+            raised = copy.copy(error)
+            if len(entries) > 1:
+                raised.path = ("prompts", index, *error.path)
             raised.outputs = tuple(outputs)
             raise raised from error
         return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from sensorium.types.errors import ErrorRecord
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from sensorium.types.sampling import NO_BANS, SamplingParams, TokenBans
 from sensorium.types.times import CoreTimes
@@ -72,8 +73,7 @@ class EngineCoreOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token of the caller that ended it
-    error: str | None = None  # the reason of `FinishReason.ERROR`
-    is_internal: bool = False  # the error is a fault of the engine
+    error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
     # These two only in the last output, and in each that a stop string may make the last.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 
 # Block ids of one request, one tuple per KV cache group.
@@ -89,7 +90,7 @@ class ModelRunnerOutput:
     logprobs: Mapping[str, TokenLogprobs]  # request id -> those of its token
     failed_encodes: Mapping[str, str]  # encoder key -> reason
     # request id -> why it was left out of the step, or has no usable result
-    failed_requests: Mapping[str, str] = field(default_factory=dict)
+    failed_requests: Mapping[str, RequestError] = field(default_factory=dict)
     # request id -> an entry for each token of the step that is followed by another one of the
     # prompt, for requests that want them
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

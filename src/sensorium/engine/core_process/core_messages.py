@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import ErrorRecord, RequestError
 from sensorium.types.multimodal import (
     MultiModalFeatureSpec,
     PlaceholderRange,
@@ -79,19 +79,12 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
 ToCore = Hello | AddRequest | Abort | UpdateCache | ResetCache
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """The error with which a request was refused."""
-
-    kind: str  # the name of the error's class
-    message: str
-
-
 class Answer(msgspec.Struct, frozen=True):
     """The answer to an `AddRequest`. The request was taken if nothing is missing or refused."""
 
     request_id: str
     missing: MissingItems | None = None
-    refusal: Refusal | None = None
+    refusal: ErrorRecord | None = None
 
 
 class CoreOutputs(msgspec.Struct, frozen=True, tag=True):

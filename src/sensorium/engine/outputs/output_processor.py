@@ -13,7 +13,7 @@ from typing import Any
 
 from sensorium.engine.outputs.completion import Completion, make_logprobs, make_token_text
 from sensorium.engine.outputs.parallel_sampling import get_child_ids
-from sensorium.types.errors import FailedRequestError, RequestError
+from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
@@ -211,10 +211,11 @@ class OutputProcessor:
 
 
 def _make_error(last: EngineCoreOutput) -> RequestError | None:
+    """Return the error of a request that has failed. A lack of room fails it as well."""
     if last.finish_reason is not FinishReason.ERROR:
         return None
-    kind = FailedRequestError if last.is_internal else RequestError
-    return kind(last.error or "the request failed")
+    error = RequestError("the request failed") if last.error is None else last.error.make_error()
+    return error if isinstance(error, RequestError) else RequestError(str(error))
 
 
 def place_reports(

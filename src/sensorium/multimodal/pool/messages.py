@@ -5,19 +5,12 @@ What the parent and a worker of the pool say to each other. Blocks of bytes go b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from sensorium.types.errors import (
-    CapacityError,
-    FailedRequestError,
-    MediaFetchError,
-    MissingMediaError,
-    ModelError,
-    RequestError,
-    SensoriumError,
-)
+from sensorium.types.errors import CapacityError, ErrorRecord, RequestError, make_record
 
 if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
@@ -52,17 +45,6 @@ class Handler(Protocol):
 NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
 NO_MEMORY = "it needs more memory to be processed than an item may take"
 _MAX_MESSAGE_LENGTH = 2000
-_KINDS: dict[str, type[SensoriumError]] = {
-    kind.__name__: kind
-    for kind in (
-        RequestError,
-        FailedRequestError,
-        MediaFetchError,
-        MissingMediaError,
-        ModelError,
-        CapacityError,
-    )
-}
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -98,10 +80,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker: the job failed alone. `kind` is the name of an error of ours."""
+    """From the worker: the job failed alone."""
 
-    kind: str
-    message: str
+    error: ErrorRecord
 
 
 class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -125,10 +106,6 @@ def decode_message(frame: bytes) -> Message:
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:
-    """Its kind (or the nearest that we know) and its message, and no more of it."""
-    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
-    return Failure(kind, str(error)[:_MAX_MESSAGE_LENGTH])
-
-
-def make_error(failure: Failure) -> SensoriumError:
-    return _KINDS.get(failure.kind, RequestError)(failure.message)
+    """Return the message about an error, cut to a length that a frame can hold."""
+    record = make_record(error)
+    return Failure(replace(record, message=record.message[:_MAX_MESSAGE_LENGTH]))
