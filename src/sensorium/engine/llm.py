@@ -24,7 +24,7 @@ from sensorium.engine.build.media_options import MediaKwargs, MediaOptions, make
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.prompt_batch import as_params, as_prompts
+from sensorium.engine.inputs.prompt_fields import as_params, as_prompts
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.types.errors import CapacityError, ModelError, RequestError, SensoriumError

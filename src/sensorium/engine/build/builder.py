@@ -395,7 +395,7 @@ def try_core(
 
     Raises a `ModelError` if the model can't be used at all. Leaves no trace in either half.
     """
-    pipeline = frontend.perception.readonly.make_rehearsal()
+    pipeline = frontend.perception.readonly.for_warmup()
     trial = Trial(
         built.core,
         built.adapter,
