@@ -78,7 +78,7 @@ def _keep_receivers(llm_of: LlmOf) -> Iterator[None]:
 
 
 def start(llm: LLM, prompt: Any, params: SamplingParams) -> None:
-    llm._start(llm.renderer.render(prompt, params, request_id="siblings"))
+    llm._start(llm.renderer.render(prompt, params, request_id="completions"))
 
 
 def run(llm: LLM, request_id: str) -> RequestOutput:
@@ -173,7 +173,7 @@ def test_a_core_that_does_not_see_the_shared_memory_gets_tensors(llm_of: LlmOf) 
 
 @with_losses
 @with_caches
-def test_siblings_get_what_was_lost_after_the_first(
+def test_other_completions_get_what_was_lost_after_the_first(
     llm_of: LlmOf, cache_type: str, lose: Lose
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
@@ -181,19 +181,19 @@ def test_siblings_get_what_was_lost_after_the_first(
     params = replace(GREEDY, n=3)
     start(llm, prompt, params)
     lose(llm)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert output.error is None
     assert [entry.token_ids for entry in output.outputs] == [expected] * 3
 
 
 @with_caches
-def test_siblings_get_tensors_that_the_caller_brought(llm_of: LlmOf, cache_type: str) -> None:
+def test_other_completions_get_tensors_of_the_caller(llm_of: LlmOf, cache_type: str) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
     (expected,) = generate(llm_of("off"), prompt)
     rendered = render(llm, prompt).make_prompt(make_hash())
     start(llm, rendered, replace(GREEDY, n=3))
     restart(llm)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert [entry.token_ids for entry in output.outputs] == [expected] * 3
 
 
@@ -222,18 +222,18 @@ def process_hash(llm: LLM, data: bytes) -> str:
     return processed.items[0].handle.mm_hash
 
 
-def test_siblings_of_media_that_is_missing_end_together(llm_of: LlmOf) -> None:
+def test_completions_of_media_that_is_missing_end_together(llm_of: LlmOf) -> None:
     llm, data = llm_of("lru"), make_new_png()
-    generate(llm, make_uuid_prompt(data, "left out by siblings"))
-    prompt = make_uuid_prompt(None, "left out by siblings")
+    generate(llm, make_uuid_prompt(data, "left out by completions"))
+    prompt = make_uuid_prompt(None, "left out by completions")
     start(llm, prompt, replace(GREEDY, n=3))
     restart(llm)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert "is in no cache" in str(output.error)
     assert not llm.core.has_requests
 
 
-def test_a_sibling_that_can_not_start_takes_the_others_along(
+def test_a_completion_that_can_not_start_takes_the_others_along(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_of("lru")
@@ -248,7 +248,7 @@ def test_a_sibling_that_can_not_start_takes_the_others_along(
         return add_request(request, transfer)
 
     monkeypatch.setattr(llm.core, "add_request", add_or_fail)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert "no room for this one" in str(output.error)
     assert not llm.core.has_requests
 

@@ -195,7 +195,7 @@ def test_a_completion_that_cannot_start_fails_the_request_and_aborts_the_running
     assert sender.held == []
 
 
-def test_a_failure_that_is_no_fault_of_the_request_is_told_as_a_request_error(
+def test_a_failure_that_is_no_fault_of_the_request_becomes_a_request_error(
     driver: RequestDriver, sender: Sender
 ) -> None:
     driver.start(prepare(sender)).close()
