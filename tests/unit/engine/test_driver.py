@@ -34,7 +34,7 @@ class Sender:
     def make_item(self, **times: float) -> PerceivedItem:
         handle = ItemHandle(modality="image", mm_hash="h", layout=None, num_bytes=1, is_hit=True)
         self.held.append(handle)
-        return PerceivedItem(handle=handle, label="image 0", times=times)
+        return PerceivedItem(handle=handle, path=("image", 0), times=times)
 
     def make_transfer(self, handles: Any) -> Transfer:
         assert all(any(held is handle for held in self.held) for handle in handles)
