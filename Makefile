@@ -21,7 +21,7 @@ help:
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
 	@echo "make test-resolve  whether there are wheels of all dependencies for the other architecture (x86_64, aarch64)"
-	@echo "make check    formatting, lint, types, layers, sizes"
+	@echo "make check    formatting, lint, types, layers, sizes, words"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
 	@echo "make serve    the server, with the embedded model (PORT=8077: on another port)"
@@ -75,6 +75,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/check_words.py
 
 format: $(READY)
 	$(BIN)/ruff format .

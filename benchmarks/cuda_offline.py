@@ -142,8 +142,9 @@ def add_prompt(core: EngineCore, prompt: Prompt) -> str:
 
 
 def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step with one prompt, by its number of tokens: on the device, of the host
-    until all is launched, and all.
+    """Return the milliseconds of a step with one prompt: its number of tokens -> times.
+
+    The times are those on the device, those of the host until all is launched, and all.
     """
     runner, event = cast(Any, core.runner), cast(Any, torch.cuda.Event)
     forward, compute_logits = runner._forward, runner._adapter.logits

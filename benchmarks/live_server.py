@@ -33,7 +33,7 @@ def get_command() -> list[str]:
 
 
 class LiveServer:
-    """`log` gets what it says on both streams. `started`: of the monotonic clock."""
+    """A server in processes of its own, with a log of both of its output streams."""
 
     def __init__(self, model: str, *flags: str, log: Path, command: str = "serve") -> None:
         self.log = log

@@ -12,13 +12,13 @@ _ROLES = {"core_main": "core", "frontend_main": "frontend", "pool": "pool worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """`uss_kib`: memory that is this process's alone; `pss_kib`: with its share of the rest."""
+    """What one process used at one moment, as Linux counts it."""
 
     seconds: float
     role: str
     pid: int
-    uss_kib: int
-    pss_kib: int
+    uss_kib: int  # memory that no other process shares
+    pss_kib: int  # the same, with this process's share of the rest
     num_fds: int
     num_threads: int
 
@@ -49,7 +49,7 @@ def sample_tree(pid: int, *, seconds: float) -> list[ProcessSample]:
 
 
 def _sample(pid: int, root: int, seconds: float) -> ProcessSample | None:
-    """`None`: it has ended meanwhile."""
+    """Return a sample of the process, or `None` if it has ended meanwhile."""
     try:
         sizes = _read_sizes(pid)
         return ProcessSample(

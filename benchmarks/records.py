@@ -22,8 +22,9 @@ _PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "flashinfer-python"
 def write_record(
     name: str, figures: dict[str, Any], *, path: Path | None = None, commit: str | None = None
 ) -> Path:
-    """Put `figures` into `records/NAME.json` or `path`, replacing the last record there. `commit`
-    is for machines that have the tree but not its history.
+    """Write the figures to `records/NAME.json` or `path`, replacing the last record there.
+
+    `commit` is for machines that have the tree but not its history.
     """
     path = path or RECORDS / f"{name}.json"
     script = f"benchmarks/{Path(sys.argv[0]).name}"

@@ -57,12 +57,12 @@ _seeds = count()
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """`pid`: of the process above all of the server's. `kinds`: what it can answer."""
+    """A server to measure, and what it can answer."""
 
     name: str
     url: str
-    pid: int | None = None
-    kinds: tuple[str, ...] = KINDS
+    pid: int | None = None  # the parent of all processes of the server
+    kinds: tuple[str, ...] = KINDS  # what it can answer
     figures: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
 

@@ -154,7 +154,7 @@ def _start_bare_loop() -> subprocess.Popen[str]:
 
 
 def get_in_flight(metrics: dict[str, float]) -> dict[str, float]:
-    """What must be 0 when nobody asks."""
+    """Return the series that must be 0 when no request runs."""
     pinned = "sensorium:encoder_cache_used_embeds", "sensorium:encoder_cache_evictable_embeds"
     names = (
         "sensorium:http_requests_in_flight",
@@ -197,8 +197,9 @@ def list_faults(run: SoakRun) -> list[str]:
 
 
 def _list_counts(run: SoakRun) -> list[tuple[str, int, int]]:
-    """Parts of series' names, what they must count together, and how much more they may: those who
-    left may have been answered.
+    """Return parts of series' names, their expected sums, and how much more they may be.
+
+    More is allowed because requests of clients that left may have been answered.
     """
     counts = run.counts
     num_good = counts.num_statuses[200]

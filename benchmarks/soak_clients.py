@@ -131,7 +131,7 @@ def read_answer(content: bytes) -> tuple[TokenIds, list[str]]:
 
 
 def read_stream(content: bytes) -> tuple[TokenIds, list[str]]:
-    """As `read_answer`."""
+    """Read a streamed answer and return what `read_answer` returns."""
     frames = content.decode().removesuffix("\n\n").split("\n\n")
     if not frames[-1] == "data: [DONE]":
         raise AnswerError(f"the stream ends with {frames[-1][:200]!r}")

@@ -25,15 +25,14 @@ _RATE = 16_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRequest:
-    """`key`: requests with the same one must get the same tokens (`None`: nothing is known of
-    them). `status`: what is expected.
-    """
+    """A request of the soak test, with the status that is expected."""
 
     kind: str
     path: str
     content: bytes
+    # Requests with the same key must get the same tokens; None: their tokens are not compared.
     key: str | None = None
-    status: int = 200
+    status: int = 200  # what is expected
     is_streamed: bool = False
     num_completions: int = 1
 

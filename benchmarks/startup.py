@@ -74,7 +74,7 @@ SCRIPTS = {
 
 
 def make_llama(directory: Path) -> None:
-    """About 10M parameters."""
+    """Make a Llama with about 10M parameters."""
     tokenizer = make_tokenizer(["<|endoftext|>"], eos="<|endoftext|>", pad="<|endoftext|>")
     config = transformers.LlamaConfig(
         vocab_size=8000,

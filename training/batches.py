@@ -76,8 +76,10 @@ class BatchMaker:
         self._spoken: list[tuple[Sample, np.ndarray]] = []
 
     def make_step(self, plan: Plan, number: int, *, with_videos: bool) -> dict[str, Batch]:
-        """What is seen or read, what is heard, and at times videos: each goes through the model
-        at once. All pictures of a step have one size, and stand in the first batch.
+        """Return the batches of one step: pictures and text, sounds, and at times videos.
+
+        Each batch goes through the model at once. All pictures of a step have one size, and stand
+        in the first batch.
         """
         grid = self._choose(PICTURE_GRIDS)
         mixture = plan.mixture
@@ -167,7 +169,7 @@ class BatchMaker:
     def _choose_spoken(
         self, makers: list[tuple[Maker, float]], count: int, num_fresh: int
     ) -> list[tuple[Sample, np.ndarray]]:
-        """Sounds of about one length, some of which were used before."""
+        """Choose sounds of about one length; some of them were used before."""
         wanted = len(self._spoken) + max(num_fresh, count - len(self._spoken))
         while len(self._spoken) < wanted:
             for sample in self._draw(makers, wanted - len(self._spoken), (0, 0)):

@@ -82,12 +82,14 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def replace_figures(page: str, tables: str) -> str:
-    before, mark, rest = page.partition(BEGIN)
-    _, other_mark, after = rest.partition(END)
+def replace_figures(page: str, tables: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """Return the page with the tables between the two marks."""
+    begin, end = marks
+    before, mark, rest = page.partition(begin)
+    _, other_mark, after = rest.partition(end)
     if not mark or not other_mark:
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{tables}{END}{after}"
+        raise ValueError(f"The page lacks {begin} or {end}.")
+    return f"{before}{begin}\n{tables}{end}{after}"
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ class Author:
         return self._speaker.speak(text, self._random, "test")
 
     def take_unseen_emoji(self) -> None:
-        """From now on: Twemoji, of which nothing was seen in training."""
+        """Draw Twemoji from now on, a style that training never showed."""
         self._drawer = Drawer(self._folder, emoji="emoji_unseen.npz")
 
     def make_cases(

@@ -38,8 +38,10 @@ Array = npt.NDArray[Any]
 
 
 def pack(checkpoint: Path, destination: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, float]:
-    """The relative error of each tensor (root of the mean square, over that of the tensor). What
-    was packed there before is replaced.
+    """Pack a checkpoint and return the relative error of each tensor.
+
+    The error is the root of the mean square, divided by that of the tensor. What was packed in the
+    folder before is replaced.
     """
     if destination.exists() and not (destination / MANIFEST).is_file():
         raise SystemExit(f"{destination} is no packed checkpoint: it is not replaced")

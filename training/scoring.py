@@ -12,7 +12,7 @@ def normalize(text: str) -> str:
 
 
 def is_right(answer: str, expected: str, *, is_text: bool = False) -> bool:
-    """`is_text`: a text was read, where case counts."""
+    """Return whether the answer is the expected one; case counts where a text was read."""
     if is_text:
         return answer.strip() == expected.strip()
     return normalize(answer) == normalize(expected)

@@ -21,14 +21,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """`inputs`: all that the processor made of the conversation. `logits`: [tokens, vocabulary]."""
+    """What Transformers makes of a conversation and answers to it."""
 
     case: Case
     prompt: dict[str, Any]
-    inputs: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, torch.Tensor]  # what the processor makes of the conversation
     prompt_token_ids: list[int]
     token_ids: list[int]
-    logits: torch.Tensor
+    logits: torch.Tensor  # [tokens, vocabulary]
 
 
 class Reference:
@@ -44,7 +44,7 @@ class Reference:
 
     @cached_property
     def expected(self) -> tuple[Expected, ...]:
-        """`NUM_TOKENS` greedy tokens for every case of the family, end-of-sequence ignored."""
+        """Return `NUM_TOKENS` greedy tokens for every case, past the end of sequence."""
         return tuple(self.compute(case) for case in make_cases(self.family))
 
     def compute(
@@ -136,8 +136,9 @@ ReferenceOf = Callable[[str], Reference]
 
 
 def get_differences(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> list[str]:
-    """The names of the cases whose tokens differ. That the prompts are equal and that nothing
-    failed is asserted: a failure is not a difference.
+    """Return the names of the cases that have other tokens than the reference.
+
+    That the prompts are equal and that nothing failed is asserted: a failure is not a difference.
     """
     assert len(outputs) == len(expected)
     names = []

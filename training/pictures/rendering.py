@@ -41,7 +41,7 @@ class _Texture:
     """Pictures of equal height below each other, with their mip levels."""
 
     def __init__(self, pictures: torch.Tensor, widths: np.ndarray | None = None) -> None:
-        """`pictures` [number, channels, height, width] from 0 to 1; some may be less wide."""
+        """Take pictures [number, channels, height, width] from 0 to 1; some may be less wide."""
         number, channels, self.height, width = pictures.shape
         self.widths = np.full(number, width) if widths is None else widths
         levels = [pictures]
@@ -107,8 +107,9 @@ class Renderer:
         *,
         emoji_path: Path | str | None = None,
     ) -> None:
-        """With `emoji_path` the emoji are those of another file, as `emoji_unseen.npz`, which has
-        one style in place of all.
+        """Load the atlas, with the emoji of another file if `emoji_path` is given.
+
+        A file such as `emoji_unseen.npz` has one style in place of all.
         """
         self.device = torch.device(device)
         with np.load(atlas_path) as atlas:

@@ -318,8 +318,9 @@ _WEIGHTS = [weight for weight, _ in KINDS.values()]
 
 
 def make_sentence(random: Random, split: Split) -> str:
-    """One to ten words, in training at times up to MAX_WORDS; no sentence is in both, nor a part
-    of a long one.
+    """Return a sentence of one to ten words, in training at times up to `MAX_WORDS`.
+
+    No sentence is in both splits, nor a part of a long one.
     """
     while True:
         sentence = make_any_sentence(random)
@@ -335,7 +336,7 @@ def make_sentence(random: Random, split: Split) -> str:
 
 
 def make_any_sentence(random: Random) -> str:
-    """Of either split."""
+    """Return a sentence of either split."""
     (make,) = random.choices(_MAKERS, _WEIGHTS)
     return make(random)
 

@@ -1,4 +1,4 @@
-"""Whoever can speak: espeak-ng's many voices, and flite's few."""
+"""All synthetic voices of training: espeak-ng's many and flite's few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Voices for the test only: a neural synthesizer that training never hears, and people."""
+"""Voices for the test only: a neural synthesizer that is not used in training, and people."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _add_clutter(random: Random, scene: Scene, canvas: Canvas) -> None:
 
 
 def make_emoji(random: Random, size: Size, split: Split) -> Sample:
-    """One emoji: what is it?"""
+    """Ask what the only emoji of a picture is."""
     scene = Scene(*size)
     is_inner = random.random() < 0.5
     while not scene.things:
