@@ -56,7 +56,7 @@ def _synchronize(device: str) -> None:
 
 @torch.inference_mode()
 def run_reference(model: Any, device: str, prompts: list[Prompt]) -> tuple[float, list[list[int]]]:
-    """Tokens per second of `generate`, one prompt after the other, and the tokens."""
+    """Return tokens per second of `generate`, one prompt after the other, and the tokens."""
     outputs = []
     _synchronize(device)
     start = perf_counter()
@@ -186,7 +186,7 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
 
 
 def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, list[list[int]]]:
-    """Tokens per second, the median milliseconds of a step that only decodes, and the tokens."""
+    """Return tokens per second, the median milliseconds of a decoding step, and the tokens."""
     outputs: dict[str, list[int]] = {}
     decode_ms = []
     start = perf_counter()

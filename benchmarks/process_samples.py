@@ -24,7 +24,7 @@ class ProcessSample:
 
 
 def list_tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all below it."""
     children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -35,7 +35,7 @@ def list_tree(pid: int) -> list[int]:
 
 
 def get_cpu_seconds(pid: int) -> float:
-    """In user and system mode, of a process and of its children that have ended."""
+    """Return seconds in user and system mode, of a process and of its children that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -81,7 +81,7 @@ def _get_role(pid: int) -> str:
 def summarise(
     samples: Sequence[ProcessSample], *, windows: Sequence[tuple[float, float]]
 ) -> dict[str, dict[str, list[float]]]:
-    """Medians by role, in each window of seconds: the sum over the processes of a role."""
+    """Return medians by role in each window of seconds, summed over the processes of a role."""
     summary: dict[str, dict[str, list[float]]] = {}
     for role in sorted({sample.role for sample in samples}):
         own = [sample for sample in samples if sample.role == role]

@@ -58,7 +58,7 @@ def _gpu() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-    """What git says; nothing where there is no git or no repository."""
+    """Return the output of git, or nothing where there is no git or no repository."""
     if shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]

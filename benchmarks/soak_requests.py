@@ -135,7 +135,7 @@ class RequestMaker:
         return self._make_chat("sampled", _describe(2), num_completions=2, **options)
 
     def _make_prompts(self) -> SoakRequest:
-        """Two in one call."""
+        """Make a call with two prompts."""
         body = {"prompt": ["the fox", "a river"], "max_tokens": 6, "temperature": 0}
         return self._make("prompts", COMPLETIONS, body, key="prompts", num_completions=2)
 

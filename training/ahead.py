@@ -72,7 +72,7 @@ class Ahead:
 
 
 def _as_tensors(batch: Batch) -> Batch:
-    """Small arrays travel as such between processes: a shared tensor costs a file each."""
+    """Turn small arrays into tensors; a tensor that is shared between processes costs a file."""
     return {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         for name, value in batch.items()

@@ -45,7 +45,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """All [B, T, heads, dim]; keys and values may have fewer heads."""
+    """Attend with [B, T, heads, dim]; keys and values may have fewer heads."""
     if q.shape[2] != k.shape[2]:
         times = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 def run_block(x: Tensor, cos: Tensor, sin: Tensor, dim: int, causal: bool, *weights: Any) -> Tensor:
-    """One layer of text or vision; a function of tensors, so that it is compiled once for all.
+    """Run one layer of text or vision, as a function of tensors that is compiled once for all.
 
     The weights are matrices and vectors; a vector that the layer lacks is None.
     """
@@ -95,7 +95,7 @@ class Blocks:
     @classmethod
     @contextmanager
     def as_they_are(cls) -> Iterator[None]:
-        """Without gradients other code would have to be compiled."""
+        """Run blocks without compiling; without gradients other code would have to be compiled."""
         run, cls.run = cls.run, staticmethod(run_block)
         try:
             yield

@@ -127,7 +127,7 @@ class Renderer:
 
     @torch.no_grad()
     def render(self, packed: PackedCanvases, size: Size, *, scale: float = 1.0) -> torch.Tensor:
-        """Float [B, 3, height * scale, width * scale] from 0 to 1."""
+        """Render canvases as floats [B, 3, height * scale, width * scale] from 0 to 1."""
         parts = [
             self._render_part(packed, slice(start, start + _CANVASES_AT_ONCE), size, scale)
             for start in range(0, len(packed), _CANVASES_AT_ONCE)
@@ -189,7 +189,7 @@ class Renderer:
         return torch.lerp(rows[:, :3], rows[:, 3:6], share)
 
     def _lines(self, packed: PackedCanvases, sprites: np.ndarray) -> _Texture:
-        """The texture of the lines that these sprites show, whose numbers become those in it."""
+        """Return the texture of the lines that these sprites show, and renumber the sprites."""
         shown = sprites[:, :, 0] == KINDS["line"]
         numbers, places = np.unique(sprites[shown][:, 1].astype(np.int64), return_inverse=True)
         sprites[shown, 1] = places

@@ -247,7 +247,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 
 
 def number_in_words(number: int) -> str:
-    """A number from 0 to 199."""
+    """Return a number from 0 to 199 in words."""
     if number >= 100:
         rest = number - 100
         return "one hundred" + (f" {number_in_words(rest)}" if rest else "")
@@ -260,12 +260,12 @@ def number_in_words(number: int) -> str:
 
 
 def is_test_sentence(sentence: str) -> bool:
-    """Whether training must not speak this sentence to be written down."""
+    """Return whether training must not use this sentence for transcription."""
     return sentence in HUMAN_SENTENCES or is_held_out("speech", sentence)
 
 
 def fill(pattern: str, random: Random) -> str:
-    """A pattern with a word in each of its slots."""
+    """Return the pattern with a word in each of its slots."""
     return " ".join(
         word if word[0] != "{" else _slot(word[1:-1], random) for word in pattern.split()
     )
@@ -342,7 +342,7 @@ def make_any_sentence(random: Random) -> str:
 
 
 def _go_on(sentence: str, random: Random) -> str:
-    """Other sentences follow without a pause, as in a long one."""
+    """Add other sentences without a pause, up to a drawn number of words."""
     num_words = random.randint(11, MAX_WORDS)
     while sentence.count(" ") < num_words - 1:
         other = make_any_sentence(random)

@@ -202,7 +202,7 @@ def relation_of(one: Thing, other: Thing) -> str | None:
 
 
 def is_held_out_relation(one: Thing, other: Thing, relation: str) -> bool:
-    """The same for "A left of B" and "B right of A"."""
+    """Return whether a relation is held out, equally for "A left of B" and "B right of A"."""
     if relation in ("right", "below"):
         one, other = other, one
         relation = "left" if relation == "right" else "above"
