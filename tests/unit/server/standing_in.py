@@ -51,8 +51,10 @@ def make_logprob(index: int) -> dict[int, Logprob]:
 
 @dataclass
 class ScriptedEngine:
-    """Says `WORDS`, one a delta, to whatever it is asked. `prepare` runs before the first delta,
-    `between` before each later one; either may wait or raise.
+    """An engine that answers everything with `WORDS`, one a delta.
+
+    `prepare` runs before the first delta, `between` before each later one; either may wait or
+    raise.
     """
 
     is_connected: bool = True
@@ -153,7 +155,7 @@ class ScriptedEngine:
 
 
 def _check_chat(chat: Chat) -> None:
-    """As rendering does."""
+    """Check a chat as rendering does."""
     from sensorium.render.messages import parse_messages
 
     parse_messages(chat.messages)
