@@ -31,7 +31,7 @@ from tests.integration.generating import (
 )
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 CONVERSATIONS = make_conversations(seed=70)
 QUERIES, HITS = "vllm:mm_cache_queries_total", "vllm:mm_cache_hits_total"
 
