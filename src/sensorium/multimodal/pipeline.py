@@ -93,7 +93,7 @@ class MediaPipeline:
         self.layouts = layouts
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
-    def make_rehearsal(self) -> MediaPipeline:
+    def for_warmup(self) -> MediaPipeline:
         """One that does all that this one does, in the same place, with a cache, sources and names
         of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
         """

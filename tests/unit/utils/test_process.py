@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.utils import long_work
+from sensorium.utils import process
 
 
 def test_the_listener_learns_of_the_beginning_and_of_the_end_in_any_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(long_work, "_listeners", [])
+    monkeypatch.setattr(process, "_listeners", [])
     heard: list[bool] = []
-    with long_work.long_work():
+    with process.long_work():
         pass
-    long_work.listen_for_long_work(heard.append)
-    with long_work.long_work():
+    process.listen_for_long_work(heard.append)
+    with process.long_work():
         assert heard == [True]
     assert heard == [True, False]
-    with pytest.raises(ZeroDivisionError), long_work.long_work():
+    with pytest.raises(ZeroDivisionError), process.long_work():
         1 // 0  # noqa: B018
     assert heard == [True, False] * 2

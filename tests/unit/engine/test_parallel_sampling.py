@@ -41,9 +41,9 @@ def test_children_differ_in_their_names_and_seeds_alone() -> None:
     for child in children:
         params = replace(child.sampling_params, n=4, seed=7)
         assert child.group == "r"
-        same = replace(child, request_id="r", sibling=0, group=None, sampling_params=params)
-        assert same == request
-    assert [child.sibling for child in children] == [0, 1, 2, 3]
+        same = replace(child, request_id="r", completion_index=0, group=None)
+        assert replace(same, sampling_params=params) == request
+    assert [child.completion_index for child in children] == [0, 1, 2, 3]
 
 
 def test_seeds_of_children_repeat_and_do_not_meet_those_of_other_seeds() -> None:
@@ -62,7 +62,7 @@ def test_only_the_first_child_scores_the_prompt() -> None:
     assert [child.sampling_params.prompt_logprobs for child in children] == [2, None, None]
 
 
-def news(request_id: str, *tokens: int, reason: FinishReason | None = None) -> EngineCoreOutput:
+def give(request_id: str, *tokens: int, reason: FinishReason | None = None) -> EngineCoreOutput:
     return EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=reason)
 
 
@@ -75,43 +75,44 @@ def make_parallel_sampling() -> ParallelSampling:
     return ParallelSampling(RELEASED.append)
 
 
-def take_ids(siblings: ParallelSampling, *outputs: EngineCoreOutput) -> list[str]:
-    groups = siblings.take_ready(outputs)
-    return [child.request_id for children, _ in groups for child in children]
+def take_ids(sampling: ParallelSampling, *outputs: EngineCoreOutput) -> list[str]:
+    groups = sampling.take_ready(outputs)
+    return [child.request_id for group in groups for child in group.children]
 
 
-def test_siblings_start_once_with_the_first_token_of_the_first() -> None:
-    siblings = make_parallel_sampling()
-    first, has_siblings = siblings.add(make_request(n=3), MEDIA)
-    assert (first.request_id, has_siblings) == ("r#0", True)
-    assert take_ids(siblings, news("r#0"), news("other", 5)) == []  # news of the prompt
-    (ready,) = siblings.take_ready([news("r#0", 5, reason=FinishReason.LENGTH)])
-    assert [child.request_id for child in ready[0]] == ["r#1", "r#2"]
-    assert ready[1] is MEDIA
+def test_other_completions_start_once_with_the_first_token_of_the_first() -> None:
+    sampling = make_parallel_sampling()
+    first, has_rest = sampling.add(make_request(n=3), MEDIA)
+    assert (first.request_id, has_rest) == ("r#0", True)
+    assert take_ids(sampling, give("r#0"), give("other", 5)) == []  # no token yet
+    (ready,) = sampling.take_ready([give("r#0", 5, reason=FinishReason.LENGTH)])
+    assert ready.request_id == "r"
+    assert [child.request_id for child in ready.children] == ["r#1", "r#2"]
+    assert ready.items is MEDIA
     assert RELEASED == []  # the caller's now
-    assert take_ids(siblings, news("r#0", 6)) == []
-    assert len(siblings) == 0
+    assert take_ids(sampling, give("r#0", 6)) == []
+    assert len(sampling) == 0
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
-def test_siblings_of_one_that_failed_never_start(reason: FinishReason) -> None:
-    siblings = make_parallel_sampling()
-    siblings.add(make_request(n=3), MEDIA)
-    assert take_ids(siblings, news("r#0", reason=reason)) == []
-    assert len(siblings) == 0
+def test_other_completions_of_one_that_failed_never_start(reason: FinishReason) -> None:
+    sampling = make_parallel_sampling()
+    sampling.add(make_request(n=3), MEDIA)
+    assert take_ids(sampling, give("r#0", reason=reason)) == []
+    assert len(sampling) == 0
     assert RELEASED == [MEDIA]
 
 
-def test_dropped_siblings_never_start() -> None:
-    siblings = make_parallel_sampling()
-    siblings.add(make_request(n=2), MEDIA)
-    siblings.drop(("r#0", "unknown"))
+def test_dropped_completions_never_start() -> None:
+    sampling = make_parallel_sampling()
+    sampling.add(make_request(n=2), MEDIA)
+    sampling.drop(("r#0", "unknown"))
     assert RELEASED == [MEDIA]
-    assert take_ids(siblings, news("r#0", 5)) == []
+    assert take_ids(sampling, give("r#0", 5)) == []
 
 
 def test_a_single_request_keeps_nothing() -> None:
-    siblings = make_parallel_sampling()
-    first, has_siblings = siblings.add(make_request(), MEDIA)
-    assert (first.request_id, has_siblings) == ("r", False)
-    assert len(siblings) == 0
+    sampling = make_parallel_sampling()
+    first, has_rest = sampling.add(make_request(), MEDIA)
+    assert (first.request_id, has_rest) == ("r", False)
+    assert len(sampling) == 0

@@ -31,7 +31,7 @@ def make_processor(**params: Any) -> OutputProcessor:
     return processor
 
 
-def news(
+def give(
     index: int, text: str, reason: FinishReason | None = None, **more: Any
 ) -> EngineCoreOutput:
     return EngineCoreOutput(
@@ -45,9 +45,9 @@ def news(
 def test_completions_come_together_in_the_order_of_their_indices() -> None:
     processor = make_processor(n=3)
     last = FinishReason.LENGTH
-    assert processor.process([news(2, "c", last), news(0, "a", num_cached_tokens=1)]) == ([], [])
-    assert processor.process([news(1, "b", last, num_cached_tokens=2)]) == ([], [])
-    (output,), stopped = processor.process([news(0, "d", last, num_cached_tokens=1)])
+    assert processor.process([give(2, "c", last), give(0, "a", num_cached_tokens=1)]) == ([], [])
+    assert processor.process([give(1, "b", last, num_cached_tokens=2)]) == ([], [])
+    (output,), stopped = processor.process([give(0, "d", last, num_cached_tokens=1)])
     assert stopped == []
     assert output.request_id == "r"
     assert [(c.index, c.text) for c in output.outputs] == [(0, "ad"), (1, "b"), (2, "c")]
@@ -55,20 +55,20 @@ def test_completions_come_together_in_the_order_of_their_indices() -> None:
     assert processor.request_ids == ()
 
 
-def test_a_stop_string_ends_one_completion_and_its_siblings_go_on() -> None:
+def test_a_stop_string_ends_one_completion_and_the_others_go_on() -> None:
     processor = make_processor(n=2, stop="b")
-    assert processor.process([news(0, "b"), news(1, "a")]) == ([], ["r#0"])
-    assert processor.process([news(0, "z"), news(1, "c")]) == ([], [])
-    (output,), stopped = processor.process([news(1, "b")])
+    assert processor.process([give(0, "b"), give(1, "a")]) == ([], ["r#0"])
+    assert processor.process([give(0, "z"), give(1, "c")]) == ([], [])
+    (output,), stopped = processor.process([give(1, "b")])
     assert stopped == ["r#1"]
     assert [c.text for c in output.outputs] == ["", "ac"]
     assert [c.stop_reason for c in output.outputs] == ["b", "b"]
 
 
-def test_one_that_fails_takes_its_siblings_with_it() -> None:
+def test_one_that_fails_takes_the_others_with_it() -> None:
     processor = make_processor(n=3)
-    processor.process([news(0, "a", FinishReason.LENGTH), news(1, "b"), news(2, "c")])
-    failure = news(1, "", FinishReason.ERROR, error=ErrorRecord(message="no", path=("seed",)))
+    processor.process([give(0, "a", FinishReason.LENGTH), give(1, "b"), give(2, "c")])
+    failure = give(1, "", FinishReason.ERROR, error=ErrorRecord(message="no", path=("seed",)))
     (output,), stopped = processor.process([failure])
     assert stopped == ["r#2"]
     assert str(output.error) == "seed: no"
@@ -78,12 +78,12 @@ def test_one_that_fails_takes_its_siblings_with_it() -> None:
         FinishReason.ABORT,
     ]
     assert [c.text for c in output.outputs] == ["a", "b", "c"]
-    assert processor.process([news(2, "d")]) == ([], [])
+    assert processor.process([give(2, "d")]) == ([], [])
 
 
-def test_one_that_is_aborted_takes_its_siblings_with_it() -> None:
+def test_one_that_is_aborted_takes_the_others_with_it() -> None:
     processor = make_processor(n=2)
-    (output,), stopped = processor.process([news(0, "", FinishReason.ABORT)])
+    (output,), stopped = processor.process([give(0, "", FinishReason.ABORT)])
     assert stopped == ["r#1"]
     assert output.error is None
     assert {c.finish_reason for c in output.outputs} == {FinishReason.ABORT}
@@ -94,7 +94,7 @@ def test_a_request_is_known_by_its_children_until_it_is_forgotten() -> None:
     assert processor.get_child_ids(["unknown", "r"]) == ["r#0", "r#1"]
     processor.forget(["r"])
     assert processor.get_child_ids(["r"]) == []
-    assert processor.process([news(0, "a", FinishReason.LENGTH)]) == ([], [])
+    assert processor.process([give(0, "a", FinishReason.LENGTH)]) == ([], [])
 
 
 def make_entry(rank: int) -> TokenLogprobs:

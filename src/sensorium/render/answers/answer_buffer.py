@@ -1,18 +1,19 @@
-"""Collects what new text has brought, and numbers the calls."""
+"""Collects what new text has brought until it is taken, and numbers the calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sensorium.render.answers.interface import AnswerDelta, ToolCallDelta
+from sensorium.render.answers.answer import AnswerDelta, ToolCallDelta
 
 MakeId = Callable[[], str]
 
 
 class AnswerBuffer:
-    """`num_begun` counts all calls, `max_calls` of them are told; the others are read and dropped.
+    """The reasoning, the content and the calls that were not taken yet.
 
-    `make_id` names a call that the model has not named itself. `names`: of the tools there are.
+    `make_id` makes ids for calls that have none from the model. `names` are the names of all tools.
+    Of all calls the first `max_calls` are given out; the others are read and dropped.
     """
 
     def __init__(
@@ -23,17 +24,18 @@ class AnswerBuffer:
         max_calls: int | None = None,
         num_begun: int = 0,
     ) -> None:
-        self.num_begun = num_begun
+        self.num_begun = num_begun  # all calls so far
         self._make_id = make_id
         self._names = names
         self._max_calls = max_calls
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._calls: dict[int, ToolCallDelta] = {}
-        self._arguments: dict[int, list[str]] = {}
+        self._calls: dict[int, ToolCallDelta] = {}  # index of a call -> its id and name
+        self._arguments: dict[int, list[str]] = {}  # index of a call -> pieces of its arguments
 
     @property
-    def num_told(self) -> int:
+    def num_given(self) -> int:
+        """The number of calls that are given out."""
         return self.num_begun if self._max_calls is None else min(self.num_begun, self._max_calls)
 
     def is_known(self, name: str) -> bool:
@@ -48,18 +50,19 @@ class AnswerBuffer:
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         index = self.num_begun
         self.num_begun += 1
-        if self.num_told > index:
+        if self.num_given > index:
             new_id = call_id or self._make_id()
             self._calls[index] = ToolCallDelta(index=index, id=new_id, name=name)
 
     def add_arguments(self, text: str) -> None:
-        """To the call that has begun last."""
+        """Add arguments to the call that has begun last."""
         index = self.num_begun - 1
-        if self.num_told > index:
+        if self.num_given > index:
             self._calls.setdefault(index, ToolCallDelta(index=index))
             self._arguments.setdefault(index, []).append(text)
 
     def take(self) -> AnswerDelta:
+        """Return what there is, and forget it."""
         calls = tuple(
             ToolCallDelta(
                 index=index,
