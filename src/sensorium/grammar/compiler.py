@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,6 +22,7 @@ from sensorium.grammar.tokenizer import WORD_BITS, make_tokenizer
 from sensorium.grammar.translation import make_grammar
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
+from sensorium.utils.lru import LruCache
 
 _MAX_GRAMMARS = 64
 MAX_COMPILE_S = 4.0  # of a thread's own time, so that a busy machine refuses nothing
@@ -46,7 +46,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_string_length = max_string_length
-        self._compiled: OrderedDict[StructuredOutputsParams, Matcher | RequestError] = OrderedDict()
+        # A grammar -> its matcher, or what is wrong with it.
+        self._compiled: LruCache[StructuredOutputsParams, Matcher | RequestError] = LruCache(
+            _MAX_GRAMMARS
+        )
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
 
@@ -58,13 +61,10 @@ class GrammarCompiler:
         with self._lock:
             known = self._compiled.get(params)
             if known is not None:
-                self._compiled.move_to_end(params)
                 return _take(known)
         made = run_on_large_stack(lambda: self._compile(params))
         with self._lock:
-            self._compiled[params] = made
-            if len(self._compiled) > _MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._compiled.put(params, made)
             return _take(made)
 
     def make_mask(self) -> Words:

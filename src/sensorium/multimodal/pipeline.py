@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
-from sensorium.multimodal.cache.uncached import UncachedSender
+from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
@@ -98,7 +98,7 @@ class MediaPipeline:
         of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
         """
         return MediaPipeline(
-            cache=UncachedSender(),
+            cache=ItemTable(0),
             hasher=self.hasher,
             loader=MediaLoader(self.limits),
             backend=self.backend,

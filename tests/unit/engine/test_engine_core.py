@@ -10,7 +10,7 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.core_process.payload_store import PayloadStore
-from sensorium.multimodal.cache.uncached import UncachedReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import ErrorRecord, InvariantError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -63,7 +63,7 @@ def core(runner: FakeRunner) -> EngineCore:
         kv_cache=KVCacheManager([KVCacheGroup(num_blocks=17)], block_size=4),
         encoder_cache=EncoderCacheManager(8),
     )
-    return EngineCore(scheduler, runner, PayloadStore(UncachedReceiver()))
+    return EngineCore(scheduler, runner, PayloadStore(MirrorReceiver()))
 
 
 def make_request(

@@ -8,7 +8,7 @@ import pickle
 import msgspec
 import pytest
 
-from sensorium.multimodal.fetching.refusal import RefusedMediaError
+from sensorium.multimodal.fetching.fetch import RefusedMediaError
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,

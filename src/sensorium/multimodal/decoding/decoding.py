@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from sensorium.multimodal.decoding.audio import decode_audio
+from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import WHITE, Colour, decode_image
 from sensorium.multimodal.decoding.video import ChooseFrames, decode_video
-from sensorium.multimodal.decoding.work_budget import WorkBudget
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError, at
 

@@ -1,12 +1,46 @@
-"""What the parent and a worker of the pool say to each other. Blocks of bytes go beside these."""
+"""What a worker of the pool runs: made once by a factory in the worker, called once per job.
+
+What the parent and a worker of the pool say to each other. Blocks of bytes go beside these.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from sensorium.types.errors import CapacityError, ErrorRecord, RequestError, make_record
+
+if TYPE_CHECKING:
+    from sensorium.types.multimodal import MultiModalKwargsItem
+
+
+class CostlyJobError(Exception):
+    """A job is more work than it was given time for: it is to be run as a long one."""
+
+    def __init__(self, cost_s: float) -> None:
+        super().__init__(f"about {cost_s:.1f} s of work")
+        self.cost_s = cost_s
+
+
+class Handler(Protocol):
+    """Made by `factory(settings: bytes)`. Called from one thread."""
+
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
+        """A reply and tensors, which may be none. `block` is writable, the worker's own, and not
+        kept after the call. The message of a `RequestError` or a `CapacityError` reaches the
+        caller; of any other error only that there was one. A handler that sees that the job is
+        more than `max_cost_s` of work raises `CostlyJobError` instead of doing it.
+        """
+        ...
+
+    def close(self) -> None:
+        """The worker ends. Not called when it is killed."""
+        ...
+
 
 NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
 NO_MEMORY = "it needs more memory to be processed than an item may take"
@@ -57,11 +91,7 @@ class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cost_s: float
 
 
-class Acknowledge(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the worker: its last reply was consumed."""
-
-
-Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly | Acknowledge
+Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

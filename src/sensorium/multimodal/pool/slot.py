@@ -192,10 +192,8 @@ class Slot:
         else:
             if isinstance(message, Costly):
                 self._queue.add_as_long(job, message.cost_s)
-                return
-            _settle(job, message, block)
-            if isinstance(message, Reply):
-                process.acknowledge()
+            else:
+                _settle(job, message, block)
 
     def _try_again(self, job: PoolJob, error: WorkerLostError) -> None:
         job.num_lost += 1
