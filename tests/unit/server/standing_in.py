@@ -72,6 +72,7 @@ class ScriptedEngine:
     reset_error: Exception | None = None
     modalities: tuple[str, ...] = ("image",)
     switched_off: dict[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def tokenizer(self) -> Any:
