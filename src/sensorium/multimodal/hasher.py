@@ -22,8 +22,8 @@ import torch
 from PIL import Image
 
 from sensorium.multimodal.decoding.images import DECODER_ERRORS, load_pixels
+from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds
 from sensorium.types.errors import ModelError, RequestError
 
 ALGORITHMS = ("sha256", "blake3", "sha512")

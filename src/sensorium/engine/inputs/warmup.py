@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.multimodal.processing.dummy_files import exceeds_limits, make_dummy_file
+from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.chat_options import ChatOptions
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import CapacityError, ModelError

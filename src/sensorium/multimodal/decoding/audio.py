@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sensorium.multimodal.decoding.av_container import (
+from sensorium.multimodal.decoding.guards import (
+    SOUND_FRAME_S,
+    WorkBudget,
     check_codec,
     check_duration,
+    estimate_sound_s,
     open_container,
     refuse_if_longer,
 )
-from sensorium.multimodal.decoding.guards import SOUND_FRAME_S, WorkBudget, estimate_sound_s
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 

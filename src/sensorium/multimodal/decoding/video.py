@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sensorium.multimodal.decoding.av_container import (
+from sensorium.multimodal.decoding.guards import (
+    WorkBudget,
     check_codec,
     check_duration,
+    estimate_frames_s,
     get_decoder_options,
     open_container,
     refuse_if_longer,
 )
-from sensorium.multimodal.decoding.guards import WorkBudget, estimate_frames_s
 from sensorium.multimodal.decoding.images import check_num_pixels
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError

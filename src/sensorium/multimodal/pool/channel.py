@@ -7,6 +7,10 @@ Invariants:
   1. A mapped block can't shrink (it is sealed) and is as large as was said: no access faults.
   2. What either side writes to a block that it received stays its own (a private mapping).
   3. No descriptor outlives the call that made or received it, but for those within an `mmap`.
+
+What a worker of the pool runs: made once by a factory in the worker, called once per job.
+
+What the parent and a worker of the pool say to each other. Blocks of bytes go beside these.
 """
 
 from __future__ import annotations
@@ -20,6 +24,23 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from sensorium.types.errors import (
+    CapacityError,
+    FailedRequestError,
+    MediaFetchError,
+    MissingMediaError,
+    ModelError,
+    RequestError,
+    SensoriumError,
+)
+
+if TYPE_CHECKING:
+    from sensorium.types.multimodal import MultiModalKwargsItem
+
 
 MAX_INLINE_BYTES = 64 * 2**10
 MAX_FRAME_BYTES = 16 * 2**20
@@ -179,3 +200,114 @@ def _check_block(descriptor: int, num_bytes: int) -> None:
         raise ChannelError("a block that is no sealed memory") from error
     if not is_sealed or os.fstat(descriptor).st_size != num_bytes:
         raise ChannelError("a block that is not what was said")
+
+
+class CostlyJobError(Exception):
+    """A job is more work than it was given time for: it is to be run as a long one."""
+
+    def __init__(self, cost_s: float) -> None:
+        super().__init__(f"about {cost_s:.1f} s of work")
+        self.cost_s = cost_s
+
+
+class Handler(Protocol):
+    """Made by `factory(settings: bytes)`. Called from one thread."""
+
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
+        """A reply and tensors, which may be none. `block` is writable, the worker's own, and not
+        kept after the call. The message of a `RequestError` or a `CapacityError` reaches the
+        caller; of any other error only that there was one. A handler that sees that the job is
+        more than `max_cost_s` of work raises `CostlyJobError` instead of doing it.
+        """
+        ...
+
+    def close(self) -> None:
+        """The worker ends. Not called when it is killed."""
+        ...
+
+
+NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
+NO_MEMORY = "it needs more memory to be processed than an item may take"
+_MAX_MESSAGE_LENGTH = 2000
+_KINDS: dict[str, type[SensoriumError]] = {
+    kind.__name__: kind
+    for kind in (
+        RequestError,
+        FailedRequestError,
+        MediaFetchError,
+        MissingMediaError,
+        ModelError,
+        CapacityError,
+    )
+}
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the worker, first of all. `handler` is "package.module:factory"."""
+
+    handler: str
+    settings: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker: the handler was made, jobs may come."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker, its last word: the handler could not be made."""
+
+    reason: str
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To the worker; its input is the block beside it."""
+
+    job: bytes
+    max_cost_s: float  # a job that is more work is answered by `Costly`; infinite: any may be
+    is_long: bool  # whether it is known to be long work, which is done at a low priority
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker. `header` describes the tensors in the block beside it; empty: none."""
+
+    reply: bytes
+    header: bytes
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker: the job failed alone. `kind` is the name of an error of ours."""
+
+    kind: str
+    message: str
+
+
+class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From the worker: the job was not done, since it is about `cost_s` seconds of work."""
+
+    cost_s: float
+
+
+Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(frame: bytes) -> Message:
+    return _decoder.decode(frame)
+
+
+def make_failure(error: RequestError | CapacityError) -> Failure:
+    """Its kind (or the nearest that we know) and its message, and no more of it."""
+    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
+    return Failure(kind, str(error)[:_MAX_MESSAGE_LENGTH])
+
+
+def make_error(failure: Failure) -> SensoriumError:
+    return _KINDS.get(failure.kind, RequestError)(failure.message)

@@ -23,10 +23,6 @@ from sensorium.multimodal.pool.channel import (
     Buffer,
     Channel,
     ChannelError,
-    get_remaining,
-    map_privately,
-)
-from sensorium.multimodal.pool.messages import (
     Costly,
     Failure,
     Job,
@@ -37,6 +33,8 @@ from sensorium.multimodal.pool.messages import (
     StartFailed,
     decode_message,
     encode_message,
+    get_remaining,
+    map_privately,
 )
 
 _LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other things

@@ -29,10 +29,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
-from sensorium.multimodal.pool.messages import (
+from sensorium.multimodal.pool.channel import (
+    MAX_FRAME_BYTES,
     NO_MEMORY,
     NOT_PROCESSED,
+    Channel,
+    ChannelError,
     Costly,
     CostlyJobError,
     Failure,

@@ -22,7 +22,7 @@ from sensorium.multimodal.decoding.audio import (
     resample,
     scale_samples,
 )
-from sensorium.multimodal.decoding.av_container import refuse_if_longer
+from sensorium.multimodal.decoding.guards import refuse_if_longer
 from sensorium.multimodal.decoding.images import check_num_pixels, to_rgb
 from sensorium.multimodal.decoding.video import check_num_frames
 from sensorium.multimodal.limits import MediaLimits

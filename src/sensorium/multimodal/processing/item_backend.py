@@ -1,26 +1,79 @@
-"""Where items are processed: in the thread that asks, in a pool of processes, or in one until the
+"""How much work an item will be, as far as that is seen without decoding anything.
+
+Runs in the process that serves requests, so it reads a few bytes at most. What only FFmpeg can
+see (how many frames a video has, how long a sound is) is found by the process that decodes it.
+
+Where items are processed: in the thread that asks, in a pool of processes, or in one until the
 other is there.
+
+Takes items that come as embeddings, and leaves the others to the backend that processes them.
+
+Embeddings are taken only where an operator said so: whoever sends them decides what the decoder
+sees. They need a family in which the number of an item's embeddings says all of its place in a
+prompt; where positions follow from a grid, or text stands among the placeholders, they are refused.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from sensorium.multimodal.decoding.guards import CostlyItemError
+import torch
+from PIL import Image
+
+from sensorium.multimodal.decoding.guards import (
+    CostlyItemError,
+    estimate_frames_s,
+    estimate_sound_s,
+)
+from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
+from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.multimodal.processing.item_messages import decode_reply, encode_job
+from sensorium.multimodal.processing.item_handler import decode_reply, encode_job
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.work_estimate import estimate_cost_s
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
-from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import PRECOMPUTED, ProcessedItem
 from sensorium.types.times import ItemTimes
 from sensorium.types.transfer import ShmReference
+
+_UNKNOWN_RATE = 16_000  # samples a second; the rate does not matter for an estimate
+
+
+def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float | None:
+    """Return the seconds of work that an item will be; `None` if only a decoder can see it.
+
+    Raise `RequestError` for a picture that is larger than the limits allow, by its header.
+    """
+    if isinstance(media, MediaBytes):
+        size = read_header_size(media.data) if modality == "image" else None
+        if size is None:
+            return None
+        check_num_pixels(*size, limits)
+        return estimate_frames_s(1, *size)
+    if isinstance(media, tuple) and len(media) == 2:
+        media = media[0]  # beside it: a rate, or what is known of frames
+    num_values = _count_values(media)
+    if modality == "audio":
+        return estimate_sound_s(num_values / _UNKNOWN_RATE)
+    return estimate_frames_s(1, num_values // 3, 1)
+
+
+def _count_values(media: Any) -> int:
+    """Count the numbers that media in process consists of; 0 for what is no such media."""
+    if isinstance(media, list | tuple):
+        return sum(map(_count_values, media))
+    if isinstance(media, Image.Image):
+        return 3 * media.width * media.height
+    shape = getattr(media, "shape", None)
+    return math.prod(shape) if isinstance(shape, tuple) else 0
+
 
 EARLY_COST_S = SHORT_S  # of items that a frontend processes itself before its pool is there
 _KILL_DELAY_S = 5.0
@@ -118,3 +171,48 @@ class EarlyBackend:
             except CostlyItemError:  # the pool starts with this job, if it has not yet
                 pass
         return self._late.start(job, media)
+
+
+class EmbedsBackend:
+    """`modalities`: of which this model takes embeddings; `width`: of its decoder."""
+
+    def __init__(
+        self,
+        backend: ItemBackend,
+        processor: MultiModalProcessor,
+        *,
+        is_enabled: bool,
+        modalities: Collection[str],
+        width: int,
+    ) -> None:
+        self._backend = backend
+        self._processor = processor
+        self._is_enabled = is_enabled
+        self._modalities = frozenset(modalities)
+        self._width = width
+
+    def start(self, job: ItemJob, media: object) -> Flight:
+        if not isinstance(media, PrecomputedEmbeds):
+            return self._backend.start(job, media)
+        self._check(job.modality, media.tensor)
+        # A copy: the caller may go on with its own.
+        embeds = media.tensor.detach().to("cpu", copy=True).contiguous()
+        item = ProcessedItem(
+            modality=job.modality,
+            mm_hash=job.mm_hash,
+            kwargs={PRECOMPUTED: embeds},
+            layout=self._processor.make_plain_layout(job.modality, len(embeds)),
+        )
+        return FinishedFlight(FinishedItem(result=item, times={}))
+
+    def _check(self, modality: str, tensor: torch.Tensor) -> None:
+        if not self._is_enabled:
+            raise RequestError("embeddings are not taken here: start with enable_mm_embeds")
+        if modality not in self._modalities:
+            raise RequestError(
+                f"this model takes no embeddings of {modality}: it needs more than their number"
+            )
+        if tensor.shape[1] != self._width:
+            raise RequestError(f"embeddings have the width {self._width}, not {tensor.shape[1]}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise RequestError("some of the embeddings are not finite numbers")
