@@ -1,24 +1,14 @@
-"""Turns what decoders raise on damaged files into refusals in our own words.
+"""What keeps decoding safe: bounded memory, bounded work, files that reach nothing else.
 
-Messages name neither addresses nor paths nor what a library said: they go to clients.
+Messages name neither addresses nor paths nor another library's words, because they go to clients.
 
-A ceiling for the memory of a process that decodes what strangers send.
+Decoders call `WorkBudget.expect` with what a header promises, before they decode anything, and
+`spend` for what they have really decoded. So a false header changes nothing but the moment at which
+the work is seen to be long. The constants are one core's speed, measured on server CPUs of the
+2020s. They order items by their work and need no more than the right order of magnitude.
 
-Limits on pixels and seconds are checked before anything is allocated for them. Some containers
-need memory before they say what they hold: a file of a kilobyte can list a hundred million samples
-of which FFmpeg makes a table. Below a ceiling that is a refused file.
-
-What decoding one item may take: an estimate of its work in seconds, and a deadline.
-
-Decoders call `expect` with what a header promises, before they decode anything, and `spend` for
-what they have really decoded. So a header that lies changes nothing but the moment at which the
-work is seen to be long. The constants are one core's speed, measured on 2020s server CPUs; they
-order items by their work and need no more than the right order of magnitude.
-
-Opens an encoded sound or video with FFmpeg, and only what can't reach beyond its own bytes.
-
-Playlists and manifests (HLS, DASH, concat, ...) name other files and addresses: no such format is
-on the list, and no protocol is either.
+Playlists and manifests (HLS, DASH, concat, ...) name other files and addresses. No such format is
+on the list for FFmpeg, and no protocol is either.
 """
 
 from __future__ import annotations
@@ -60,8 +50,13 @@ _STATUS = Path("/proc/self/status")
 
 
 def limit_memory_growth(num_bytes: int) -> None:
-    """This process may take that much more than it has now. For processes that do nothing else:
-    any allocation beyond fails, not only a decoder's. Without Linux' accounts it does nothing.
+    """Allow this process to take that much more memory than it has now.
+
+    Limits on pixels and seconds are checked before anything is allocated for them, but some
+    containers need memory before that: a file of a kilobyte can list a hundred million samples, and
+    FFmpeg makes a table of them. Below a ceiling that is a refused file. Any allocation beyond it
+    fails, not only a decoder's, so this is for processes that only decode. Without Linux' accounts
+    it does nothing.
     """
     if not _STATUS.exists():
         return
@@ -93,7 +88,7 @@ class WorkBudget:
     """The work and the time that one attempt to decode an item may take. Used by one thread."""
 
     def __init__(self, *, max_cost_s: float = math.inf, deadline_s: float = math.inf) -> None:
-        """`deadline_s` counts from now."""
+        """Start the clock: `deadline_s` counts from here."""
         self._max_cost_s = max_cost_s
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
@@ -136,7 +131,7 @@ _MAX_STREAMS = 32
 
 @contextmanager
 def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[InputContainer]:
-    """Open the file. What FFmpeg can't read inside the block is refused as a damaged file."""
+    """Open the file, and refuse as damaged what FFmpeg can't read inside the block."""
     import av
 
     options = {
@@ -178,8 +173,9 @@ def check_codec(stream: Stream) -> None:
 
 
 def get_decoder_options(max_pixels: int) -> dict[str, str]:
-    """No larger frame is allocated. Decoders round sizes up to whole blocks, so that the exact
-    limit is for whoever sees the frame.
+    """Return options with which FFmpeg allocates no larger frame.
+
+    Decoders round sizes up to whole blocks. So the exact limit has to be checked with each frame.
     """
     return {"max_pixels": str(2 * max_pixels)}
 

@@ -1,16 +1,14 @@
-"""One end of the socket between the parent and a worker: a small frame and, beside it, a block.
+"""The connection between the parent and a worker of the pool, and the messages on it.
 
-A block of more than `MAX_INLINE_BYTES` is written once into memory of its own (a memfd) and mapped
-by the receiver; the socket carries only its descriptor.
+A message is a small frame and, beside it, a block of bytes. A block of more than `MAX_INLINE_BYTES`
+is written once into memory of its own (a memfd) and mapped by the receiver. Then the socket carries
+only its descriptor.
 
 Invariants:
-  1. A mapped block can't shrink (it is sealed) and is as large as was said: no access faults.
+  1. A mapped block can't shrink (it is sealed) and has the size that its message gives: no access
+     faults.
   2. What either side writes to a block that it received stays its own (a private mapping).
-  3. No descriptor outlives the call that made or received it, but for those within an `mmap`.
-
-What a worker of the pool runs: made once by a factory in the worker, called once per job.
-
-What the parent and a worker of the pool say to each other. Blocks of bytes go beside these.
+  3. No descriptor outlives the call that made or received it, except those within an `mmap`.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class ChannelError(Exception):
-    """The other end is gone, or says what makes no sense: nothing more can come from it."""
+    """The other end is gone or sends nonsense, so that nothing more can come from it."""
 
 
 def get_remaining(deadline: float) -> float:
-    """The seconds until then. `TimeoutError` if there are none."""
+    """Return the seconds until then. Raise `TimeoutError` if there are none."""
     remaining = deadline - time.monotonic()
     if remaining <= 0.0:
         raise TimeoutError
@@ -64,7 +62,7 @@ def get_remaining(deadline: float) -> float:
 
 
 def map_privately(descriptor: int, num_bytes: int) -> memoryview:
-    """Keeps a descriptor open for as long as the view lives."""
+    """Map the block. The view keeps a descriptor open for as long as it lives."""
     mapping = mmap.mmap(
         descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )
@@ -72,7 +70,7 @@ def map_privately(descriptor: int, num_bytes: int) -> memoryview:
 
 
 class Channel:
-    """Not thread-safe: one thread at each end."""
+    """One end of the connection. It is not thread-safe: each end has one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -80,14 +78,15 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def is_readable(self, timeout_s: float) -> bool:
-        """Whether something (it may be the end) comes within that time."""
+        """Return True if something, which may be the end, comes within that time."""
         return bool(self._poll.poll(timeout_s * 1000.0))
 
     def send(
         self, frame: bytes, blocks: Sequence[Buffer] = (), *, deadline: float | None = None
     ) -> None:
-        """The receiver gets the blocks, which are flat and of bytes, as one. `TimeoutError` after
-        the deadline.
+        """Send a frame and its blocks, which are flat and of bytes. The receiver gets them as one.
+
+        Raise `TimeoutError` after the deadline.
         """
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
@@ -113,7 +112,9 @@ class Channel:
         deadline: float | None = None,
         map_block: Callable[[int, int], memoryview] = map_privately,
     ) -> tuple[bytes, memoryview]:
-        """A frame and its block, which is writable. `TimeoutError` after the deadline."""
+        """Return a frame and its block, which is writable. Raise `TimeoutError` after
+        the deadline.
+        """
         prefix, descriptors = self._receive_prefix(deadline)
         try:
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
@@ -137,7 +138,7 @@ class Channel:
         self._connection.settimeout(None if deadline is None else get_remaining(deadline))
 
     def _receive_prefix(self, deadline: float | None) -> tuple[bytes, list[int]]:
-        """The descriptor comes with the first byte of its message."""
+        """Return the prefix and the descriptors, which come with the first byte of a message."""
         self._set_deadline(deadline)
         prefix, ancillary, flags, _ = self._connection.recvmsg(
             _PREFIX.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
@@ -169,7 +170,10 @@ class Channel:
 
 
 def _make_block(views: list[memoryview], num_bytes: int) -> int:
-    """Written by the system, not through a mapping: no page is filled with zeros first."""
+    """Return a sealed memfd with the content.
+
+    The system writes it, and not a mapping, so that no page is filled with zeros first.
+    """
     descriptor = os.memfd_create("sensorium-block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         rest = views
@@ -211,20 +215,22 @@ class CostlyJobError(Exception):
 
 
 class Handler(Protocol):
-    """Made by `factory(settings: bytes)`. Called from one thread."""
+    """What a worker runs. It is made by `factory(settings: bytes)` and called from one thread."""
 
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
-        """A reply and tensors, which may be none. `block` is writable, the worker's own, and not
-        kept after the call. The message of a `RequestError` or a `CapacityError` reaches the
-        caller; of any other error only that there was one. A handler that sees that the job is
-        more than `max_cost_s` of work raises `CostlyJobError` instead of doing it.
+        """Do a job. Return a reply and tensors, which may be none.
+
+        `block` is writable, belongs to the worker, and is not kept after the call. The message of a
+        `RequestError` or a `CapacityError` reaches the caller; of any other error only that there
+        was one. A handler that finds the job to be more than `max_cost_s` of work raises
+        `CostlyJobError` instead of doing it.
         """
         ...
 
     def close(self) -> None:
-        """The worker ends. Not called when it is killed."""
+        """End the handler with its worker. This is not called when the worker is killed."""
         ...
 
 
@@ -245,46 +251,46 @@ _KINDS: dict[str, type[SensoriumError]] = {
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the worker, first of all. `handler` is "package.module:factory"."""
+    """The first message to a worker."""
 
-    handler: str
+    handler: str  # "package.module:factory"
     settings: bytes
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker: the handler was made, jobs may come."""
+    """The answer of a worker that has made its handler and takes jobs."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker, its last word: the handler could not be made."""
+    """The last message of a worker that could not make its handler."""
 
     reason: str
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the worker; its input is the block beside it."""
+    """A job for a worker. Its input is the block beside it."""
 
     job: bytes
     max_cost_s: float  # a job that is more work is answered by `Costly`; infinite: any may be
-    is_long: bool  # whether it is known to be long work, which is done at a low priority
+    is_long: bool  # it is long work, which is done at a low priority
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker. `header` describes the tensors in the block beside it; empty: none."""
+    """The result of a job."""
 
     reply: bytes
-    header: bytes
+    header: bytes  # describes the tensors in the block beside it; empty: there are none
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker: the job failed alone. `kind` is the name of an error of ours."""
+    """The answer of a worker to a job that failed alone."""
 
-    kind: str
+    kind: str  # the name of an error in `_KINDS`
     message: str
 
 
 class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker: the job was not done, since it is about `cost_s` seconds of work."""
+    """The answer of a worker to a job that it did not do, because it is too much work."""
 
     cost_s: float
 
@@ -304,7 +310,7 @@ def decode_message(frame: bytes) -> Message:
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:
-    """Its kind (or the nearest that we know) and its message, and no more of it."""
+    """Return the kind of the error, or the nearest one in `_KINDS`, and its message."""
     kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
     return Failure(kind, str(error)[:_MAX_MESSAGE_LENGTH])
 

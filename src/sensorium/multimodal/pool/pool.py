@@ -1,12 +1,9 @@
-"""One place for a worker in the pool: keeps a process in it and gives it jobs, in a thread.
-
-Replaces a process that has died, decides what becomes of its job, and gives up on processes that
-can't be started. Knows nothing of the pool but the queue and the other slots.
-
-A pool of processes that run one handler, for jobs that hold the interpreter or may crash it.
+"""A pool of processes that run one handler, for jobs that hold the interpreter or may crash it.
 
 A job that crashes its worker, or is over its deadline, fails alone: the worker is replaced. Workers
-are fresh interpreters (nothing is forked), and nothing that they say is unpickled.
+are fresh interpreters (nothing is forked), and nothing that they send is unpickled. Each worker has
+a slot: a thread that gives it jobs, replaces a process that has died, decides what becomes of its
+job, and gives up on processes that can't be started.
 """
 
 from __future__ import annotations
@@ -50,18 +47,18 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """How a worker is started. `grace_s`: what it gets to end by itself."""
+    """How a worker is started and ended."""
 
     handler: str
     settings: bytes
     inherited_fds: tuple[int, ...]
     max_retries: int
     start_timeout_s: float
-    grace_s: float
+    grace_s: float  # time in which it may end by itself
 
 
 class Slot:
-    """Its attributes are written by its own thread only."""
+    """A place for one worker. Its attributes are written by its own thread only."""
 
     def __init__(self, queue: JobQueue, settings: WorkerSettings, slots: Sequence[Slot]) -> None:
         self._queue = queue
@@ -79,7 +76,7 @@ class Slot:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its worker could not be started the last time that this was tried."""
+        """Return True if the last attempt to start the worker failed."""
         return self._num_failed_starts > 0
 
     @property
@@ -141,7 +138,7 @@ class Slot:
         reason = self._process.wait_until_ready(settings.start_timeout_s)
         if reason is None:
             self._ready_at = time.monotonic()
-            self.was_ready = self.is_ready = True  # in this order: who is ready was ready
+            self.was_ready = self.is_ready = True  # in this order: a slot that is ready was ready
         else:
             self._lose_process()
             self._note_failed_start(reason)
@@ -257,7 +254,10 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
 def _call_back(
     on_reply: Callable[[PoolReply], Any], message: Reply, block: memoryview
 ) -> tuple[Any, Exception | None]:
-    """Apart from `_settle`, so that the error's traceback doesn't hold the job that holds it."""
+    """Return the result of the callback, or its error.
+
+    Apart from `_settle`, so that the error's traceback doesn't hold the job that holds it.
+    """
     try:
         kwargs = _decode(message.header, block)
         return on_reply(PoolReply(reply=message.reply, kwargs=kwargs)), None
@@ -279,11 +279,11 @@ _JOIN_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """`num_workers`, `num_queued`, `num_running` are of now, the others since the start."""
+    """Counts of a pool since its start."""
 
-    num_workers: int
-    num_queued: int
-    num_running: int
+    num_workers: int  # that are ready at this moment
+    num_queued: int  # at this moment
+    num_running: int  # at this moment
     num_restarts: int
     num_done: int
     num_failed: int
@@ -295,7 +295,9 @@ def _return_reply(reply: PoolReply) -> PoolReply:
 
 
 class ProcessPool:
-    """Safe to use from several threads; not after a fork. When it is dropped, its workers end."""
+    """A pool that several threads may use, but not after a fork. When it is dropped, its workers
+    end.
+    """
 
     def __init__(
         self,
@@ -309,8 +311,10 @@ class ProcessPool:
         start_timeout_s: float = 300.0,
         grace_s: float = 2.0,
     ) -> None:
-        """`handler` is "package.module:factory" (`handler.Handler`). `inherited_fds` have the same
-        numbers in the workers. A worker gets `grace_s` to end by itself when the pool is closed.
+        """Prepare a pool. `handler` is "package.module:factory" of a `channel.Handler`.
+
+        `inherited_fds` have the same numbers in the workers. A worker gets `grace_s` to end by
+        itself when the pool is closed.
         """
         if size < 1:
             raise InvariantError(f"a pool of {size} processes")
@@ -342,15 +346,19 @@ class ProcessPool:
 
     @property
     def is_starting(self) -> bool:
-        """No worker was ready yet, and it is not known that none will be. Never true again: a
-        worker that ends later is replaced, and jobs wait for that.
+        """Return True until the first worker is ready, or none can be started.
+
+        It is never True again: a worker that ends later is replaced, and jobs wait for that.
         """
         queue = self._queue
         is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
         return not is_settled and not queue.is_closed
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Whether all workers are ready within that time. `CapacityError` if they can't be."""
+        """Return True if all workers are ready within that time.
+
+        Raise `CapacityError` if they can't be started.
+        """
         self.start()
         deadline = time.monotonic() + timeout_s
         while not all(slot.is_ready for slot in self._slots):
@@ -372,13 +380,14 @@ class ProcessPool:
         cost_s: float | None = None,
         on_reply: Callable[[PoolReply], Any] = _return_reply,
     ) -> PoolJob:
-        """Waits while the queue is full; `CapacityError` if it still is after `wait_s`.
+        """Put a job into the queue, and wait while that is full.
 
-        A worker may take `deadline_s`, from the start of its work; the job may wait `wait_s` for a
-        worker (`None`: as long as it may work), and longer is a `CapacityError` too. `cost_s` is an
-        estimate of the work; without one, a worker that finds it long puts the job back. The
-        handler gets the blocks as one; they must not change until the job is settled.
-        `on_reply` runs in a thread of the pool, and what it returns is the future's result.
+        Raise `CapacityError` if it still is full after `wait_s`. A worker may take `deadline_s`,
+        from the start of its work. The job may wait `wait_s` for a worker (`None`: as long as it
+        may work), and fails with a `CapacityError` after that. `cost_s` is an estimate of the work;
+        without one, a worker that finds it long puts the job back. The handler gets the blocks as
+        one; they must not change until the job is settled. `on_reply` runs in a thread of the pool,
+        and what it returns is the future's result.
         """
         if len(job) > _MAX_JOB_BYTES:
             raise InvariantError(f"a job of {len(job)} bytes; {_MAX_JOB_BYTES} at most")
@@ -395,7 +404,7 @@ class ProcessPool:
         return pool_job
 
     def close(self) -> None:
-        """End the workers and fail what is not done. Again: nothing."""
+        """End the workers and fail what is not done. Further calls do nothing."""
         self._queue.close()
         with self._lock:
             threads = [slot.thread for slot in self._slots if self._is_started]
@@ -404,7 +413,7 @@ class ProcessPool:
                 thread.join(self._grace_s + _JOIN_S)
 
     def get_process_ids(self) -> list[int]:
-        """Of the workers that there are now."""
+        """Return the ids of the workers that there are at this moment."""
         ids = [slot.process_id for slot in self._slots]
         return [process_id for process_id in ids if process_id is not None]
 

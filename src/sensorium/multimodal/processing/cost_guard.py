@@ -1,15 +1,12 @@
-"""What an item costs, found from its size alone: no pixel is computed.
+"""Refuses items that a request's options make larger than the server's own options can.
 
-The model's own processor is run on tensors of the meta device, which have a shape and no content.
-So the answer is right whatever the options of a processor are called, and costs milliseconds even
-where the tensors would not fit into memory. A processor that reads values gets a blank item, if
-that is small enough.
+Nothing here depends on what an option is called. Only the result counts: an item may cost what the
+server's own options make of it, or what they make of the largest item that is allowed. The cost is
+estimated from the item's size before decoding, and checked again when the item is there.
 
-Refuses items that a request's options make larger than the server's own options can.
-
-Nothing here depends on what an option is called. What counts is the result: an item may cost what
-the server's own options make of it, or what they make of the largest item that is allowed. It is
-estimated from the item's size before decoding, and looked at again when the item is there.
+For the estimate the model's own processor is run on tensors of the meta device, which have a shape
+and no content. So no pixel is computed, and it costs milliseconds even where the tensors would not
+fit into memory. A processor that reads values gets a blank item, if that is small enough.
 """
 
 from __future__ import annotations
@@ -70,8 +67,8 @@ def measure(
 ) -> ItemCost | None:
     """Return what a picture or video of this shape would cost with these options.
 
-    `None` if the processor can't say: its options may be wrong, the item may be too thin, or a
-    processor that reads values would have to read too many.
+    Return `None` if the processor can't find out: its options may be wrong, the item may be too
+    thin, or a processor that reads values would have to read too many.
     """
     num_pixels = math.prod(shape)
     for device in ("meta", "cpu"):
@@ -154,8 +151,9 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostGuard:
-    """Knows how much the server's own options can make of an item. Not safe to use from two
-    threads, since the processor is not.
+    """A guard that compares items with what the server's own options can make of any item.
+
+    It must not be used from two threads at once, because the processor must not.
     """
 
     def __init__(
@@ -231,8 +229,10 @@ class CostGuard:
 
 
 class CostCheck:
-    """The check of one item with options of its own. The shape of the item is noted as soon as it
-    is known; a `RequestError` names the options and the numbers.
+    """The check of one item with options of its own.
+
+    The shape of the item is checked as soon as it is found. A `RequestError` names the options and
+    the numbers.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""A small item of any modality, for trials and for learning what a processor makes of one.
-
-A small item of any modality as a file, as a client would send it: for warm-up.
-"""
+"""Small items of any modality: decoded for trials, and as files for warm-up."""
 
 from __future__ import annotations
 
@@ -32,8 +29,10 @@ def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> ob
 
 
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
-    """Items of different lengths and shapes: what a processor makes of all of them alike, it makes
-    of every item. One sound is longer than the usual window of an encoder.
+    """Yield items of different lengths and shapes.
+
+    What a processor makes of all of them alike, it makes of every item. One sound is longer than
+    the usual window of an encoder.
     """
     generator = np.random.default_rng(0)
     if modality == "audio":
@@ -52,7 +51,7 @@ _FPS = 4
 
 
 def make_dummy_file(modality: str) -> bytes:
-    """A PNG, a WAV or an MP4."""
+    """Return the bytes of a small PNG, WAV or MP4, as a client would send it."""
     media: Any = make_dummy_media(modality, _RATE)
     file = io.BytesIO()
     _WRITERS[modality](file, media)

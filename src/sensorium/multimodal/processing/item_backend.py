@@ -1,16 +1,12 @@
-"""How much work an item will be, as far as that is seen without decoding anything.
+"""Where items are processed: in the thread that asks, or in a pool of processes.
 
-Runs in the process that serves requests, so it reads a few bytes at most. What only FFmpeg can
-see (how many frames a video has, how long a sound is) is found by the process that decodes it.
+Before an item goes to the pool, its work is estimated from a few bytes at most, because that runs
+in the process that serves requests. What only FFmpeg can see (how many frames a video has, how long
+a sound is) is found by the process that decodes it.
 
-Where items are processed: in the thread that asks, in a pool of processes, or in one until the
-other is there.
-
-Takes items that come as embeddings, and leaves the others to the backend that processes them.
-
-Embeddings are taken only where an operator said so: whoever sends them decides what the decoder
-sees. They need a family in which the number of an item's embeddings says all of its place in a
-prompt; where positions follow from a grid, or text stands among the placeholders, they are refused.
+Embeddings are taken only if the operator allows it, because the sender decides what the decoder
+sees. They need a family in which the number of an item's embeddings fixes its place in a prompt.
+Where positions follow from a grid, or text stands among the placeholders, they are refused.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float 
         check_num_pixels(*size, limits)
         return estimate_frames_s(1, *size)
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: a rate, or what is known of frames
+        media = media[0]  # beside it: a rate, or the metadata of frames
     num_values = _count_values(media)
     if modality == "audio":
         return estimate_sound_s(num_values / _UNKNOWN_RATE)
@@ -81,10 +77,10 @@ _KILL_DELAY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedItem:
-    """`times`: how long its stages took, wherever they ran."""
+    """An item that was processed."""
 
     result: ProcessedItem | ShmReference
-    times: ItemTimes
+    times: ItemTimes  # how long its stages took, wherever they ran
 
 
 class ItemBackend(Protocol):
@@ -96,7 +92,9 @@ class ItemBackend(Protocol):
 
 
 class InProcessBackend:
-    """`start` returns when the item is done."""
+    """A backend that processes items in the caller's thread: `start` returns when the
+    item is done.
+    """
 
     def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
         self._worker = worker
@@ -113,7 +111,10 @@ class InProcessBackend:
 
 
 class PoolBackend:
-    """`keep`: results are put into the shared store that the pool's processes know."""
+    """A backend that processes items in the pool.
+
+    With `keep` results are put into the store that is shared with the pool's processes.
+    """
 
     def __init__(
         self, pool: ProcessPool, processor: MultiModalProcessor, limits: MediaLimits, *, keep: bool
@@ -151,12 +152,13 @@ class PoolBackend:
 
 
 class EarlyBackend:
-    """In the caller's thread until the pool has a worker that is ready, and in the pool from then
-    on. For frontends that serve before their pool is there: nobody waits for its imports.
+    """A backend in the caller's thread until the pool has a worker that is ready, and in the pool
+    then.
 
-    What is long work waits for the pool all the same. What holds in process holds here: limits on
-    size are kept, but a processor's work that has begun can't be cut off by a deadline, nor is a
-    crash of a decoder the worker's alone.
+    It is for frontends that serve before their pool is there, so that no request waits for its
+    imports. Long work waits for the pool all the same. In the caller's thread limits on size hold,
+    but a processor's work that has begun can't be cut off by a deadline, and a crash of a decoder
+    is not the worker's alone.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -174,7 +176,10 @@ class EarlyBackend:
 
 
 class EmbedsBackend:
-    """`modalities`: of which this model takes embeddings; `width`: of its decoder."""
+    """A backend that takes embeddings itself and leaves other items to another backend.
+
+    Embeddings are taken of `modalities`, and have the `width` of the model's decoder.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""An item's job and its result as bytes, for the pool: msgpack beside blocks of raw memory.
+"""What a process of the pool runs: the model's processor, and the shared store if there is one.
 
-What a process of the pool runs: the model's processor, and the shared store if there is one.
+A job and its result are msgpack beside blocks of raw memory.
 """
 
 from __future__ import annotations
@@ -32,25 +32,23 @@ from sensorium.types.transfer import ShmReference
 
 
 class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """`form`: what the block is: the "bytes" of a file, or the pixels or samples of a "pil" image,
-    a "numpy" array or a "torch" tensor. `keep`: put the result into shared memory.
-    """
+    """A job for a process of the pool. Its block has the media."""
 
     job: ItemJob
-    keep: bool
+    keep: bool  # put the result into shared memory
+    # What the block is: the "bytes" of a file, or the pixels or samples of a "pil" image, a "numpy"
+    # array or a "torch" tensor.
     form: str
     header: bytes = b""
     metadata: dict[str, Any] | None = None
 
 
 class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`reference`: where the tensors are, if they don't come with the reply. `times`: how long the
-    stages took.
-    """
+    """The result of a job, whose tensors may come beside it."""
 
     layout: ItemLayout
-    reference: ShmReference | None = None
-    times: dict[str, float] = {}
+    reference: ShmReference | None = None  # where the tensors are, if they are not beside it
+    times: dict[str, float] = {}  # stage -> seconds
 
 
 def _as_plain(value: object) -> object:
@@ -67,8 +65,9 @@ _reply_decoder = msgspec.msgpack.Decoder(ItemReply)
 def encode_job(
     job: ItemJob, media: object, *, processor: MultiModalProcessor, keep: bool
 ) -> tuple[bytes, list[Any]]:
-    """The message, and the blocks that go with it. A `RequestError` for media in process that no
-    processor understands.
+    """Return the message, and the blocks that go with it.
+
+    Raise `RequestError` for media in process that no processor understands.
     """
     if isinstance(media, MediaBytes):
         return encode_plain(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
@@ -103,7 +102,7 @@ def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
 
 
 def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool]:
-    """The job, its media, and whether to keep the result."""
+    """Return the job, its media, and whether to keep the result."""
     decoded = _message_decoder.decode(message)
     if decoded.form == "bytes":
         return decoded.job, bytes(block), decoded.keep
@@ -150,9 +149,11 @@ def make_settings(
     own_options: OwnOptions | None = None,
     allow_larger_media: bool = False,
 ) -> bytes:
-    """`warm_modalities`: of which it processes an item before the first that anybody sends.
-    `own_options`: what the server gives to processor and decoders; with `allow_larger_media` a
-    request may ask for more than these can make of an item.
+    """Return the settings of a handler.
+
+    It processes an item of each of `warm_modalities` before the first job. `own_options` are those
+    that the server gives to processor and decoders. With `allow_larger_media` a request may ask for
+    more than these can make of an item.
     """
     sizes = {name: value for name, value in asdict(limits).items() if name not in _PLACES}
     return encode_plain(

@@ -1,16 +1,12 @@
-"""How long the stages of one item took, in seconds of the monotonic clock.
-
-Refuses sounds that the model would not hear to their end.
-
-Processors cut off what is longer than their window, without a word. How long that window is stands
-in no common place, so the processor is asked: if the end of a sound may change without any change
-in what comes out, that end is not heard. The sounds that it is asked about are our own, so that no
-client's sound decides about another's.
-
-Decodes and processes one item at a time, wherever that runs: in the frontend or in a pool.
+"""Decodes and processes one item at a time, wherever that runs: in the frontend or in a pool.
 
 Owns the model's processor there, which is not safe to use from two threads. Refuses items that a
-request's options make too large, and sounds of which the model would not hear the end.
+request's options make too large, and sounds that are longer than the model listens.
+
+Processors cut off what is longer than their window, without an error. How long that window is
+stands in no common place, so the processor is tried: if the end of a sound may change without any
+change in the result, that end is cut off. The sounds of such trials are our own, so that no
+client's sound decides about another's.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ from sensorium.utils.lru import LruCache
 
 
 class StageTimes:
-    """Not safe to use from several threads: what others measured is added when it is here."""
+    """The seconds that the stages of one item took. It is not safe to use from several threads."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -58,7 +54,7 @@ class StageTimes:
             self.add({stage: time.monotonic() - began})
 
     def add(self, times: ItemTimes) -> None:
-        """A stage that was there already takes that much longer."""
+        """Add the times of stages that were measured elsewhere."""
         self._seconds = add_times(self._seconds, times)
 
     def get(self) -> ItemTimes:
@@ -78,20 +74,21 @@ _USUAL_WINDOW_S = 60
 
 @dataclass(slots=True)
 class _Window:
-    """What is known so far of the window under one set of options, in samples."""
+    """What was found out about the window under one set of options, in samples."""
 
-    heard: int = 0  # the longest sound that was heard to its end
+    heard: int = 0  # the longest sound that was taken to its end
     unheard: int | None = None  # the shortest one that was not; `None` if there was none
-    is_exact: bool = False  # nothing longer is heard, apart from what is tolerated
+    is_exact: bool = False  # nothing longer is taken, apart from what is tolerated
 
     def excludes(self, num_samples: int) -> bool:
-        """Whether it is known that so long a sound is not heard to its end."""
+        """Return True if it is certain that so long a sound is cut off."""
         return self.is_exact or (self.unheard is not None and num_samples >= self.unheard)
 
 
 class Hearing:
-    """Remembers how long a sound may be. Not safe to use from two threads, since the processor is
-    not.
+    """A memory of how long a sound may be.
+
+    It must not be used from two threads at once, because the processor must not.
     """
 
     def __init__(self, processor: MultiModalProcessor) -> None:
@@ -99,7 +96,7 @@ class Hearing:
         self._windows: LruCache[str, _Window] = LruCache(_MAX_OPTION_SETS)  # by options
 
     def check(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> None:
-        """Raise a `RequestError` if the end of a sound of this length would not be heard."""
+        """Raise `RequestError` if the end of a sound of this length would be cut off."""
         if self._processor.takes_whole_sounds:
             return
         window = self._get_window(processor_kwargs)
@@ -118,10 +115,11 @@ class Hearing:
     def _explore(
         self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
     ) -> None:
-        """Learn whether a sound of this length is heard, and if not, where hearing ends.
+        """Find out whether a sound of this length is taken whole, and if not, where the window
+        ends.
 
         A window is mostly one of the numbers that a processor has, and a short one. So that is
-        asked first: it spares most sounds a look, and very long ones a trial at their length.
+        tried first: it spares most sounds a trial, and very long ones a trial at their length.
         """
         usual = _USUAL_WINDOW_S * self._rate
         candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
@@ -165,7 +163,7 @@ class Hearing:
     def _is_heard(
         self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
     ) -> bool:
-        """Whether a sound of this length is heard to its end; noted in `window`."""
+        """Return True if a sound of this length is taken to its end, and note it in `window`."""
         if num_samples > window.heard and not window.excludes(num_samples):
             if self._ask(num_samples, processor_kwargs):
                 window.heard = num_samples
@@ -174,9 +172,9 @@ class Hearing:
         return num_samples <= window.heard
 
     def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
-        """Whether the last bit of a sound of this length changes anything.
+        """Return True if the last part of a sound of this length changes the result.
 
-        True also where the processor fails: then the item itself will fail, and say why.
+        Return True also if the processor fails: then the item itself will fail with the reason.
         """
         num_changed = min(num_samples, self._num_tolerated)
         silence = np.zeros(num_samples, dtype=np.float32)
@@ -211,13 +209,11 @@ def _as_seconds(num_samples: int, rate: int) -> str:
 
 
 class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done with an item, beside its media. `decode_options`: `None` for media that
-    came decoded.
-    """
+    """What is to be done with an item, beside its media."""
 
     mm_hash: str
     modality: str
-    decode_options: dict[str, Any] | None
+    decode_options: dict[str, Any] | None  # None: the media came decoded
     processor_kwargs: dict[str, Any]
 
 
@@ -241,9 +237,11 @@ class ItemWorker:
     def process(
         self, job: ItemJob, media: object, *, max_cost_s: float = math.inf
     ) -> tuple[ProcessedItem, ItemTimes]:
-        """The item, and how long its stages took. `media`: the bytes of a file, or what a caller
-        in process may give. A `RequestError` if it can't be done. `CostlyItemError` if decoding it
-        is more work than `max_cost_s`, as soon as that is seen.
+        """Return the item, and how long its stages took.
+
+        `media` is the bytes of a file, or what a caller in process may give. Raise `RequestError`
+        if it can't be processed, and `CostlyItemError` as soon as decoding turns out to be more
+        work than `max_cost_s`.
         """
         times = StageTimes()
         check = None
@@ -306,7 +304,7 @@ class ItemWorker:
 def _get_shape(modality: str, media: object) -> Shape | None:
     """Return the shape of decoded pictures; `None` for what is no such thing, or no picture."""
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: what is known of its frames
+        media = media[0]  # beside it: the metadata of its frames
     if modality == "image" and isinstance(media, Image.Image):
         return media.height, media.width
     if modality == "video" and isinstance(media, list | tuple) and media:

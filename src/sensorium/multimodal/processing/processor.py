@@ -45,14 +45,15 @@ def tokenize(
 
 
 def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
-    """Nothing is added in front or behind."""
+    """Return the token ids of a text, with nothing added in front or behind."""
     if getattr(tokenizer, "is_fast", False):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return [token_id for _, ids in _split(tokenizer, text) for token_id in ids]
 
 
 def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
-    """For tokenizers that read control tokens as plain text and know no offsets (Mistral's).
+    """Tokenise for tokenizers that read control tokens as plain text and have no offsets
+    (Mistral's).
 
     Only characters of control tokens can be found.
     """
@@ -68,7 +69,7 @@ def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken
 
 
 def _split(tokenizer: Any, text: str) -> list[tuple[int, list[int]]]:
-    """The pieces of a text, with their first characters: a control token, or what is between."""
+    """Return pieces of a text with their first characters: control tokens, and what is between."""
     pattern, id_of = _get_control_tokens(tokenizer)
     pieces = []
     start = 0
@@ -112,7 +113,7 @@ def call_processor(
     metadata: Mapping[str, object] | None,
     processor_kwargs: Mapping[str, object],
 ) -> ProcessorResult:
-    """The tensors for the item's encoder, and what its marker becomes in a prompt."""
+    """Return the tensors for the item's encoder, and what its marker becomes in a prompt."""
     marker: str = getattr(processor, f"{modality}_token")
     options = {**processor_kwargs, "return_text_replacement_offsets": True}
     output = call_whole(processor, marker, modality, [media], [metadata], options)
@@ -167,7 +168,9 @@ def get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
 
 
 def _get_replacement(processor: Any, modality: str, marker: str, output: Mapping[str, Any]) -> str:
-    """Processors with a `__call__` of their own may not say it: then the prompt of nothing but the
+    """Return the text that the marker becomes.
+
+    Processors with a `__call__` of their own may not return it. Then a prompt of nothing but the
     marker shows it, if it is the marker repeated.
     """
     if "text_replacement_offsets" in output:
@@ -233,9 +236,7 @@ _FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, AssertionE
 
 
 class MultiModalProcessor:
-    """Owns the processor and the tokenizer of a model. A model for text alone has only the
-    latter.
-    """
+    """The processor and the tokenizer of a model. A model for text alone has only the latter."""
 
     def __init__(
         self,
@@ -265,7 +266,7 @@ class MultiModalProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """All that the processor does with an item, apart from its options."""
+        """Return all that the result for an item depends on, apart from its options."""
         if self._processor is None:
             return ""
         name = type(self._processor).__name__
@@ -273,7 +274,7 @@ class MultiModalProcessor:
 
     @cached_property
     def option_names(self) -> frozenset[str]:
-        """What the processor's parts may be told of media; empty if it doesn't say."""
+        """Return the names of the options for media, or nothing if the processor lists none."""
         if self._processor is None:
             return frozenset()
         kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
@@ -283,8 +284,9 @@ class MultiModalProcessor:
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
     def get_option_default(self, path: str) -> float | None:
-        """A number among the processor's own settings, e.g. of `size.longest_edge`: the largest,
-        if its parts have different ones.
+        """Return a number among the processor's own settings, e.g. of `size.longest_edge`.
+
+        It is the largest if the parts of the processor have different ones.
         """
         name, _, key = path.partition(".")
         found = [getattr(part, name, None) for part in self._get_parts()]
@@ -298,12 +300,12 @@ class MultiModalProcessor:
 
     @property
     def video_processor(self) -> Any:
-        """Transformers' own, which knows how many frames it wants; `None` if there is none."""
+        """Return Transformers' video processor, which chooses frames; `None` if there is none."""
         return getattr(self._processor, "video_processor", None)
 
     @property
     def hf_processor(self) -> Any:
-        """The model's own processor; `None` for a model of text alone."""
+        """Return the model's own processor; `None` for a model of text alone."""
         return self._processor
 
     def _has_modality(self, modality: str) -> bool:
@@ -314,13 +316,14 @@ class MultiModalProcessor:
         return has_part and has_marker and bool(self.get_token_ids(modality))
 
     def get_marker(self, modality: str) -> str:
-        """What stands for an item of the modality in a prompt."""
+        """Return the text that stands for an item of the modality in a prompt."""
         marker: str = getattr(self._processor, f"{modality}_token")
         return marker
 
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
-        """The token whose embedding the encoder's outputs replace; for a video also that of
-        pictures, which is what its frames are to some models.
+        """Return the tokens that the encoder's outputs replace.
+
+        For a video that includes the token of pictures, which its frames are to some models.
         """
         names = ("video", "image") if modality == "video" else (modality,)
         ids = [self._token_ids[name] for name in names]
@@ -328,7 +331,7 @@ class MultiModalProcessor:
 
     @property
     def sampling_rate(self) -> int | None:
-        """Samples a second that a sound must have; `None` for a model that hears nothing."""
+        """Return the samples a second that a sound must have; `None` for a model without sounds."""
         parts = [getattr(self._processor, part, None) for part in _PARTS["audio"]]
         return next((int(part.sampling_rate) for part in parts if part is not None), None)
 
@@ -364,7 +367,7 @@ class MultiModalProcessor:
     def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
     ) -> tuple[object, Metadata | None]:
-        """Media in process in a form that the processor understands."""
+        """Return media in process in a form that the processor understands, and its metadata."""
         return check_media(
             modality,
             media,
@@ -381,7 +384,7 @@ class MultiModalProcessor:
         *,
         mm_hash: str = "",
     ) -> ProcessedItem:
-        """A `RequestError` if it can't be done because of the item or of its options."""
+        """Process one item. Raise `RequestError` if the item or its options are at fault."""
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
             tensors, text = self._call(
@@ -391,7 +394,8 @@ class MultiModalProcessor:
             raise
         except Exception as error:
             # Odd options make processors raise anything. Without options, an item that was checked
-            # can't cause an error of these kinds: the fault is ours, and nobody else's.
+            # Odd options make processors raise anything. Without options, an item that was checked
+            # can't cause an error of these kinds: then the fault is in the code.
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
@@ -414,7 +418,7 @@ class MultiModalProcessor:
         return num_embeds, sum(tensor.numel() for tensor in tensors.values())
 
     def check_layout(self, modality: str, layout: ItemLayout) -> None:
-        """A `RequestError` for a layout that no item of this model can have."""
+        """Raise `RequestError` for a layout that no item of this model can have."""
         if len(layout.text) > _MAX_CHARACTERS + _MAX_CHARACTERS_PER_EMBED * layout.num_embeds:
             raise RequestError(
                 f"the layout of a {modality} has {len(layout.text)} characters of text, which is "
@@ -429,7 +433,7 @@ class MultiModalProcessor:
             )
 
     def make_plain_layout(self, modality: str, num_embeds: int) -> ItemLayout:
-        """Of an item that is nothing but its embeddings in a prompt."""
+        """Return the layout of an item that is nothing but its embeddings in a prompt."""
         return self._make_layout(modality, self.get_marker(modality) * num_embeds)
 
     def _make_layout(self, modality: str, text: str) -> ItemLayout:
