@@ -8,6 +8,7 @@ but `*` is satisfied. Headers are mappings from lower-case names to values.
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
@@ -16,7 +17,7 @@ from email.utils import parsedate_to_datetime
 
 from sensorium.multimodal.fetching.fetch import Fetch
 from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.types.errors import RequestError, add_label
+from sensorium.types.errors import RequestError
 from sensorium.utils.lru import LruCache
 
 Headers = Mapping[str, str]
@@ -243,7 +244,7 @@ class SharedFetches:
             media = await start()
         except Exception as error:
             # A copy: the error itself holds this frame, and so the future that would hold it.
-            copied = add_label(error, None) if isinstance(error, RequestError) else error
+            copied = copy.copy(error) if isinstance(error, RequestError) else error
             running.set_exception(copied)
             running.exception()  # looked at, should no other request wait for it
             raise
@@ -259,5 +260,5 @@ class SharedFetches:
 def _take(running: asyncio.Future[MediaBytes]) -> MediaBytes:
     error = running.exception()
     if isinstance(error, RequestError):
-        raise add_label(error, None)  # a copy for each caller: a traceback grows with each raise
+        raise copy.copy(error)  # a copy for each caller: a traceback grows with each raise
     return running.result()

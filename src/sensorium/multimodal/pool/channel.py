@@ -22,19 +22,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from sensorium.types.errors import (
-    CapacityError,
-    FailedRequestError,
-    MediaFetchError,
-    MissingMediaError,
-    ModelError,
-    RequestError,
-    SensoriumError,
-)
+from sensorium.types.errors import CapacityError, ErrorRecord, RequestError, make_record
 
 if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
@@ -237,17 +230,6 @@ class Handler(Protocol):
 NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
 NO_MEMORY = "it needs more memory to be processed than an item may take"
 _MAX_MESSAGE_LENGTH = 2000
-_KINDS: dict[str, type[SensoriumError]] = {
-    kind.__name__: kind
-    for kind in (
-        RequestError,
-        FailedRequestError,
-        MediaFetchError,
-        MissingMediaError,
-        ModelError,
-        CapacityError,
-    )
-}
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -285,8 +267,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer of a worker to a job that failed alone."""
 
-    kind: str  # the name of an error in `_KINDS`
-    message: str
+    error: ErrorRecord
 
 
 class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -310,10 +291,6 @@ def decode_message(frame: bytes) -> Message:
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:
-    """Return the kind of the error, or the nearest one in `_KINDS`, and its message."""
-    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
-    return Failure(kind, str(error)[:_MAX_MESSAGE_LENGTH])
-
-
-def make_error(failure: Failure) -> SensoriumError:
-    return _KINDS.get(failure.kind, RequestError)(failure.message)
+    """Return the message about an error, cut to a length that a frame can hold."""
+    record = make_record(error)
+    return Failure(replace(record, message=record.message[:_MAX_MESSAGE_LENGTH]))

@@ -24,7 +24,6 @@ from sensorium.multimodal.pool.channel import (
     Costly,
     Failure,
     Reply,
-    make_error,
 )
 from sensorium.multimodal.pool.jobs import JobQueue, PoolJob, PoolReply
 from sensorium.multimodal.pool.process import WorkerInterruptedError, WorkerLostError, WorkerProcess
@@ -242,7 +241,7 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
     if job.future.done():
         return
     if isinstance(message, Failure):
-        job.fail(make_error(message))
+        job.fail(message.error.make_error())
         return
     result, error = _call_back(job.on_reply, message, block)
     if error is None:

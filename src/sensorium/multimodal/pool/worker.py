@@ -37,7 +37,6 @@ from sensorium.multimodal.pool.channel import (
     ChannelError,
     Costly,
     CostlyJobError,
-    Failure,
     Handler,
     Job,
     Ready,
@@ -204,10 +203,10 @@ def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview)
     except (RequestError, CapacityError) as error:
         frame, buffers = encode_message(make_failure(error)), []
     except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
-        frame, buffers = encode_message(Failure(RequestError.__name__, NO_MEMORY)), []
+        frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
     except Exception:  # a job fails alone, and its caller learns no internals
         _logger.exception("a job of the pool failed")
-        frame, buffers = encode_message(Failure(FailedRequestError.__name__, NOT_PROCESSED)), []
+        frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)
 
 
