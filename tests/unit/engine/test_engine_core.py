@@ -88,7 +88,7 @@ def add(core: EngineCore, *requests: EngineCoreRequest) -> None:
 
 
 def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
-    """All outputs by request, until nobody is left."""
+    """Return all outputs by request, once no request is left."""
     outputs: dict[str, list[EngineCoreOutput]] = {}
     while core.has_requests:
         for output in core.step():

@@ -1,5 +1,6 @@
-"""Several completions of one request come back as one output, and so do its prompt's
-log-probabilities.
+"""Several completions of one request come back as one output.
+
+So do the log-probabilities of its prompt.
 """
 
 from __future__ import annotations

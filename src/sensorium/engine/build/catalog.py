@@ -23,7 +23,7 @@ from sensorium.models.adapter import ModelAdapter
 from sensorium.models.families import FAMILIES, Family
 from sensorium.models.loading import get_model_class
 from sensorium.models.safetensors_header import get_num_weight_bytes
-from sensorium.multimodal.processing.family_calls import PROCESSOR_CALLS
+from sensorium.multimodal.processing.processor import PROCESSOR_CALLS
 from sensorium.types.sampling import GenerationDefaults
 
 HEADER = ("family", "model_type", "besides text", "code of its own", "what is special", "limits")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
-from sensorium.multimodal.processing.dummy_files import exceeds_limits, make_dummy_file
+from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.chat_options import ChatOptions
 from sensorium.types.errors import CapacityError, ModelError
 from sensorium.types.prompts import Prompt

@@ -1,5 +1,6 @@
-"""Calls that are demanded: whatever a model would rather say, a walk through the grammar is read
-as calls whose arguments follow the tools' schemas.
+"""Calls that are demanded are made, whatever a model would rather write.
+
+A walk through the grammar is read as calls with arguments that follow the tools' schemas.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ def get_words(tokenizer: Any) -> Any:
 
 
 def walk(tokenizer: Any, grammar: str, rng: random.Random) -> list[int] | None:
-    """Tokens drawn from what is allowed, up to the end; `None` if that is too far. Ends and
-    special tokens are drawn as often as all others together: chance alone would never end a text.
+    """Draw tokens from what is allowed, up to the end; return `None` if that is too far.
+
+    Ends and special tokens are drawn as often as all others together: chance alone would never end
+    a text.
     """
     words = get_words(tokenizer)
     matcher = llguidance.LLMatcher(words, llguidance.LLMatcher.grammar_from_lark(grammar))

@@ -34,7 +34,7 @@ def make_tokenizer(*special: str) -> Any:
 
 
 def find_formats(form: Any) -> tuple[list[str], list[str]]:
-    """Those of which something is read."""
+    """Return the formats that read anything of the text."""
     calls = [name for name, text in CALLS.items() if read(form.start(AUTO), text).calls]
     thoughts = [name for name, text in THOUGHTS.items() if read(form.start(AUTO), text).reasoning]
     return calls, thoughts

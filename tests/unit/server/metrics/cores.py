@@ -37,7 +37,7 @@ class IdleRunner:
 
 
 def make_core(receiver: ReceiverCache | None = None, *, num_blocks: int = 17) -> EngineCore:
-    """16 blocks of 4 tokens, unless told otherwise."""
+    """Make a core with 16 blocks of 4 tokens, unless another size is given."""
     scheduler = Scheduler(
         LIMITS,
         kv_cache=KVCacheManager([KVCacheGroup(num_blocks=num_blocks)], block_size=4),
