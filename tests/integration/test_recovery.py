@@ -340,4 +340,6 @@ def test_whatever_is_lost_and_evicted_meanwhile_the_tokens_are_right(
 
 
 def process_size(llm: LLM, data: bytes) -> int:
-    return process(llm, make_prompt(data)).items[0].handle.num_bytes
+    processed = process(llm, make_prompt(data))
+    release(llm, processed)
+    return processed.items[0].handle.num_bytes
