@@ -52,7 +52,7 @@ class CallReader(Struct):
         return cls(opening=opening)
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character."""
+        """Read one character of the call."""
         raise NotImplementedError
 
     def count_plain(self, text: str, start: int) -> int:  # noqa: ARG002
