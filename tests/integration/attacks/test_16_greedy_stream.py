@@ -1,4 +1,4 @@
-"""Row 16: many completions in one request, or streams that are not read, hold up no other request."""
+"""Row 16: many completions in one request, or unread streams, hold up no other request."""
 
 from __future__ import annotations
 
