@@ -60,7 +60,7 @@ def test_they_mean_what_plain_numbers_mean(tiny_model: TinyModel, values: dict[s
     ids=["huge", "huge", "nan", "text", "half a character", "thousands of digits"],
 )
 def test_what_is_no_sensible_number_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"{name} must be"):
+    with pytest.raises(RequestError, match=f"{name}: must be"):
         SamplingParams(**{name: value})
 
 

@@ -169,8 +169,8 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert dict(llm.core.payloads) == {}
     assert runner._states == {}
     assert runner._mrope == {}
-    assert llm._outputs._states == {}
-    assert llm._outputs._owners == {}
-    assert len(llm._siblings) == 0
+    assert llm._driver.outputs._states == {}
+    assert llm._driver.outputs._owners == {}
+    assert len(llm._driver.parallel_sampling) == 0
     sender = llm.perception.caches.sender
     assert not isinstance(sender, MirrorSender) or sender.num_handles == 0

@@ -483,6 +483,7 @@ def nursery() -> Iterator[Nursery]:
     nursery.close()
 
 
+@pytest.mark.processes
 def test_leader_and_follower_agree_whatever_happens(nursery: Nursery) -> None:
     run_state_machine_as_test(
         lambda: MirrorMachine(nursery),

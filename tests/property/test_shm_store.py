@@ -280,6 +280,7 @@ TestShmStore.settings = settings(
 )
 
 
+@pytest.mark.processes
 def test_processes_that_put_and_read_as_they_like_never_see_wrong_bytes(nursery: Nursery) -> None:
     """No order is imposed; one of them is killed again and again, and another one comes."""
     choose = Random(0)

@@ -93,6 +93,7 @@ print(is_whole(folder, read_manifest(packed).expanded), folder, "torch" in sys.m
 """
 
 
+@pytest.mark.processes
 def test_processes_that_start_at_once_share_one_folder(packed_model: Path, cache: Path) -> None:
     processes = [
         subprocess.Popen(

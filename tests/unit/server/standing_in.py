@@ -16,8 +16,7 @@ import httpx
 import uvicorn
 
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.format import PLAIN
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.app import make_app
 from sensorium.types.outputs import (
     CompletionDelta,
@@ -73,6 +72,7 @@ class ScriptedEngine:
     reset_error: Exception | None = None
     modalities: tuple[str, ...] = ("image",)
     switched_off: dict[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def tokenizer(self) -> Any:

@@ -19,8 +19,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sensorium.engine.outputs.detokenizer import Detokenizer
+from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerContext
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import TIME, WEATHER, Answer, make_tool, read
 
@@ -107,10 +107,7 @@ def walk(tokenizer: Any, grammar: str, rng: random.Random) -> list[int] | None:
 
 def write(tokenizer: Any, token_ids: list[int], kept: tuple[int, ...]) -> str:
     detokenizer = Detokenizer(tokenizer, kept_special_token_ids=kept)
-    for token_id in token_ids:
-        detokenizer.add(token_id)
-    detokenizer.finish()
-    return detokenizer.text
+    return "".join(map(detokenizer.add, token_ids)) + detokenizer.finish()
 
 
 def check_calls(answer: Answer, tools: tuple[dict[str, Any], ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from sensorium.render.answers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import AUTO, read
 

@@ -6,8 +6,7 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.request import EngineCoreRequest
