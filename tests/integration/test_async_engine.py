@@ -1,5 +1,6 @@
-"""The engine of a server, over real sockets to a core: the same tokens as `LLM`, and nothing left
-behind whatever happens.
+"""The engine of a server, over real sockets to a core, gives the same tokens as `LLM`.
+
+Nothing is left behind, whatever happens.
 """
 
 from __future__ import annotations

@@ -28,8 +28,10 @@ def llava(tiny_model: TinyModel) -> LLM:
 
 
 def make_messages(family: str) -> list[dict[str, Any]]:
-    """Two rounds, with media of every kind that the model takes in both, where Transformers can
-    (it gives LLaVA-OneVision fewer tiles where a conversation has two pictures).
+    """Make two rounds, both with media of every kind that the model takes.
+
+    One round has none where Transformers can't: it gives LLaVA-OneVision fewer tiles where a
+    conversation has two pictures.
     """
     media = [
         {"type": modality, modality: make_media(modality, seed=index)}

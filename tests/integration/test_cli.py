@@ -240,7 +240,7 @@ def get_words(message: dict[str, Any]) -> str:
 
 
 def test_a_reader_who_leaves_is_no_error() -> None:
-    """`sensorium … | head`."""
+    """The command is used as in `sensorium … | head`."""
     command = [sys.executable, "-c", "from sensorium.cli import main; main()", "--help"]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     ours, theirs = os.pipe()

@@ -1,5 +1,6 @@
-"""Several completions of one prompt: the same as as many requests, at little more than the cost of
-one prompt.
+"""Several completions of one prompt equal as many requests.
+
+They cost little more than one prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers of other libraries are numbers; what is none is refused, and harms nobody."""
+"""Numbers of other libraries are numbers; what is none is refused, and does no harm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Everything is perceived once: what a cache has is neither decoded nor processed again, whoever
-asks, in whatever form it comes, and as often as it comes.
+"""Everything is perceived once: what a cache has is neither decoded nor processed again.
+
+That holds for every caller, in every form of the media, and as often as it comes.
 """
 
 from __future__ import annotations

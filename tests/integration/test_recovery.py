@@ -1,5 +1,6 @@
-"""The core may lose media at any moment: requests go on, and only media that the caller itself left
-out can be missing.
+"""The core may lose media at any moment, and requests go on.
+
+Only media that the caller itself left out can be missing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Every field of a prompt that was rendered elsewhere is checked: a bad one is named, and leaves
-nothing behind.
+"""Every field of a prompt that was rendered elsewhere is checked.
+
+A bad one is named, and leaves nothing behind.
 """
 
 from __future__ import annotations

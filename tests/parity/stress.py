@@ -180,7 +180,7 @@ class Stress:
         return tally
 
     def run_engines(self) -> Iterator[Tally]:
-        """Run one engine after the other, as far as the caller wants."""
+        """Run one engine after the other, until the caller stops asking."""
         for index, order in enumerate(
             np.array_split(self._rng.permutation(NUM_REQUESTS), NUM_ENGINES)
         ):
