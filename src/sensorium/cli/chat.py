@@ -11,17 +11,20 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.flags import (
+    ENGINE_GROUPS,
     MEDIA_FLAGS,
     MODEL_HELP,
-    add_loading_flags,
     add_media_flags,
+    add_options,
+    add_quiet,
     add_sampling_flags,
+    add_words,
+    hint_at_question,
     load_llm,
     make_sampling_params,
     read_media,
+    split_question,
 )
-from sensorium.cli.media_flags import add_media_options
-from sensorium.cli.words import add_words, hint_at_question, split_question
 from sensorium.types.errors import CapacityError, ModelError, RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.sampling import SamplingParams
@@ -74,9 +77,9 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="afterwards, on stderr: what served each media item, tokens and times",
     )
+    add_quiet(chat)
     add_sampling_flags(chat, max_tokens=256)
-    add_loading_flags(chat)
-    add_media_options(chat)
+    add_options(chat, "chat", *ENGINE_GROUPS)
     chat.set_defaults(run=run)
 
 

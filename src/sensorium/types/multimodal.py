@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
 # The only tensor of an item that is an encoder's output already.
 PRECOMPUTED = "embeds"
+MODALITIES = ("image", "video", "audio")
+HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
 
 
 @dataclass(frozen=True, slots=True)

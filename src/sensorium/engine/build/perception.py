@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.options import MediaOptions
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
 from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
 from sensorium.multimodal.cache.mirror_sender import UNKNOWN_EPOCH, MirrorSender
@@ -15,7 +16,7 @@ from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.hasher import MediaHasher, choose_algorithm
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processing.cost_guard import OwnOptions
@@ -175,8 +176,9 @@ def build_perception(
 def _build_hasher(
     options: MediaOptions, processor: MultiModalProcessor, model_revision: str
 ) -> MediaHasher:
+    algorithm = options.mm_hasher_algorithm
     return MediaHasher(
-        options.hasher_algorithm,
+        choose_algorithm(platform.machine()) if algorithm == "auto" else algorithm,
         model_revision=model_revision,
         processor_fingerprint=processor.fingerprint,
     )

@@ -17,14 +17,13 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
-from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
 from sensorium.multimodal.processing.family_calls import PROCESSOR_CALLS
 from sensorium.multimodal.processing.processor_call import ProcessorCall, call_processor, call_whole
 from sensorium.multimodal.processing.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.multimodal import ItemLayout, ProcessedItem
+from sensorium.types.multimodal import MODALITIES, ItemLayout, ProcessedItem
 
 _PARTS = {
     "image": ("image_processor",),
