@@ -336,7 +336,7 @@ class MediaOptions:
     )
     enable_mm_embeds: bool = option(
         False,
-        commands=SERVE,
+        commands=SERVERS,
         help="Let any client send media as the output of an encoder, for models that allow it.",
     )
     media_limits: MediaLimits = field(default_factory=MediaLimits)
