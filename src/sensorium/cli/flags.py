@@ -28,14 +28,21 @@ from sensorium.engine.build.options import (
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.options import Kind, Option, list_options
-from sensorium.types.sampling import SamplingParams
+from sensorium.types.sampling import (
+    GenerationDefaults,
+    SamplingField,
+    SamplingParams,
+    list_sampling_fields,
+)
 from sensorium.utils.loading import reporting_steps
 
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
 
 MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # in their order
-MODEL_HELP = f"a directory or a hub id (default: {EMBEDDED_MODEL}, which comes with the package)"
+MODEL_HELP = (
+    f"A directory or a hub id. Default: {EMBEDDED_MODEL}, the model that comes with the package."
+)
 ENGINE_GROUPS = (LoadingOptions, EngineOptions, MediaOptions, MediaLimits)
 _URL_SCHEMES = ("http:", "https:", "data:", "file:")
 _MAX_INTEGER = 2**63 - 1  # what another process can be sent
@@ -220,53 +227,56 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
 # ---- sampling
 
 
-def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add the flags that `make_sampling_params` reads."""
+def add_sampling_flags(
+    command: argparse.ArgumentParser, *, max_tokens: int, has_n: bool = False
+) -> None:
+    """Add a flag for each sampling parameter that a word of the command line can give."""
     group = command.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help=f"new tokens (default {max_tokens})"
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        help="0: greedy (default: what the model's generation config says)",
-    )
-    group.add_argument("--top-p", type=float, help="share of probability to choose from")
-    group.add_argument("--top-k", type=int, help="number of tokens to choose from; 0: all")
-    group.add_argument("--min-p", type=float, help="least share of the likeliest's probability")
-    group.add_argument(
-        "--repetition-penalty", type=float, help="above 1: fewer tokens of prompt and answer again"
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        help="above 0: discourage tokens that the answer has already",
-    )
-    group.add_argument(
-        "--frequency-penalty", type=float, default=0.0, help="the same, once for each occurrence"
-    )
-    group.add_argument("--seed", type=int, help="makes sampling repeatable")
-    group.add_argument(
-        "--stop", action="append", default=[], help="end before this text; may be repeated"
-    )
+    for each in _list_sampling_flags():
+        if each.name == "n" and not has_n:
+            continue
+        default = _describe_sampling_default(each, max_tokens)
+        details: dict[str, Any] = {"help": f"{each.description} Default: {default}."}
+        if each.kind == "flag":
+            details["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
+        elif each.kind in ("texts", "words"):
+            details |= {"action": "append", "metavar": "TEXT"}
+            details["help"] = f"{each.description} May be repeated."
+        else:
+            details |= {"type": int if each.kind == "integer" else float, "metavar": "N"}
+        flag = "--" + each.name.replace("_", "-")
+        group.add_argument(flag, default=argparse.SUPPRESS, **details)
+    command.set_defaults(max_tokens=max_tokens)
 
 
-def make_sampling_params(arguments: argparse.Namespace, *, n: int = 1) -> SamplingParams:
+def _list_sampling_flags() -> list[SamplingField]:
+    """Return the parameters that have flags.
+
+    Commands print text only, so there are none for log-probabilities.
+    """
+    kinds = ("integer", "number", "flag", "texts", "words")
+    return [
+        each
+        for each in list_sampling_fields()
+        if each.kind in kinds and not each.is_internal and "logprobs" not in each.name
+    ]
+
+
+def _describe_sampling_default(each: SamplingField, max_tokens: int) -> str:
+    if each.name == "max_tokens":
+        return str(max_tokens)
+    if each.default is None:
+        is_of_model = hasattr(GenerationDefaults(), each.name)
+        return "as in the model's generation_config.json" if is_of_model else "none"
+    if each.kind == "flag":
+        return "on" if each.default else "off"
+    return f"{each.default:g}" if each.kind in ("integer", "number") else "none"
+
+
+def make_sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters that the command line gives."""
-    return SamplingParams(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
-        n=n,
-        seed=arguments.seed,
-        stop=arguments.stop,
-    )
+    names = [each.name for each in _list_sampling_flags() if hasattr(arguments, each.name)]
+    return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
 # ---- media

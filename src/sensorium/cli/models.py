@@ -34,17 +34,17 @@ def add_command(commands: Any) -> None:
         description="List the families that are known, with what they take and their limits. "
         "With a model: what it takes and needs, what is switched off, or why it can't be run.",
     )
-    models.add_argument("model", nargs="?", help=f"a directory, a hub id or {EMBEDDED_MODEL}")
-    models.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
+    models.add_argument("model", nargs="?", help=f"A directory, a hub id or {EMBEDDED_MODEL}.")
+    models.add_argument("--revision", help="The branch, tag or commit of a hub id. Default: main.")
     models.add_argument(
-        "--trust-remote-code", action="store_true", help="run code that comes with the model"
+        "--trust-remote-code", action="store_true", help="Run code that comes with the model."
     )
     models.add_argument(
         "--try",
         action="store_true",
         dest="is_tried",
-        help="load the weights and, for a type that is not in the list, run the trial of a start: "
-        "what it would switch off is shown (default: weights are not read)",
+        help="Load the weights and, for a type that is not in the list, run the trial of a start, "
+        "and show what it would switch off. Without it no weights are read.",
     )
     add_quiet(models)
     models.set_defaults(run=_show_models)

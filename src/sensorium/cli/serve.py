@@ -55,7 +55,9 @@ def _add(commands: Any, name: str, summary: str, description: str, examples: str
         allow_abbrev=False,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, by name")
+    parser.add_argument(
+        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
+    )
     add_options(parser, name, ServeOptions, *ENGINE_GROUPS)
     parser.set_defaults(run=run)
 

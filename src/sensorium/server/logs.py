@@ -11,6 +11,7 @@ import msgspec
 
 from sensorium.server.options import LogFormat, LogLevel
 
+logger = logging.getLogger(__name__)
 # Libraries log when something is wrong. uvicorn would also announce each of its starts, which the
 # supervisor does here; its access log is used as it is.
 _QUIET = logging.WARNING
@@ -92,6 +93,11 @@ def set_up_logging(
     logging.getLogger(_PRINTED_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
     logging.getLogger(_ACCESS_LOGGER).setLevel(level if access_log else _QUIET)
     logging.captureWarnings(True)
+
+
+def log_step(step: str) -> None:
+    """Log a step of loading a model."""
+    logger.info("starting: %s", step)
 
 
 def adopt_library_logs() -> None:

@@ -1,4 +1,4 @@
-"""What the user said, made complete: every value that the engine's parts are built with."""
+"""The resolved options of an engine: every value that its parts are built with."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sensorium.types.scheduling import KVCacheGroup
 logger = logging.getLogger(__name__)
 
 _ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
-# Of what is free once the weights are loaded. A CPU's memory belongs to others as well; on CUDA
-# `gpu_memory_utilization` has left them theirs.
+# Device type -> share of the memory that is free once the weights are loaded. Other programs need
+# memory of a CPU as well; on CUDA `gpu_memory_utilization` has left them theirs.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Complete, and the same for as long as the engine lives."""
+    """All values of an engine, which stay the same for as long as it lives."""
 
     limits: Limits
     groups: tuple[KVCacheGroup, ...]
@@ -42,8 +42,9 @@ class EngineConfig:
 def resolve_limits(
     options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
 ) -> Limits:
-    """What can be said before the model is loaded: `max_model_len` may have to shrink afterwards,
-    if nobody asked for it.
+    """Return the limits as far as they are clear before the model is loaded.
+
+    `max_model_len` may have to shrink afterwards, if the user did not ask for it.
     """
     is_cuda = device.type == "cuda"
     max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
@@ -58,7 +59,7 @@ def resolve_limits(
 
 
 def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) -> int:
-    """The context in tokens: what the user said, or the model's."""
+    """Return the context in tokens: what the user asked for, or the model's."""
     context = getattr(text_config, "max_position_embeddings", None)
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:
@@ -71,8 +72,9 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
 
 
 def limit_context(options: EngineOptions, limits: Limits, limit: ContextLimit | None) -> Limits:
-    """Cut the context to what the loaded model can compute; a `ModelError` if the user asked for
-    more.
+    """Cut the context to what the loaded model can compute.
+
+    Raises a `ModelError` if the user asked for more.
     """
     if limit is None or limits.max_model_len < limit.num_tokens:
         return limits
@@ -150,7 +152,7 @@ def resolve_config(
 def _fit_context(
     asked: int | None, max_model_len: int, groups: tuple[KVCacheGroup, ...], block_size: int
 ) -> int:
-    """A request of full length must fit into the groups that keep everything."""
+    """Return a context such that a request of full length fits into the groups without windows."""
     capacity = min(
         ((group.num_blocks - 1) * block_size for group in groups if group.window is None),
         default=max_model_len,

@@ -1,4 +1,4 @@
-"""Puts perception together: sources, names, processing and the caches, on both sides."""
+"""Builds what processes media: sources, hashes, backends and caches."""
 
 from __future__ import annotations
 
@@ -40,19 +40,17 @@ _HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """The frontend's half, that of requests which run no engine, and the core's half if the core is
-    in the same process.
-    """
+    """The caches of a frontend."""
 
     sender: SenderCache
-    readonly: ProcessorCache
-    receiver: ReceiverCache | None = None
+    readonly: ProcessorCache  # for requests that run no engine
+    receiver: ReceiverCache | None = None  # the core's side, if the core is in the same process
     store: ShmStore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perception:
-    """What a frontend perceives with. `close` ends its processes and threads."""
+    """What a frontend processes media with."""
 
     caches: Caches
     pipeline: MediaPipeline
@@ -61,6 +59,7 @@ class Perception:
     pool: ProcessPool | None
 
     def close(self) -> None:
+        """End the processes and threads."""
         self.loader.close()
         if self.pool is not None:
             self.pool.close()
@@ -69,7 +68,7 @@ class Perception:
 
 
 def build_store(options: MediaOptions) -> ShmStore | None:
-    """The memory that frontends, their pools and the core share, where the options say so."""
+    """Return the memory that frontends, their pools and the core share, if they share any."""
     if not options.has_shared_memory:
         return None
     return ShmStore.create(
@@ -78,6 +77,7 @@ def build_store(options: MediaOptions) -> ShmStore | None:
 
 
 def build_receiver(options: MediaOptions, store: ShmStore | None) -> ReceiverCache:
+    """Return the core's side of the cache."""
     if store is not None:
         return ShmReceiver(store)
     return MirrorReceiver() if options.capacity_bytes else UncachedReceiver()
@@ -86,7 +86,7 @@ def build_receiver(options: MediaOptions, store: ShmStore | None) -> ReceiverCac
 def build_caches(
     options: MediaOptions, store: ShmStore | None, receiver: ReceiverCache | None = None
 ) -> Caches:
-    """`receiver`: the core's half, where that is in this process."""
+    """Return a frontend's caches. `receiver` is the core's side, if the core is in this process."""
     capacity = options.capacity_bytes
     if capacity == 0:
         return Caches(sender=UncachedSender(), receiver=receiver, readonly=UncachedSender())
@@ -106,7 +106,7 @@ def build_caches(
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
-    """Where no engine runs: no cache leads to a core."""
+    """Return the caches of a frontend without an engine, which lead to no core."""
     capacity = options.capacity_bytes
     readonly = ProcessorOnlyCache(capacity) if capacity else UncachedSender()
     return Caches(sender=UncachedSender(), readonly=readonly)
@@ -125,8 +125,11 @@ def build_perception(
     starts_early: bool = False,
     warm_modalities: Collection[str] = (),
 ) -> Perception:
-    """`embeds_modalities`: of which embeddings may come computed, so wide. `starts_early`: items
-    don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
+    """Build what processes media.
+
+    Items of `embeds_modalities` may be sent as precomputed embeddings of width `embeds_width`. With
+    `starts_early`, items don't wait for a pool that starts. The pool's processes warm up for
+    `warm_modalities`.
     """
     limits, store = options.get_limits(), caches.store
     hasher = _build_hasher(options, processor, model_revision)

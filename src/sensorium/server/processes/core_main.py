@@ -11,7 +11,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
-from sensorium.server.logs import set_up_logging
+from sensorium.server.logs import log_step, set_up_logging
 from sensorium.server.processes.control import (
     TO_CORE,
     CoreReady,
@@ -69,7 +69,7 @@ def main() -> None:
     process = CoreProcess()
     follow_parent(channel, process.handle, socket_dir=start.socket_dir)
     try:
-        with without_collection(), reporting_steps(lambda step: logger.info("loading: %s", step)):
+        with without_collection(), reporting_steps(log_step):
             report_step("importing PyTorch and Transformers")
             from sensorium.server.processes.core_app import build_core_app
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from sensorium.server.logs import set_up_logging
+from sensorium.server.logs import log_step, set_up_logging
 from sensorium.server.processes.control import (
     TO_FRONTEND,
     Drain,
@@ -26,7 +26,6 @@ from sensorium.server.processes.control import (
 )
 from sensorium.utils.loading import reporting_steps, without_collection
 
-logger = logging.getLogger(__name__)
 # The event loop shares the interpreter with threads that render, hash and tokenise. Each of them
 # may keep it for this long after the loop has something to do; Python's own choice is 5 ms.
 _SWITCH_INTERVAL_S = 0.001
@@ -81,7 +80,7 @@ def main() -> None:
     keep_memory_compact()
     status = 0
     try:
-        with without_collection(), reporting_steps(lambda step: logger.info("loading: %s", step)):
+        with without_collection(), reporting_steps(log_step):
             from sensorium.server.processes.frontend_app import build_frontend_app, run_frontend
 
             app = build_frontend_app(start)
