@@ -114,7 +114,7 @@ def build_engine(loading: LoadingOptions, *, options: EngineOptions, media: Medi
     """Build a core and its frontend, and try a model of an unknown family."""
     checkpoint = read_checkpoint(loading)
     store = build_store(media)
-    receiver = build_receiver(media, store)
+    receiver = build_receiver(store)
     built = build_core(
         loading,
         checkpoint,

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from sensorium.engine.build.options import MediaOptions
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
-from sensorium.multimodal.cache.mirror_sender import UNKNOWN_EPOCH, MirrorSender
-from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
-from sensorium.multimodal.cache.readonly import SharedReadonlyCache
-from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
+from sensorium.multimodal.cache.item_table import ItemTable
+from sensorium.multimodal.cache.mirror import UNKNOWN_EPOCH, MirrorReceiver, MirrorSender
+from sensorium.multimodal.cache.shm import SharedReadonlyCache, ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher, choose_algorithm
 from sensorium.multimodal.pipeline import MediaPipeline
@@ -76,11 +73,9 @@ def build_store(options: MediaOptions) -> ShmStore | None:
     )
 
 
-def build_receiver(options: MediaOptions, store: ShmStore | None) -> ReceiverCache:
+def build_receiver(store: ShmStore | None) -> ReceiverCache:
     """Return the core's side of the cache."""
-    if store is not None:
-        return ShmReceiver(store)
-    return MirrorReceiver() if options.capacity_bytes else UncachedReceiver()
+    return MirrorReceiver() if store is None else ShmReceiver(store)
 
 
 def build_caches(
@@ -88,28 +83,24 @@ def build_caches(
 ) -> Caches:
     """Return a frontend's caches. `receiver` is the core's side, if the core is in this process."""
     capacity = options.capacity_bytes
-    if capacity == 0:
-        return Caches(sender=UncachedSender(), receiver=receiver, readonly=UncachedSender())
     if store is None:
         epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
         return Caches(
             sender=MirrorSender(capacity, epoch=epoch),
             receiver=receiver,
-            readonly=ProcessorOnlyCache(capacity),
+            readonly=ItemTable(capacity),
         )
     return Caches(
         sender=ShmSender(store),
         receiver=receiver,
-        readonly=SharedReadonlyCache(store, ProcessorOnlyCache(capacity)),
+        readonly=SharedReadonlyCache(store, capacity),
         store=store,
     )
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
     """Return the caches of a frontend without an engine, which lead to no core."""
-    capacity = options.capacity_bytes
-    readonly = ProcessorOnlyCache(capacity) if capacity else UncachedSender()
-    return Caches(sender=UncachedSender(), readonly=readonly)
+    return Caches(sender=MirrorSender(0), readonly=ItemTable(options.capacity_bytes))
 
 
 def build_perception(
@@ -120,17 +111,12 @@ def build_perception(
     directory: str,
     model_revision: str,
     trust_remote_code: bool,
-    embeds_modalities: Collection[str] = (),
-    embeds_width: int = 0,
-    starts_early: bool = False,
-    warm_modalities: Collection[str] = (),
+    embeds_modalities: Collection[str] = (),  # that may be sent as precomputed embeddings
+    embeds_width: int = 0,  # of these
+    starts_early: bool = False,  # items don't wait for a pool that starts
+    warm_modalities: Collection[str] = (),  # that the pool's processes warm up for
 ) -> Perception:
-    """Build what processes media.
-
-    Items of `embeds_modalities` may be sent as precomputed embeddings of width `embeds_width`. With
-    `starts_early`, items don't wait for a pool that starts. The pool's processes warm up for
-    `warm_modalities`.
-    """
+    """Build what processes media."""
     limits, store = options.get_limits(), caches.store
     hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)

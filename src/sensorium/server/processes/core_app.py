@@ -19,7 +19,7 @@ from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
@@ -41,7 +41,7 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
     with blame_checkpoint(options.model):
         checkpoint = read_checkpoint(loading)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
-        receiver = build_receiver(options.media, store)
+        receiver = build_receiver(store)
         built = build_core(loading, checkpoint, options=options.engine, receiver=receiver)
         switched_off: dict[str, str] = {}
         if built.needs_trial:
