@@ -34,8 +34,9 @@ from random_qwen import IMAGE_PAD, Prompt, make_model, make_prompts, make_reques
 from records import write_record
 from sensorium import ModelError
 from sensorium.engine.build.builder import build_engine_core
-from sensorium.engine.build.config import EngineOptions, resolve_limits
+from sensorium.engine.build.config import resolve_limits
 from sensorium.engine.build.memory import get_free_bytes, plan_memory
+from sensorium.engine.build.options import EngineOptions
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.models.adapter import ModelAdapter
 from sensorium.multimodal.cache.mirror import MirrorReceiver

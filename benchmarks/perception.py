@@ -42,7 +42,7 @@ from PIL import Image
 
 from records import write_record
 from sensorium import SamplingParams
-from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.options import MediaOptions
 from sensorium.engine.build.perception import (
     Caches,
     Perception,

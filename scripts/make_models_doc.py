@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sensorium.engine.build.catalog import HEADER, OTHERS, get_rows
-from sensorium.models.families import FAMILIES
+from sensorium.cli.models import HEADER, OTHERS, get_rows
+from sensorium.types.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"

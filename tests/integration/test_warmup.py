@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.multimodal import placeholders
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
@@ -90,7 +92,7 @@ def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -
 @contextmanager
 def build(model: str, **options: Any) -> Iterator[FrontendApp]:
     """A frontend as its process builds it, without its process."""
-    given = ServeOptions(model=model, is_render_only=True, **options)
+    given = ServeOptions(loading=LoadingOptions(model=model), is_render_only=True, **options)
     start = StartFrontend(
         options=given, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
     )
@@ -151,7 +153,7 @@ def test_what_no_prompt_may_have_is_not_warmed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     processed = watch_items(monkeypatch)
-    limits = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+    limits = EngineOptions(limit_mm_per_prompt={"video": 0, "audio": 0})
     with build(tiny_model("qwen2_5_omni"), engine=limits):
         assert processed == ["image", "image"]  # for either kind of requests
 
@@ -201,7 +203,9 @@ def test_a_dummy_that_is_over_the_limits_switches_nothing_off(
     tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with build(tiny_model("llava"), media={"media_limits": {"max_pixels": 1000}}) as half:
+    with build(
+        tiny_model("llava"), media=MediaOptions(media_limits=MediaLimits(max_pixels=1000))
+    ) as half:
         lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert lines == [
             f"{name} warmup failed for image: multi_modal_data.image[0]: it has more than 1000 "

@@ -14,20 +14,19 @@ from functools import cached_property
 from itertools import count
 from typing import Any, Self, Unpack
 
-import torch
 from tqdm import tqdm
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.builder import Engine, Source, build_engine
-from sensorium.engine.build.config import EngineOptions
-from sensorium.engine.build.media_options import MediaKwargs, MediaOptions, make_media_options
+from sensorium.engine.build.builder import Engine, build_engine
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.prompt_fields import as_params, as_prompts
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.types.errors import CapacityError, ModelError, RequestError, SensoriumError
+from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.types.options import check_names, make_group, takes_options
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import FinishReason
@@ -39,113 +38,29 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A model that is ready to generate. Not thread-safe.
 
-    `model` is a directory or a hub id; without one, or as "sensorium-mini", it is the model that
-    comes with the package. What is not given is chosen to fit the model and the machine:
+    `model` is a directory or a hub id. Without one, or as "sensorium-mini", it is the model that
+    comes with the package. Options that are left out are chosen to fit the model and the machine;
+    `help(LLM.__init__)` and docs/options.md explain each of them. Hub ids go through the hub's own
+    cache, and `HF_HUB_OFFLINE=1` uses nothing else.
 
-    - `max_model_len`: the context, from the model's config, cut to what the KV cache holds;
-    - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens a step at most (32 and 2048 on a
-      CPU, 256 and 8192 on CUDA);
-    - `kv_cache_memory_bytes`: enough for all requests at full length, but at most a share of what
-      is free; `block_size` tokens make a block; `enable_prefix_caching` keeps full ones;
-    - `encoder_cache_size`, `max_num_encoder_embeds`: embeddings kept, and encoded a step;
-    - `limit_mm_per_prompt`: most items of a modality in a prompt, e.g. `{"image": 4}`;
-    - `disable_chunked_mm_input`: an item's tokens are computed in one step;
-    - `scheduling_policy`: "fcfs", or "priority" (a prompt's lower `priority` first);
-    - `attention_backend`: "flashinfer", "varlen", "triton", "torch", or "auto", the first that runs
-      the model here;
-    - `enforce_eager`: no CUDA graphs; `cuda_graph_sizes`: the batch sizes that have one (default:
-      1, 2, 4, 8, then every eighth up to `max_num_seqs`); `fusion=False`: no fused kernels;
-    - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
-      the checkpoint is in bfloat16;
-    - `revision`: the branch, tag or commit of a hub id; config, processor and weights are all of
-      it. Hub ids go through the hub's own cache; `HF_HUB_OFFLINE=1` uses nothing else;
-    - `trust_remote_code`: run code that a checkpoint brings (off: such a model is refused);
-    - `gpu_memory_utilization`: the share of a CUDA device's memory that may be in use afterwards;
-      a model that does not fit is refused before it is loaded, with the figures;
-    - `generation_config`: "auto": what a request leaves open is as in the checkpoint's
-      `generation_config.json`; "none": that counts only for its end-of-sequence tokens, so that a
-      silent request samples at temperature 1, and bans no tokens;
-    - `structured_string_limit`: bounds answers that follow a JSON schema, whose free strings get at
-      most so many characters; by default the model's directory sets it, which few do; 0: no limit;
-    - `use_tqdm_on_load`: progress of long loads, on a terminal;
-    - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
-
-    Of media, see `sensorium.engine.build.media_options.MediaOptions`: `mm_processor_cache_gb` (4;
-    0 is off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
-    `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
-    `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
-    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost,
-    `enable_mm_embeds` for media that comes as its encoder's output (off), `allow_larger_media` for
-    prompts with options that enlarge an item beyond what `mm_processor_kwargs` can (off).
-    `close` ends processes and threads; `with LLM(...) as llm` does too.
+    `close` ends processes and threads, and so does the end of `with LLM(...) as llm`.
     """
 
     _is_closed = False
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = EMBEDDED_MODEL,
-        *,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        encoder_cache_size: int | None = None,
-        max_num_encoder_embeds: int | None = None,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        disable_chunked_mm_input: bool = False,
-        scheduling_policy: str = "fcfs",
-        attention_backend: str = "auto",
-        enforce_eager: bool = False,
-        fusion: bool = True,
-        cuda_graph_sizes: Sequence[int] | None = None,
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        generation_config: str = "auto",
-        structured_string_limit: int | None = None,
-        use_tqdm_on_load: bool = True,
-        seed: int = 0,
-        **media: Unpack[MediaKwargs],
-    ) -> None:
-        options = EngineOptions(
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            encoder_cache_size=encoder_cache_size,
-            max_num_encoder_embeds=max_num_encoder_embeds,
-            block_size=block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            disable_chunked_mm_input=disable_chunked_mm_input,
-            scheduling_policy=scheduling_policy,
-            attention_backend=attention_backend,
-            enforce_eager=enforce_eager,
-            fusion=fusion,
-            cuda_graph_sizes=cuda_graph_sizes,
-            limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
-            gpu_memory_utilization=gpu_memory_utilization,
-            generation_config=generation_config,
-            structured_string_limit=structured_string_limit,
-            seed=seed,
-        )
-        source = Source(
-            model=_as_text(model),
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            use_tqdm_on_load=use_tqdm_on_load,
-        )
-        self._load(source, options, make_media_options(media))
+    @takes_options(LoadingOptions, EngineOptions, MediaOptions)
+    def __init__(self, model: str | os.PathLike[str] = EMBEDDED_MODEL, **options: Any) -> None:
+        """Load a model and build its engine. These are the options:"""
+        check_names(options, (LoadingOptions, EngineOptions, MediaOptions), caller="LLM()")
+        loading = make_group(LoadingOptions, {**options, "model": model})
+        engine_options = make_group(EngineOptions, options)
+        self._load(loading, engine_options, make_group(MediaOptions, options))
 
-    def _load(self, source: Source, options: EngineOptions, media_options: MediaOptions) -> None:
-        with blame_checkpoint(source.model):
-            engine = build_engine(source, options=options, media=media_options)
+    def _load(
+        self, loading: LoadingOptions, options: EngineOptions, media_options: MediaOptions
+    ) -> None:
+        with blame_checkpoint(loading.model):
+            engine = build_engine(loading, options=options, media=media_options)
         self.config, self.core, self.perception = engine.config, engine.core, engine.perception
         self.input_processor = _make_input_processor(engine, options, media_options)
         self._num_threads = media_options.mm_processor_pool_size
@@ -482,12 +397,6 @@ def _make_input_processor(
     )
     inputs.max_model_len = engine.config.limits.max_model_len
     return inputs
-
-
-def _as_text(model: object) -> str:
-    if not isinstance(model, str | os.PathLike):
-        raise ModelError(f"model is a directory or a hub id, not {type(model).__name__}")
-    return str(os.fspath(model))
 
 
 def _check_error(output: RequestOutput | None) -> None:

@@ -41,7 +41,6 @@ from sensorium.utils.arrays import to_device
 
 logger = logging.getLogger(__name__)
 
-MODALITIES = ("image", "video", "audio")
 # Transformers' numbers in `mm_token_type_ids`; 0 is text.
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
 # The name of the only tensor of an item that came as the output of an encoder.
 PRECOMPUTED = "embeds"
+MODALITIES = ("image", "video", "audio")
+HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
 
 
 @dataclass(frozen=True, slots=True)
