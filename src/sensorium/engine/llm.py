@@ -19,9 +19,15 @@ from sensorium.engine.build.builder import Engine, Source, build_engine
 from sensorium.engine.build.config import EngineOptions
 from sensorium.engine.build.media_options import MediaKwargs, MediaOptions, make_media_options
 from sensorium.engine.delivery import Delivery
-from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
+from sensorium.engine.inputs.chat_batch import (
+    Chat,
+    ChatKwargs,
+    Messages,
+    as_params,
+    as_prompts,
+    make_chats,
+)
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.inputs.prompt_batch import as_params, as_prompts
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.engine.outputs.parallel_sampling import ParallelSampling

@@ -16,13 +16,16 @@ from typing import Any
 
 from sensorium.core.admission import check_length
 from sensorium.engine.build.switched_off import SwitchedOff
-from sensorium.engine.inputs.external_names import rename_items
-from sensorium.engine.inputs.prompt_fields import get_media_items, normalise
-from sensorium.engine.inputs.rendered_prompt import ItemReader, RenderedItem, read_items
+from sensorium.engine.inputs.rendered_prompt import (
+    ItemReader,
+    RenderedItem,
+    read_items,
+    rename_items,
+)
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
-from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processing.item_spec import ItemSpecs
@@ -30,6 +33,7 @@ from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.processing.processor_options import check_processor_kwargs
 from sensorium.multimodal.text_length import TextLength
 from sensorium.multimodal.uuid_bindings import UuidScope
+from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import MissingMediaError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
@@ -131,7 +135,7 @@ class InputProcessor:
     def process(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | EnginePrompt,
         params: SamplingParams,
         *,
         seed: int | None = None,
@@ -155,7 +159,7 @@ class InputProcessor:
     def process_pausing(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | EnginePrompt,
         params: SamplingParams,
         *,
         seed: int | None = None,
@@ -163,21 +167,21 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[ProcessedRequest]:
-        """Raise a `RequestError` that names what is wrong with the prompt, or return the request;
-        pause while its media is fetched.
+        """Return the request of a prompt, and pause while its media is fetched.
 
-        With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
-        neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
-        prompt of text may be as long as several contexts: who asks so may just want to count.
+        Raise a `RequestError` with the path of the field that is wrong. With `skip_mm_cache` the
+        items bring their tensors, and the cache that leads to the core is neither read nor changed.
+        If `needs_tensors` is false as well, items may come without tensors, and a prompt of text
+        may be as long as several contexts, since its tokens may just be counted.
         """
         self._check_grammar(params)
-        fields = normalise(prompt, max_model_len=self.max_model_len)
+        read = read_prompt(prompt, max_model_len=self.max_model_len)
         pipeline = self._get_pipeline(skip_mm_cache=skip_mm_cache)
         needs_tensors = needs_tensors or not skip_mm_cache
-        if "prompt" in fields:  # before its media is fetched
-            self.check_text(fields["prompt"], is_counted_only=not needs_tensors)
+        if read.text is not None:  # before its media is fetched
+            self.check_text(read.text, is_counted_only=not needs_tensors)
         token_ids, features, items = yield from self._expand(
-            fields, pipeline, needs_tensors=needs_tensors, cancelled=cancelled
+            read, pipeline, needs_tensors=needs_tensors, cancelled=cancelled
         )
         try:
             if needs_tensors and self.max_model_len is not None:
@@ -191,8 +195,8 @@ class InputProcessor:
                 mm_features=tuple(features),
                 eos_token_ids=self.defaults.eos_token_ids,
                 bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
-                cache_salt=fields.get("cache_salt"),
-                priority=fields.get("priority") or 0,
+                cache_salt=read.cache_salt,
+                priority=read.priority,
             )
         except BaseException:
             pipeline.release(items)
@@ -200,7 +204,7 @@ class InputProcessor:
         return ProcessedRequest(
             request=request,
             items=tuple(items),
-            prompt=fields.get("prompt"),
+            prompt=read.text,
             is_readonly=pipeline is not self.pipeline,
         )
 
@@ -240,37 +244,36 @@ class InputProcessor:
 
     def _expand(
         self,
-        fields: Mapping[str, Any],
+        prompt: EnginePrompt,
         pipeline: MediaPipeline,
         *,
         needs_tensors: bool,
         cancelled: Future[None] | None,
     ) -> Pausing[_Expanded]:
-        if fields.get("mm_hashes") is not None:
-            return self._expand_rendered(fields, pipeline)
-        media = get_media_items(fields)
-        self._check_counts([item.modality for item in media])
+        if prompt.rendered is not None:
+            return self._expand_rendered(prompt, prompt.rendered, pipeline)
+        self._check_counts([item.modality for item in prompt.media])
         items = yield from pipeline.perceive_pausing(
-            media,
-            self._get_options(fields, media),
+            prompt.media,
+            self._get_options(prompt),
             needs_tensors=needs_tensors,
             cancelled=cancelled,
         )
         handles = [item.handle for item in items]
         is_counted_only = not needs_tensors
         try:
-            if "prompt" in fields:
+            if prompt.text is not None:
                 token_ids, features = expand_text(
                     self.processor,
-                    fields["prompt"],
+                    prompt.text,
                     handles,
-                    add_special_tokens=fields.get("add_special_tokens") is not False,
+                    add_special_tokens=prompt.add_special_tokens,
                     check_length=partial(self.check_text, is_counted_only=is_counted_only),
                 )
             else:
                 token_ids, features = expand_token_ids(
                     self.processor,
-                    fields["prompt_token_ids"],
+                    prompt.token_ids,
                     handles,
                     max_tokens=self.get_max_tokens(is_counted_only=is_counted_only),
                 )
@@ -279,17 +282,17 @@ class InputProcessor:
             raise
         return token_ids, features, items
 
-    def _expand_rendered(self, fields: Mapping[str, Any], pipeline: MediaPipeline) -> _Expanded:
-        entries = read_items(fields, self._reader)
+    def _expand_rendered(
+        self, prompt: EnginePrompt, rendered: RenderedMedia, pipeline: MediaPipeline
+    ) -> _Expanded:
+        entries = read_items(rendered, prompt.token_ids, self._reader)
         self._check_counts([entry.feature.modality for entry in entries])
-        if fields.get("is_external") and not self._trust_injected:
+        if rendered.is_external and not self._trust_injected:
             entries = rename_items(
                 entries,
                 hasher=pipeline.hasher,
                 bindings=pipeline.uuids,
-                scope=UuidScope(
-                    client=fields.get("uuid_scope"), cache_salt=fields.get("cache_salt")
-                ),
+                scope=UuidScope(client=prompt.uuid_scope, cache_salt=prompt.cache_salt),
             )
         items: list[PerceivedItem] = []
         try:
@@ -297,20 +300,18 @@ class InputProcessor:
         except BaseException:
             pipeline.release(items)
             raise
-        return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
+        return list(prompt.token_ids), [entry.feature for entry in entries], items
 
-    def _get_options(
-        self, fields: Mapping[str, Any], media: Sequence[MediaItem]
-    ) -> PerceptionOptions:
-        own = fields.get("mm_processor_kwargs") or {}
+    def _get_options(self, prompt: EnginePrompt) -> PerceptionOptions:
+        own = prompt.mm_processor_kwargs
         check_processor_kwargs(self.processor, own)
         media_io_kwargs = dict(self._media_io_kwargs)
-        for modality, options in (fields.get("media_io_kwargs") or {}).items():
+        for modality, options in prompt.media_io_kwargs.items():
             if not isinstance(options, Mapping):
                 raise RequestError("must be a mapping", path=("media_io_kwargs", str(modality)))
             media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
         processor_kwargs = {**self._mm_processor_kwargs, **own}
-        for modality in {item.modality for item in media if item.is_encoded}:
+        for modality in {item.modality for item in prompt.media if item.is_encoded}:
             # Before an item is looked at: the options are wrong then, and not the item.
             decode_options = resolve_decode_options(modality, media_io_kwargs)
             if modality == "video":
@@ -318,8 +319,8 @@ class InputProcessor:
         return PerceptionOptions(
             processor_kwargs=processor_kwargs,
             media_io_kwargs=media_io_kwargs,
-            cache_salt=fields.get("cache_salt"),
-            uuid_scope=fields.get("uuid_scope"),
+            cache_salt=prompt.cache_salt,
+            uuid_scope=prompt.uuid_scope,
         )
 
     def inject_into_mm_cache(
