@@ -1,6 +1,4 @@
-"""From what a caller gives to a request that the core can run, with handles of its media beside
-it.
-"""
+"""Makes a request that the core can run of a prompt, with handles of its media beside it."""
 
 from __future__ import annotations
 
@@ -43,51 +41,47 @@ from sensorium.types.transfer import Payload
 from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
-_MAX_LISTED = 8  # hashes in a message; the error has them all
+_MAX_LISTED = 8  # hashes in a message; the error object lists all
 _COUNTED_CONTEXTS = 4  # how long a text may be that is only counted
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
-    """`items`: one handle per item of media, which somebody must release. `prompt`: the text, if
-    text was given. `is_readonly`: the handles are not of the cache that leads to the core.
-    """
+    """A request, and the handles of its media, which must be released once."""
 
     request: EngineCoreRequest
-    items: tuple[PerceivedItem, ...]
-    prompt: str | None
-    is_readonly: bool = False
+    items: tuple[PerceivedItem, ...]  # one handle per item of media
+    prompt: str | None  # the text, if text was given
+    is_readonly: bool = False  # the handles are not of the cache that leads to the core
 
 
 class InputProcessor:
-    """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
-    requests that run no engine, and leaves the cache of `pipeline` alone. `max_model_len`: the
-    core's, so that the core is not bothered with what it would refuse (`None`: not known yet).
-    `trust_injected`: hashes that came over the wire are taken as they are. `grammars`: the core's,
-    where it is near; else grammars are compiled here as well, so that a bad one gets no further.
-    `switched_off`: modalities that can't be used, with the reasons, where the core is near.
-    """
+    """The way from a prompt to a request, for one model. Safe to use from several threads."""
 
     def __init__(
         self,
         processor: MultiModalProcessor,
         *,
         pipeline: MediaPipeline,
+        # For requests that run no engine: it leaves the cache of `pipeline` alone.
         readonly: MediaPipeline | None = None,
         defaults: GenerationDefaults,
         limit_mm_per_prompt: Mapping[str, int],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        trust_injected: bool = False,
+        trust_injected: bool = False,  # hashes that came over the wire are taken as they are
         seed: int,
+        # The core's, if it is in this process. Else grammars are compiled here as well, so that a
+        # bad one gets no further.
         grammars: GrammarCompiler | None = None,
-        max_string_length: int | None = None,  # where `grammars` are made here
-        switched_off: Mapping[str, str] | None = None,
+        max_string_length: int | None = None,  # for grammars that are compiled here
+        switched_off: Mapping[str, str] | None = None,  # modality -> why the core can't use it
     ) -> None:
         self.processor = processor
         self.pipeline = pipeline
         self.defaults = defaults
+        # The core's limit, so that nothing is sent that it would refuse; `None`: not known yet.
         self.max_model_len: int | None = None
         self._readonly = readonly
         self._limits = dict(limit_mm_per_prompt)
@@ -108,7 +102,7 @@ class InputProcessor:
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
-        """Those of which a prompt may have an item."""
+        """Return the modalities that a prompt may have."""
         off = self.switched_off.reasons
         return tuple(
             m for m in self.processor.modalities if self._limits.get(m) != 0 and m not in off
@@ -116,7 +110,7 @@ class InputProcessor:
 
     @contextmanager
     def rehearse(self) -> Iterator[InputProcessor]:
-        """One that does all that this one does; this one's caches and counts stay as they are."""
+        """Lend a processor that does the same, and leaves the caches and counts as they are."""
         rehearsal = copy.copy(self)
         rehearsal.max_model_len = None
         pipelines = [p.make_rehearsal() for p in (self.pipeline, self._readonly) if p is not None]
@@ -129,7 +123,7 @@ class InputProcessor:
                 pipeline.loader.close()
 
     def draw_seed(self) -> int:
-        """For a request that has none."""
+        """Return a seed for a request that has none."""
         return self._seeds.getrandbits(63)
 
     def process(
@@ -209,15 +203,16 @@ class InputProcessor:
         )
 
     def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
-        """Raise a `RequestError` if the text can't fit into the context, without tokenising it
-        whole. A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
+        """Raise a `RequestError` if a text can't fit into the context, before it is tokenised.
+
+        A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
         """
         max_tokens = self.get_max_tokens(is_counted_only=is_counted_only)
         if max_tokens is not None:
             self._text_length.check(text, max_tokens)
 
     def get_max_tokens(self, *, is_counted_only: bool) -> int | None:
-        """How many tokens a prompt may have, or `None` where the context is not known."""
+        """Return how many tokens a prompt may have, or `None` if the context is not known."""
         if self.max_model_len is None:
             return None
         # A prompt that is run leaves room for one new token.
@@ -235,7 +230,7 @@ class InputProcessor:
         self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
-        """Its items may be evicted, as far as it is concerned. Once."""
+        """Release the items of a request, so that they may be evicted. To be called once."""
         pipeline = self._get_pipeline(skip_mm_cache=processed.is_readonly)
         pipeline.release(processed.items)
 
@@ -331,11 +326,11 @@ class InputProcessor:
     ) -> dict[str, list[Payload | None]]:
         """Put items that were processed elsewhere into the cache, under their hashes.
 
-        Tensors are not copied: whoever injects them leaves them as they are. An item without a
-        layout serves prompts that are expanded already, and no others. Lists of
-        unequal length and items that are `None` are passed over; whatever else is wrong is a
-        warning in the log, never an error here. The items as the cache has them: tensors, a place
-        in shared memory, or `None` for what was passed over.
+        Return the items as the cache has them: tensors, a place in shared memory, or `None` for
+        items that were passed over. Lists of unequal length and items that are `None` are passed
+        over; anything else that is wrong is a warning in the log, never an error. Tensors are not
+        copied, so the caller must not change them. An item without a layout serves only prompts
+        that are expanded already.
         """
         stored: dict[str, list[Payload | None]] = {}
         try:
@@ -369,7 +364,7 @@ class InputProcessor:
         return handle.reference or handle.kwargs or item.kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word at the beginning of a text and behind a space."""
+        """Return the tokens of each word at the beginning of a text and behind a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -399,7 +394,10 @@ class InputProcessor:
 def _take_items(
     cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
 ) -> None:
-    """Add the items of a prompt that was rendered before."""
+    """Append handles of a rendered prompt's items to `items`.
+
+    Raise a `MissingMediaError` if some are in no cache. The caller releases what was appended.
+    """
     missing: dict[str, None] = {}
     for entry in entries:
         handle = cache.get_and_update_item(entry.feature.mm_hash, entry.item, needs_layout=False)
@@ -429,5 +427,6 @@ def _take_items(
         first = ", ".join(list(missing)[:_MAX_LISTED])
         more = ", …" if len(missing) > _MAX_LISTED else ""
         raise MissingMediaError(
-            f"{len(missing)} item(s) said to be cached are not: {first}{more}", tuple(missing)
+            f"{len(missing)} item(s) that were left out are not cached: {first}{more}",
+            tuple(missing),
         )
