@@ -23,8 +23,8 @@ from sensorium.engine.build.builder import (
 from sensorium.engine.build.config import EngineOptions
 from sensorium.engine.build.media_options import MediaOptions
 from sensorium.engine.build.perception import Perception, build_caches, build_receiver, build_store
+from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
-from sensorium.engine.core_process.core_messages import CoreInfo
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.cache.mirror import MirrorReceiver

@@ -230,7 +230,7 @@ def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: Lo
     run(core, test)
 
 
-def test_siblings_of_a_completion_that_failed_are_not_started(lru_core: LocalCore) -> None:
+def test_other_completions_of_one_that_failed_are_not_started(lru_core: LocalCore) -> None:
     core = lru_core
 
     async def test(engine: AsyncEngine, _: Perception) -> None:

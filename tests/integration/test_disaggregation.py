@@ -27,7 +27,7 @@ from tests.integration.disaggregating import (
 )
 from tests.integration.serving import ServerProcess, serve
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 TinyModel = Callable[[str], str]
 ROUTES = [
     Route(is_msgpack=is_msgpack, is_streamed=is_streamed)

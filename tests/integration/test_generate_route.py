@@ -31,7 +31,7 @@ from tests.integration.generating import (
 )
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 CONVERSATIONS = make_conversations(seed=70)
 QUERIES, HITS = "vllm:mm_cache_queries_total", "vllm:mm_cache_hits_total"
 
@@ -255,7 +255,7 @@ def test_an_encoder_that_refuses_an_item_refuses_it_alone(
     omni_server: ServerProcess, omni_llm: LLM
 ) -> None:
     """A mask of another length than the placeholders: only the encoder finds out."""
-    from sensorium.multimodal.item_wire import decode_item, encode_item
+    from sensorium.multimodal.item_codec import decode_item, encode_item
 
     body = render(omni_llm, CONVERSATIONS["audio"], rename=lambda _: "deaf", has_layouts=False)
     expected = generate(omni_server, body)

@@ -18,7 +18,7 @@ from tests.integration.conversing import ask, make_png, make_url_part
 from tests.integration.generating import as_json, render
 from tests.integration.serving import ROOT, ServerProcess
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 SCRIPT = ROOT / "scripts" / "outside_frontend.py"
 SEED = 901
 

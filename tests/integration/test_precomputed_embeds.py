@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sensorium import LLM, RequestError
-from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds
+from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.outputs import RequestOutput
 from tests.integration.perceiving import (

@@ -23,7 +23,7 @@ from tests.integration.serving import (
     wait_until,
 )
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-render")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 

@@ -29,7 +29,7 @@ from tests.integration.media_bombs import make_bmp, make_webp
 from tests.integration.media_hosts import MediaServer
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = [pytest.mark.xdist_group("server"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("server-faults"), pytest.mark.slow]
 LONG = 900
 
 

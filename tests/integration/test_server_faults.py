@@ -39,7 +39,7 @@ from tests.integration.serving import (
 )
 from tests.media_files import make_pixels, write_image
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-faults")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it
 
 

@@ -13,7 +13,7 @@ from sensorium import LLM, SamplingParams
 from tests.integration.conversing import Answer, Message, chat, make_conversations, stream_chat
 from tests.integration.serving import ServerProcess
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-shared")
 OTHERS = make_conversations(1)
 CONVERSATIONS = {
     **make_conversations(0),

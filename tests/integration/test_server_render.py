@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sensorium.multimodal.item_wire import decode_item
+from sensorium.multimodal.item_codec import decode_item
 from tests.integration.conversing import (
     MODEL,
     ask,

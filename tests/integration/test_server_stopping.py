@@ -38,7 +38,7 @@ from tests.integration.serving import (
     wait_until,
 )
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-stopping")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it
 Start = Callable[..., ServerProcess]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from sensorium.engine.inputs.warmup import warm_up
 from sensorium.multimodal import placeholders
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
@@ -124,7 +125,7 @@ def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(
         assert [line.rpartition(" ")[0] + " " for line in lines] == [_LINE, _READONLY_LINE]
         assert all(float(line.rpartition(" ")[2].removesuffix("s")) > 0 for line in lines)
         assert_no_trace(half)
-        assert half.engine.renderer._inputs.draw_seed() == random.Random(0).getrandbits(63)
+        assert half.engine.renderer.inputs.draw_seed() == random.Random(0).getrandbits(63)
 
 
 def test_without_warm_up_nothing_is_said(
@@ -141,7 +142,7 @@ def test_a_model_of_text_alone_has_no_media_to_warm(
     caplog.set_level(logging.INFO)
     with build(tiny_model("llama")) as half:
         assert get_lines(caplog) == []
-        template = half.engine.renderer._chat_renderer._get_template.cache_info()
+        template = half.engine.renderer.chat_renderer._get_template.cache_info()
         assert template.currsize == 1
 
 
@@ -261,6 +262,6 @@ def test_a_warm_up_can_not_fail_its_caller(
         def fail(*_: object) -> None:
             raise RuntimeError("nothing works")
 
-        monkeypatch.setattr(type(half.engine.renderer._inputs), "rehearse", fail)
-        half.engine.renderer.warmup()
+        monkeypatch.setattr(type(half.engine.renderer.inputs), "for_warmup", fail)
+        warm_up(half.engine.renderer)
     assert "nothing works" in caplog.text

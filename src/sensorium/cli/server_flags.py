@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from sensorium.cli.parsing import at_least, between, parse_file
-from sensorium.render.answers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from sensorium.render.answers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sensorium.types.sampling import MAX_N
 
 MAX_FRONTENDS = 64

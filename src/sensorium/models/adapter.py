@@ -37,7 +37,7 @@ from sensorium.models.seams.packed_attention import (
 from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -31,38 +31,30 @@ _TIMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """Safe by default: no local files, no private addresses.
+    """Limits on one media item, safe by default: no local files, no private addresses."""
 
-    `max_bytes`: of an encoded item, wherever it comes from. `max_pixels`: of an image, or of one
-    frame. `max_edge`: of its width and of its height. `max_frames`, `max_video_pixels`: that are
-    kept of a video, after sampling. `max_decoded_pixels`: of all frames of a video that have to be
-    decoded to get at those. `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an
-    item, from the first look-up to the last byte. `request_deadline_s`: for fetching all items of
-    one request together; `None` is twice `deadline_s`. `process_deadline_s`: for decoding and
-    processing an item, from the start of that work. `process_wait_s`: for waiting until a process
-    is free for it.
-    `max_process_bytes`: that a process of the pool may take for it.
-    `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
-    `*.example.com`: all below it); none named means any public one.
-    `allowed_local_path`: files below it may be read. `allow_private_addresses`: loopback, private
-    and link-local networks may be asked.
-    """
-
-    max_bytes: int = 256 * _MEBIBYTE
-    max_pixels: int = 100_000_000
-    max_edge: int = 65_535  # the largest that JPEG and GIF can express
-    max_frames: int = 2048
-    max_video_pixels: int = 1_000_000_000
-    max_decoded_pixels: int = 20_000_000_000  # 1 to 2 minutes of work; 5 minutes of 1080p at 30 fps
-    max_duration_s: float = 4 * 3600.0
-    deadline_s: float = 30.0
+    max_bytes: int = 256 * _MEBIBYTE  # of an encoded item, wherever it comes from
+    max_pixels: int = 100_000_000  # of an image, or of one frame
+    # Of its width and of its height: the largest that JPEG and GIF can express.
+    max_edge: int = 65_535
+    max_frames: int = 2048  # that are kept of a video, after sampling
+    max_video_pixels: int = 1_000_000_000  # of all frames that are kept
+    # Of all frames that have to be decoded to get at those: 1 to 2 minutes of work, or 5 minutes of
+    # 1080p at 30 fps.
+    max_decoded_pixels: int = 20_000_000_000
+    max_duration_s: float = 4 * 3600.0  # of a sound or a video
+    deadline_s: float = 30.0  # for fetching an item, from the first look-up to the last byte
+    # For fetching all items of one request together; None: twice `deadline_s`.
     request_deadline_s: float | None = None
-    process_deadline_s: float = 120.0
-    process_wait_s: float = 120.0
-    max_process_bytes: int = 8 * 2**30
+    process_deadline_s: float = 120.0  # for decoding and processing an item, from the start of that
+    process_wait_s: float = 120.0  # for waiting until a process is free for an item
+    max_process_bytes: int = 8 * 2**30  # that a process of the pool may take for an item
     max_redirects: int = 5
+    # The only hosts that may be asked: `example.com` alone, `.example.com` or `*.example.com` for
+    # all below it. None named: any public host.
     allowed_domains: frozenset[str] = field(default_factory=frozenset)
-    allowed_local_path: Path | None = None
+    allowed_local_path: Path | None = None  # files below it may be read
+    # Loopback, private and link-local networks may be asked.
     allow_private_addresses: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +71,7 @@ class MediaLimits:
 
     @property
     def flight_timeout_s(self) -> float:
-        """The longest that an item can be on its way: it may wait and be worked on twice."""
+        """Return the longest time for an item: it may wait and be worked on twice."""
         return 2 * (self.process_wait_s + self.process_deadline_s)
 
     def get_request_deadline_s(self) -> float:

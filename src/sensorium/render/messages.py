@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from sensorium.multimodal.item_codec import PrecomputedEmbeds, decode_embeds
 from sensorium.multimodal.media_item import MediaItem
-from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds, decode_embeds
 from sensorium.multimodal.uuid_bindings import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
 

@@ -20,6 +20,7 @@ from sensorium.multimodal.media_item import MediaItem
 from sensorium.multimodal.uuid_bindings import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
+from sensorium.types.sampling import SamplingParams
 
 _TEXT_KEYS = frozenset(TextPrompt.__annotations__)
 _RENDERED_KEYS = frozenset(RenderedPrompt.__annotations__)
@@ -220,3 +221,36 @@ def _read_rendered(prompt: Mapping[str, Any]) -> RenderedMedia | None:
         return None
     given = {name: prompt.get(name) or {} for name in _RENDERED_FIELDS}
     return RenderedMedia(**given, is_external=bool(prompt.get("is_external")))
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts. A text, a mapping and a list of token ids are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray | torch.Tensor):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
+        )
+    if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return one `SamplingParams` for each of `count` prompts."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+    return list(params)

@@ -1,4 +1,4 @@
-"""`sensorium serve`: from words to options, or to the usage."""
+"""The words of `sensorium serve` become options, or a usage error."""
 
 from __future__ import annotations
 

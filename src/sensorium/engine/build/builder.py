@@ -37,8 +37,7 @@ from sensorium.engine.build.perception import (
 )
 from sensorium.engine.build.switched_off import log_switched_off
 from sensorium.engine.build.trial import Trial
-from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerGroup, group_layers
@@ -396,7 +395,7 @@ def try_core(
 
     Raises a `ModelError` if the model can't be used at all. Leaves no trace in either half.
     """
-    pipeline = frontend.perception.readonly.make_rehearsal()
+    pipeline = frontend.perception.readonly.for_warmup()
     trial = Trial(
         built.core,
         built.adapter,

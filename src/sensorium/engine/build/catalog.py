@@ -18,11 +18,12 @@ from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.perception import build_readonly_caches
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
+from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.families import FAMILIES, Family
 from sensorium.models.loading import get_model_class
 from sensorium.models.safetensors_header import get_num_weight_bytes
-from sensorium.multimodal.processing.family_calls import PROCESSOR_CALLS
+from sensorium.multimodal.processing.processor import PROCESSOR_CALLS
 from sensorium.types.sampling import GenerationDefaults
 
 HEADER = ("family", "model_type", "besides text", "code of its own", "what is special", "limits")
@@ -116,7 +117,7 @@ def _find_switched_off(frontend: Frontend) -> dict[str, str]:
         seed=0,
     )
     try:
-        Renderer(inputs).warmup()
+        warm_up(Renderer(inputs))
     finally:
         perception.close()
     return inputs.switched_off.reasons

@@ -16,10 +16,10 @@ from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processing.cost_guard import OwnOptions
-from sensorium.multimodal.processing.embeds_backend import EmbedsBackend
 from sensorium.multimodal.processing.item_backend import (
     EARLY_COST_S,
     EarlyBackend,
+    EmbedsBackend,
     InProcessBackend,
     ItemBackend,
     PoolBackend,

@@ -1,24 +1,16 @@
-"""The arguments of `LLM.generate` and `LLM.chat` as lists of prompts, conversations and parameters.
-
-Conversations are rendered later, when their turn comes.
-"""
+"""The arguments of `LLM.chat` as conversations, which are rendered when their turn comes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, TypedDict
-
-import numpy as np
-import torch
 
 from sensorium.render.chat_options import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.errors import RequestError
-from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.prompts import TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -80,36 +72,3 @@ def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> 
         Chat(messages=conversation, options=chat_options, fields=fields)
         for conversation in conversations
     ]
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A text, a mapping and a list of token ids are one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, np.ndarray | torch.Tensor):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
-        )
-    if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """Return one `SamplingParams` for each of `count` prompts."""
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
-    for entry in params:
-        if not isinstance(entry, SamplingParams):
-            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts")
-    return list(params)

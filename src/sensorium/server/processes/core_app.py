@@ -37,7 +37,7 @@ from sensorium.server.options import (
 from sensorium.server.processes.announcement import describe_model
 from sensorium.server.processes.control import StartCore
 from sensorium.server.processes.pulse import Pulse, get_idle_interval
-from sensorium.utils.long_work import listen_for_long_work
+from sensorium.utils.process import listen_for_long_work
 
 
 def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:

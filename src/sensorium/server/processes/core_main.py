@@ -25,7 +25,7 @@ from sensorium.server.processes.control import (
     Stop,
     ToCoreProcess,
 )
-from sensorium.utils.loading import without_collection
+from sensorium.utils.process import without_collection
 
 if TYPE_CHECKING:
     from sensorium.engine.core_process.core_loop import CoreLoop

@@ -19,11 +19,11 @@ from sensorium.engine.build.builder import build_frontend, load_source, resolve_
 from sensorium.engine.build.perception import Perception, build_caches, build_readonly_caches
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_options import load_chat_template
 from sensorium.render.chat_template import get_template_text
 from sensorium.server.http.app import make_app
@@ -113,7 +113,7 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
         options, frontend.processor, template, max_string_length=string_limit
     )
     if options.warmup:
-        engine.renderer.warmup()  # before the pool starts: what it warms is this process
+        warm_up(engine.renderer)  # before the pool starts: what it warms is this process
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()

@@ -20,7 +20,7 @@ from sensorium.server.processes.child import (
     report_failure,
 )
 from sensorium.server.processes.control import TO_FRONTEND, Drain, StartFrontend, ToFrontend
-from sensorium.utils.loading import without_collection
+from sensorium.utils.process import without_collection
 
 # The event loop shares the interpreter with threads that render, hash and tokenise. Each of them
 # may keep it for this long after the loop has something to do; Python's own choice is 5 ms.

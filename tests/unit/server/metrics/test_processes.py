@@ -152,6 +152,8 @@ from sensorium.server.metrics.core import CoreMetrics
 from sensorium.server.metrics.collect import render, Files
 from sensorium.server.metrics.metric_set import get_directory
 from tests.unit.server.metrics.cores import make_core
+
+pytestmark = pytest.mark.processes
 CoreMetrics("tiny").sync(make_core())
 print(render(Files(get_directory()))[0].decode())
 """

@@ -1,0 +1,170 @@
+"""Does before the first request what only a first request has to do.
+
+This is the import of modules that are imported late, the compilation of templates, the first use of
+decoders and of the processor. Dummy items take the way of real ones, as encoded files, through a
+renderer with caches and counts of its own. A failure is a warning in the log. A modality that can't
+be prepared at all is switched off, and a model that can't even prepare text is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.renderer import Renderer
+from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
+from sensorium.render.chat_options import ChatOptions
+from sensorium.types.errors import CapacityError, ModelError
+from sensorium.types.prompts import Prompt
+from sensorium.types.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+_WORDS = "Hello"
+_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def warm_up(renderer: Renderer) -> None:
+    """Warm up the chat template, and the processor with an item of each modality.
+
+    Leaves no trace in caches and counts. Raise a `ModelError` only if no text can be prepared.
+    """
+    try:
+        with renderer.for_warmup() as for_warmup:
+            has_template = _warm_up_template(renderer)
+            _PromptWarmup(for_warmup, renderer.inputs, has_template=has_template).run()
+    except ModelError:
+        raise
+    except Exception:  # a server must not depend on its warm-up
+        logger.warning("Warmup failed", exc_info=True)
+
+
+def _warm_up_template(renderer: Renderer) -> bool:
+    """Return whether there is a chat template that takes a plain conversation."""
+    chat_renderer, modalities = renderer.chat_renderer, renderer.inputs.allowed_modalities
+    plain = ChatOptions(chat_template=renderer.chat_template)
+
+    def run() -> None:
+        chat_renderer.learn(plain, modalities)
+        chat_renderer.learn(replace(plain, tools=[_TOOL]), modalities)
+        chat_renderer.render([{"role": "user", "content": _WORDS}], plain)
+
+    return _try(run, "Chat template warmup failed")
+
+
+class _PromptWarmup:
+    """The warm-up with prompts, through a renderer that leaves no trace.
+
+    The `inputs` are those that will serve requests. With `has_template`, conversations can be
+    rendered.
+    """
+
+    def __init__(self, renderer: Renderer, inputs: InputProcessor, *, has_template: bool) -> None:
+        self._renderer = renderer
+        self._inputs = inputs
+        self._has_template = has_template
+
+    def run(self) -> None:
+        """Prepare a prompt of text, then one for each modality, for both kinds of requests.
+
+        Raise a `ModelError` if not even text can be prepared. A modality that can't be prepared is
+        switched off: a server must not be ready for what it would refuse every time.
+        """
+        self._warm_up_text()
+        if self._inputs.allowed_modalities:
+            self._perceive("Multi-modal", skip_mm_cache=False)
+            self._perceive("Readonly multi-modal", skip_mm_cache=True)
+            loader = self._inputs.pipeline.loader
+            _try(loader.prepare, "Warmup for media from elsewhere failed")
+
+    def _warm_up_text(self) -> None:
+        try:
+            self._render(self._make_prompt(None))
+        except Exception:  # maybe only conversations fail: text is tried alone
+            logger.warning("Text warmup failed", exc_info=True)
+            try:
+                self._render({"prompt": _WORDS})
+            except Exception as error:  # a tokenizer may raise anything
+                raise ModelError(f"no prompt of text can be prepared: {error}") from error
+
+    def _perceive(self, name: str, *, skip_mm_cache: bool) -> None:
+        started = time.monotonic()
+        outcomes = [
+            self._warm_up_modality(name, modality, skip_mm_cache=skip_mm_cache)
+            for modality in self._inputs.allowed_modalities
+        ]
+        if all(outcomes):
+            logger.info("%s warmup completed in %.3fs", name, time.monotonic() - started)
+
+    def _warm_up_modality(self, name: str, modality: str, *, skip_mm_cache: bool) -> bool:
+        """Return whether a small item could be prepared. Switch off what never can be."""
+        try:
+            self._render(self._make_prompt(modality), skip_mm_cache=skip_mm_cache)
+        except Exception as error:  # a processor may raise anything
+            logger.debug("%s warmup failed for %s", name, modality, exc_info=True)
+            if self._is_worth_trying(modality, error, skip_mm_cache=skip_mm_cache):
+                logger.warning("%s warmup failed for %s: %s", name, modality, error)
+            else:
+                reason = f"a small {modality} could not be prepared at start: {error}"
+                self._inputs.switched_off.add(modality, reason)
+            return False
+        return True
+
+    def _is_worth_trying(self, modality: str, error: Exception, *, skip_mm_cache: bool) -> bool:
+        """Return whether a modality may still work after its warm-up has failed.
+
+        There was no room, or the limits allow no item as large as the dummy, or only the chat
+        template has no place for it.
+        """
+        limits = self._inputs.pipeline.limits
+        if isinstance(error, CapacityError) or exceeds_limits(modality, limits):
+            return True
+        if not self._has_template:
+            return False
+        try:
+            self._render(self._make_plain_prompt(modality), skip_mm_cache=skip_mm_cache)
+        except Exception:  # as above; the first reason is the one to name
+            return False
+        return True
+
+    def _make_prompt(self, modality: str | None) -> Prompt | Chat:
+        """Return a conversation if the model has a template for it, or else a plain prompt."""
+        url = None if modality is None else _make_url(modality)
+        if self._has_template:
+            kind = f"{modality}_url"
+            media = [] if url is None else [{"type": kind, kind: {"url": url}}]
+            messages = [{"role": "user", "content": [*media, {"type": "text", "text": _WORDS}]}]
+            return Chat(messages=messages, options=ChatOptions(), fields={})
+        return {"prompt": _WORDS} if modality is None else self._make_plain_prompt(modality)
+
+    def _make_plain_prompt(self, modality: str) -> Prompt:
+        marker = self._inputs.processor.get_marker(modality)
+        media = {modality: [_make_url(modality)]}
+        return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
+
+    def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
+        """Make a request of a prompt, and text of its tokens."""
+        prepared = self._renderer.render(
+            prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
+        )
+        tokenizer = self._inputs.processor.tokenizer
+        tokenizer.decode(list(prepared.processed.request.prompt_token_ids))
+
+
+def _make_url(modality: str) -> str:
+    encoded = base64.b64encode(make_dummy_file(modality)).decode()
+    return f"data:{_TYPES[modality]};base64,{encoded}"
+
+
+def _try(run: Callable[[], None], failure: str) -> bool:
+    try:
+        run()
+    except Exception:  # the contract: a server must not depend on its warm-up
+        logger.warning(failure, exc_info=True)
+        return False
+    return True
