@@ -33,7 +33,7 @@ from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_options import load_chat_template
-from sensorium.render.own_templates import get_template_text
+from sensorium.render.chat_template import get_template_text
 from sensorium.server.http.app import make_app
 from sensorium.server.http.connections.unread import make_http_protocol
 from sensorium.server.logs import adopt_library_logs

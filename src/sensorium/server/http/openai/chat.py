@@ -43,7 +43,7 @@ from sensorium.server.http.protocol.answers import (
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.streaming.sse import EventStream
 from sensorium.server.http.streaming.streaming import SseChunks
-from sensorium.server.http.wire_paths import WirePaths, make_chat_paths
+from sensorium.server.http.wire_paths import WirePaths
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 
 
@@ -73,7 +73,7 @@ async def answer_chat(http_request: Request, context: Context, failures: Failure
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
     """Return where the fields stand that errors of the engine are about."""
-    return make_chat_paths(request.messages, find_constraint_path(request))
+    return WirePaths(input=("messages",), structured=find_constraint_path(request))
 
 
 def make_chat(

@@ -32,7 +32,7 @@ from sensorium.server.http.protocol.completions import CompletionRequest
 from sensorium.server.http.protocol.logprobs import CompletionLogprobs
 from sensorium.server.http.streaming.sse import EventStream
 from sensorium.server.http.streaming.streaming import SseChunks
-from sensorium.server.http.wire_paths import WirePaths, make_prompt_paths
+from sensorium.server.http.wire_paths import WirePaths
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import TextPrompt
 
@@ -72,7 +72,7 @@ async def answer_completion(
 
 def find_prompt_paths(request: CompletionRequest) -> WirePaths:
     """Return where the fields stand that errors of the engine are about."""
-    return make_prompt_paths(find_constraint_path(request))
+    return WirePaths(input=("prompt",), structured=find_constraint_path(request))
 
 
 def prepare_completion(request: CompletionRequest) -> Work:

@@ -3,7 +3,7 @@ rendered elsewhere.
 
 What can be known without the model is checked here, by the names that the client wrote: lists that
 go together, ranges, masks, encodings. Masks are made only of ranges that don't overlap, so that
-they are no longer than the prompt. `engine.rendered_prompt` holds the rest against the model.
+they are no longer than the prompt. `engine.inputs.rendered_prompt` checks the rest by the model.
 """
 
 from __future__ import annotations
