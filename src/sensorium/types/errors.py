@@ -11,19 +11,89 @@ SensoriumError
 └── InvariantError   us: a bug; loud
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+_Given = TypeVar("_Given")
+_Read = TypeVar("_Read")
+# Steps from a request down to a field: names of fields, and indices in lists.
+FieldPath = tuple[str | int, ...]
+_MAX_PATH_LENGTH = 200  # steps may come from a client, and be of any length
+
 
 class SensoriumError(Exception):
     """Base of every error that Sensorium raises on purpose."""
 
 
 class RequestError(SensoriumError):
-    """The request can't be served as it is; the message names what is wrong.
+    """The request can't be served as it is.
 
-    `LLM.generate` attaches the outputs of the whole call as `outputs`, so that neighbours of a bad
-    request are not lost.
+    It can be copied and pickled, whatever its subclass is made from. An error that several callers
+    wait for must be copied for each, since a traceback and a path grow on the way up.
     """
 
+    # The outputs of the whole call of `LLM.generate`, so that neighbours are not lost.
     outputs: tuple[object, ...] = ()
+
+    def __init__(self, message: str, path: Iterable[str | int] = ()) -> None:
+        super().__init__(message)
+        self.path: FieldPath = tuple(path)
+
+    @property
+    def message(self) -> str:
+        """What is wrong, without the place."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return describe(self.message, self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[RequestError], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    """Make an error again without its constructor: subclasses differ in their arguments."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+class at:  # noqa: N801 - reads as a word: `with at("messages", 0):`
+    """A context that puts steps before the path of a `RequestError` that leaves it."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, *steps: str | int) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if isinstance(error, RequestError):
+            error.path = (*self._steps, *error.path)
+
+
+def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_Read]:
+    """Return what `read` makes of each entry; its errors get the index of the entry."""
+    results = []
+    for index, entry in enumerate(entries):
+        with at(index):
+            results.append(read(entry))
+    return results
+
+
+def format_path(path: Iterable[str | int]) -> str:
+    """Return a path as it is written for people: `messages[0].content[1].image_url`."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")[:_MAX_PATH_LENGTH]
+
+
+def describe(message: str, path: FieldPath) -> str:
+    """Return a message with the place that it is about, if there is one."""
+    return f"{format_path(path)}: {message}" if path else message
 
 
 class MediaFetchError(RequestError):

@@ -180,9 +180,9 @@ def test_continuing_a_message_begins_no_new_one(server: RunningServer) -> None:
 
 
 def test_null_is_as_good_as_absent(server: RunningServer) -> None:
-    from sensorium.server.http.protocol.chat import ChatCompletionRequest
+    from sensorium.server.http.protocol.requests import ChatCompletionRequest
 
-    nulls = dict.fromkeys(set(ChatCompletionRequest.model_fields) - {"messages"})
+    nulls = dict.fromkeys(set(ChatCompletionRequest.__struct_fields__) - {"messages"})
     assert server.chat(**nulls).status_code == 200
 
 

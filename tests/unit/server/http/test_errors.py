@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.errors import find_param
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -271,17 +270,3 @@ def test_unknown_routes_and_methods_are_errors_of_the_same_shape(server: Running
     for response in (missing, wrong):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
         assert response.headers["x-request-id"]
-
-
-@pytest.mark.parametrize(
-    ("text", "param"),
-    [
-        ("messages[0].content[1].image_url.url: odd", "messages[0].content[1].image_url.url"),
-        ("temperature must be", "temperature"),
-        ("image 0: can't be decoded", None),
-        ("stopped", None),
-        ("", None),
-    ],
-)
-def test_a_text_names_a_field_only_if_it_begins_with_one(text: str, param: str | None) -> None:
-    assert find_param(text, frozenset({"messages", "temperature", "stop"})) == param

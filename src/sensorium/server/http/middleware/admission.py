@@ -4,28 +4,13 @@ the body is there to the last byte of the answer. A body that never ends takes n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
 from sensorium.server.metrics.frontend import FrontendMetrics
-
-# Those whose work is not done at once.
-GENERATING_PATHS = frozenset(
-    {
-        "/inference/v1/generate",
-        "/v1/chat/completions",
-        "/v1/chat/completions/derender",
-        "/v1/chat/completions/render",
-        "/v1/completions",
-        "/v1/completions/derender",
-        "/v1/completions/render",
-        "/detokenize",
-        "/tokenize",
-    }
-)
 
 
 def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
@@ -38,14 +23,17 @@ class Admission:
     `request.state.admit()`, which raises an `ApiError` if there is no room.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, paths: Container[str], limit: int, metrics: FrontendMetrics
+    ) -> None:
         self._app = app
+        self._paths = paths  # those of routes with work that is not done at once
         self._limit = limit
         self._metrics = metrics
         self._num_admitted = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_generating = scope["type"] == "http" and scope["path"] in GENERATING_PATHS
+        is_generating = scope["type"] == "http" and scope["path"] in self._paths
         if not is_generating or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

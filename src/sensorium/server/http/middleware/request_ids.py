@@ -9,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "x-request-id"
+WARNING_HEADER = "x-sensorium-warning"  # a field of the request that is probably misspelt
 _MAX_LENGTH = 128
 
 
@@ -30,7 +31,10 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if "warning" in state:
+                    headers[WARNING_HEADER] = state["warning"]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

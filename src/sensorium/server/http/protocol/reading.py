@@ -1,55 +1,74 @@
-"""From the object of a body to a request, with the first mistake named by its path."""
+"""Makes a request of the object of a body, and finds the fields of it that are unknown.
+
+An unknown field is ignored, because clients send extras. One that is a letter away from a known
+field is probably a mistake: the answer's headers and the log name it.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from msgspec import Struct
 
-from sensorium.server.http.errors import ApiError
-from sensorium.server.http.protocol.generating import WireModel
+from sensorium.types.checking import check
 
 logger = logging.getLogger(__name__)
 _MAX_WARNED = 1000  # names come from clients
 _MAX_NAME_LENGTH = 100
+_MAX_COMPARED = 16  # unknown fields of one request
+_MIN_LENGTH = 4  # shorter names are a letter away from too many others
 _warned: set[str] = set()
-_Request = TypeVar("_Request", bound=WireModel)
+_Request = TypeVar("_Request", bound=Struct)
 
 
-def read_request(kind: type[_Request], body: dict[str, Any]) -> _Request:
-    try:
-        request = kind.model_validate(body)
-    except ValidationError as error:
-        raise _make_error(error) from error
-    _warn_of_unknown(request)
-    for value in request.__dict__.values():
-        if isinstance(value, WireModel):
-            _warn_of_unknown(value)
-    return request
+def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, str | None]:
+    """Return a request, and a warning if one of its fields is probably misspelt."""
+    request = check(body, kind)
+    unknown = list(islice(_find_unknown(request, body), _MAX_COMPARED))
+    for name, _ in unknown:
+        _warn_once(name[:_MAX_NAME_LENGTH])  # kept: a name may be as long as a body
+    likely = ((name, _find_likely(name, known)) for name, known in unknown)
+    hints = [f"unknown field {name!a}, did you mean '{known}'?" for name, known in likely if known]
+    return request, "; ".join(hints) or None
 
 
-def _make_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = format_path(first["loc"])
-    message = first["msg"]
-    return ApiError(f"{path}: {message[:1].lower()}{message[1:]}", param=path)
+def _find_unknown(request: Struct, body: dict[str, Any]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the names of unknown fields, with those that are known at that place."""
+    known = _get_names(type(request))
+    for name, value in body.items():
+        if name not in known:
+            yield name, known
+        elif isinstance(value, dict):
+            inner = getattr(request, name)
+            if isinstance(inner, Struct):
+                yield from _find_unknown(inner, value)
 
 
-def format_path(location: tuple[int | str, ...]) -> str:
-    """As in `stream_options.include_usage` or `stop[1]`."""
-    path = ""
-    for entry in location:
-        if entry == "[key]":  # of a mapping; the key itself stands before it
-            continue
-        path += f"[{entry}]" if isinstance(entry, int) else f".{entry}"
-    return path.removeprefix(".")[:200]
+@cache
+def _get_names(kind: type[Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
 
 
-def _warn_of_unknown(request: WireModel) -> None:
-    """Once per name, and process."""
-    for full_name in request.model_extra or ():
-        name = full_name[:_MAX_NAME_LENGTH]  # kept: a name may be as long as a body
-        if name not in _warned and len(_warned) < _MAX_WARNED:
-            _warned.add(name)
-            logger.warning("requests have the unknown field %r, which is ignored", name)
+def _find_likely(name: str, known: frozenset[str]) -> str | None:
+    return next((other for other in sorted(known) if _is_letter_away(name, other)), None)
+
+
+def _is_letter_away(name: str, other: str) -> bool:
+    """Return whether one letter was added, left out or changed, or two were swapped."""
+    if min(len(name), len(other)) < _MIN_LENGTH or abs(len(name) - len(other)) > 1:
+        return False
+    pairs = enumerate(zip(name, other, strict=False))
+    start = next((index for index, (a, b) in pairs if a != b), min(len(name), len(other)))
+    name, other = name[start:], other[start:]
+    is_swapped = name[:2] == other[:2][::-1] and name[2:] == other[2:]
+    return name[1:] == other[1:] or name == other[1:] or name[1:] == other or is_swapped
+
+
+def _warn_once(name: str) -> None:
+    if name not in _warned and len(_warned) < _MAX_WARNED:
+        _warned.add(name)
+        logger.warning("requests have the unknown field %r, which is ignored", name)

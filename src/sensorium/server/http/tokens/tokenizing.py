@@ -1,35 +1,32 @@
-"""`/tokenize` and `/detokenize`: what the model reads of a text or a conversation, and back."""
+"""`/tokenize` and `/detokenize`: from text or a conversation to tokens, and back."""
 
 from __future__ import annotations
 
 import uuid
-from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.server.http.bodies.body import read_body
 from sensorium.server.http.bodies.encoding import make_response
-from sensorium.server.http.calls import Context, check_model, set_uuid_scope
+from sensorium.server.http.calls import Context, read_call, set_uuid_scope
 from sensorium.server.http.connections.disconnect import run_until_disconnect
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.openai.chat import make_chat
-from sensorium.server.http.protocol.chat import ChatCompletionRequest
-from sensorium.server.http.protocol.reading import read_request
-from sensorium.server.http.protocol.tokenize import (
+from sensorium.server.http.protocol.answers import DetokenizeResponse, TokenizeResponse
+from sensorium.server.http.protocol.requests import (
+    ChatCompletionRequest,
     DetokenizeRequest,
-    DetokenizeResponse,
     TokenizeRequest,
-    TokenizeResponse,
 )
 from sensorium.server.http.threads import run_in_thread
+from sensorium.server.http.wire_paths import WirePaths, make_chat_paths, make_prompt_paths
+from sensorium.types.errors import RequestError
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
-_Wire = TypeVar("_Wire", bound=TokenizeRequest | DetokenizeRequest)
 _CHAT_FIELDS = (
+    "messages",
     "add_special_tokens",
     "add_generation_prompt",
     "continue_final_message",
@@ -41,40 +38,39 @@ _CHAT_FIELDS = (
 )
 
 
-async def answer_tokenize(http_request: Request, context: Context) -> Response:
-    request = await _receive(http_request, context, TokenizeRequest)
-    prompt = _make_prompt(request, is_trusted=context.options.trust_request_chat_template)
-    name = "messages" if request.prompt is None else "prompt"
-    http_request.state.input = RequestInput(name=name, value=getattr(request, name))
+async def tokenize(http_request: Request, context: Context) -> Response:
+    is_trusted = context.options.trust_request_chat_template
+    request, prompt = await read_call(
+        http_request,
+        context,
+        TokenizeRequest,
+        lambda request: _make_prompt(request, is_trusted=is_trusted),
+        find_paths=_find_paths,
+    )
     (scoped,) = set_uuid_scope([prompt], http_request)
     work = _tokenize(context, request, scoped)
     return await run_until_disconnect(http_request.receive, work)
 
 
-async def answer_detokenize(http_request: Request, context: Context) -> Response:
-    request = await _receive(http_request, context, DetokenizeRequest)
+async def detokenize(http_request: Request, context: Context) -> Response:
     tokenizer = context.engine.tokenizer
+    request, _ = await read_call(http_request, context, DetokenizeRequest, lambda _: None)
 
     def work() -> Response:
         num_tokens = len(tokenizer)
         for index, token_id in enumerate(request.tokens):
             if token_id >= num_tokens:
-                raise ApiError(
-                    f"tokens[{index}] is {token_id}: the vocabulary has {num_tokens} tokens",
-                    param=f"tokens[{index}]",
+                raise RequestError(
+                    f"is {token_id}, but the vocabulary has {num_tokens} tokens",
+                    path=("tokens", index),
                 )
         return make_response(DetokenizeResponse(prompt=tokenizer.decode(request.tokens)))
 
     return await run_in_thread(work)
 
 
-async def _receive(http_request: Request, context: Context, kind: type[_Wire]) -> _Wire:
-    def parse(body: dict[str, Any]) -> _Wire:
-        request = read_request(kind, body)
-        check_model(request.model, context.options.model_names)
-        return request
-
-    return await read_body(http_request, parse, intake=context.bodies)
+def _find_paths(request: TokenizeRequest) -> WirePaths:
+    return make_chat_paths(request.messages) if request.prompt is None else make_prompt_paths()
 
 
 def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | Chat:
@@ -84,8 +80,7 @@ def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | 
         is_special = request.add_special_tokens is not False
         return {"prompt": request.prompt, "add_special_tokens": is_special}
     own = {name: getattr(request, name) for name in _CHAT_FIELDS}
-    chat = ChatCompletionRequest(messages=request.messages, **own)
-    return make_chat(chat, is_trusted=is_trusted)
+    return make_chat(ChatCompletionRequest(**own), is_trusted=is_trusted)
 
 
 async def _tokenize(context: Context, request: TokenizeRequest, prompt: Prompt | Chat) -> Response:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,7 +31,13 @@ _NAMES = {
         for name in ("style.css", "welcome.js", "media.js", "trace.js", "icon.svg")
     },
 }
-WELCOME_PATHS = frozenset(_NAMES)
+WELCOME_PATHS = frozenset(_NAMES)  # they need no API key
+# Path of a page, or of a file that a page loads -> the file.
+PAGE_PATHS = {
+    **_NAMES,
+    "/docs": "docs.html",
+    **{f"/docs/{name}": name for name in ("docs.css", "docs.js")},
+}
 # Nothing from elsewhere, and nothing to elsewhere; `blob:` and `data:` are files that were chosen.
 _POLICY = "; ".join(
     (
@@ -70,19 +76,13 @@ class Page:
         return Response(self.content, headers={**headers, "content-type": self.content_type})
 
 
-def make_welcome_router() -> APIRouter:
-    router = APIRouter()
-    pages = {path: _read_page(name) for path, name in _NAMES.items()}
-
-    async def get_page(request: Request) -> Response:
-        known = ",".join(request.headers.getlist("if-none-match"))
-        return pages[request.scope["route"].path].make_response(known)
-
-    for path in pages:
-        router.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
-    return router
+async def get_page(request: Request) -> Response:
+    """Answer with the page, or a file of it, that belongs to the route's path."""
+    known = ",".join(request.headers.getlist("if-none-match"))
+    return _read_page(PAGE_PATHS[request.scope["route"].path]).make_response(known)
 
 
+@cache
 def _read_page(name: str) -> Page:
     content = (files(__package__) / "files" / name).read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
