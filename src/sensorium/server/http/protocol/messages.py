@@ -14,10 +14,8 @@ from sensorium.render.answers.tools import NAME_PATTERN
 from sensorium.server.http.protocol.fields import FilledText, JsonObject, refer_to
 
 _Text = str | UnsetType
-_Content = (
-    str
-    | Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": refer_to("ContentPart")})]
-)
+_Part = Annotated[Any, Meta(extra_json_schema=refer_to("ContentPart"))]
+_Content = str | Annotated[list[_Part], Meta(min_length=1)]
 
 
 class TextPart(Struct, kw_only=True):

@@ -39,10 +39,8 @@ _ToolChoice = Annotated[
 ]
 # Checked by `server.http.openai.params`.
 _ResponseFormat = Annotated[JsonObject, Meta(extra_json_schema=refer_to("ResponseFormat"))]
-_TextOnly = Annotated[
-    list[str],
-    Meta(extra_json_schema={"items": {"const": "text"}, "minItems": 1, "maxItems": 1}),
-]
+_Modality = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
+_Modalities = Annotated[list[_Modality], Meta(extra_json_schema={"minItems": 1, "maxItems": 1})]
 _SchemaOrText = Annotated[
     Any,
     Meta(
@@ -136,7 +134,7 @@ class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
     ] = None
     functions: Unsupported = None
     function_call: Unsupported = None
-    modalities: _TextOnly | None = None
+    modalities: _Modalities | None = None
     audio: Unsupported = None
 
     chat_template: str | None = None
