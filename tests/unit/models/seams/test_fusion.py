@@ -53,7 +53,8 @@ def test_joined_products_change_nothing(tiny_model: Callable[[str], str], family
     if family != "phi3":  # its products are joined already
         assert adapter.fusion.counts["joined products"] > 0
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        # Processors sum in orders of their own: the last bits differ between kinds of them.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 class _Attention(nn.Module):

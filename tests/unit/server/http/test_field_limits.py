@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.protocol.requests import ChatCompletionRequest
 from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.http.protocol.requests import ChatCompletionRequest
 from sensorium.types.errors import RequestError
 
 
