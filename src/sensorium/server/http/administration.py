@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sensorium import __version__
-from sensorium.server.http.bodies.encoding import make_response
+from sensorium.server.http.bodies.reading import make_response
 from sensorium.server.http.calls import Context, Handler, check_model
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
 from sensorium.server.http.protocol.answers import ModelCard, ModelList

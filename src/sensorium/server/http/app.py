@@ -21,16 +21,20 @@ from starlette.responses import Response
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.render.answers.format import PLAIN
 from sensorium.render.answers.interface import AnswerFormat
-from sensorium.server.http.bodies.body_intake import BodyIntake, BodyLimits
+from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context
-from sensorium.server.http.connections.loop_lag import measure_loop_lag
+from sensorium.server.http.connections.tasks import measure_loop_lag
 from sensorium.server.http.errors import ErrorResponse, FailureLog, get_phrase
-from sensorium.server.http.middleware.admission import Admission, get_limit
-from sensorium.server.http.middleware.authentication import Authentication
-from sensorium.server.http.middleware.error_boundary import ErrorBoundary
-from sensorium.server.http.middleware.origins import OriginGuard, OriginPolicy
-from sensorium.server.http.middleware.request_ids import HEADER, WARNING_HEADER, RequestIds
-from sensorium.server.http.middleware.response_times import ResponseTimes
+from sensorium.server.http.middleware.access import Authentication, OriginGuard, OriginPolicy
+from sensorium.server.http.middleware.requests import (
+    HEADER,
+    WARNING_HEADER,
+    Admission,
+    ErrorBoundary,
+    RequestIds,
+    ResponseTimes,
+    get_limit,
+)
 from sensorium.server.http.routes import COUNTED_PATHS, make_routes
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions

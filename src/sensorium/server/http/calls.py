@@ -20,13 +20,11 @@ from starlette.responses import Response
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.render.answers.interface import AnswerFormat
-from sensorium.server.http.bodies.body import read_body
-from sensorium.server.http.bodies.body_intake import BodyIntake
-from sensorium.server.http.errors import ApiError, FailureLog
-from sensorium.server.http.middleware.authentication import get_uuid_scope
-from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.http.bodies.intake import BodyIntake
+from sensorium.server.http.bodies.reading import read_body, read_request
+from sensorium.server.http.errors import ApiError, FailureLog, WirePaths
+from sensorium.server.http.middleware.access import get_uuid_scope
 from sensorium.server.http.protocol.requests import GeneratingRequest, StreamOptions
-from sensorium.server.http.wire_paths import WirePaths
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions

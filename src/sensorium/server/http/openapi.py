@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from sensorium import __version__
-from sensorium.server.http.bodies.body import MSGPACK_TYPES
+from sensorium.server.http.bodies.reading import MSGPACK_TYPES
 from sensorium.server.http.calls import Handler
 from sensorium.server.http.protocol.answers import ErrorResponse
 from sensorium.server.http.protocol.fields import StructuredOutputs, refer_to
-from sensorium.server.http.protocol.messages import MESSAGE_TYPES, MESSAGE_UNIONS
+from sensorium.server.http.protocol.requests import MESSAGE_TYPES, MESSAGE_UNIONS
 
 _BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {

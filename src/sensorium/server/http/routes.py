@@ -24,7 +24,7 @@ from sensorium.server.http.administration import (
 from sensorium.server.http.calls import Context
 from sensorium.server.http.derender.answers import derender_chat_completion, derender_completions
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.middleware.authentication import METRICS_PATH
+from sensorium.server.http.middleware.access import METRICS_PATH
 from sensorium.server.http.openai.chat import create_chat_completion
 from sensorium.server.http.openai.completions import create_completion
 from sensorium.server.http.openapi import Route, make_document
@@ -55,9 +55,13 @@ from sensorium.server.http.protocol.tokens import (
     GenerateRequest,
 )
 from sensorium.server.http.tokens.generate import generate
-from sensorium.server.http.tokens.rendering import render_chat_completion, render_prompts
-from sensorium.server.http.tokens.tokenizing import detokenize, tokenize
-from sensorium.server.http.welcome.welcome import PAGE_PATHS, get_page
+from sensorium.server.http.tokens.rendering import (
+    detokenize,
+    render_chat_completion,
+    render_prompts,
+    tokenize,
+)
+from sensorium.server.http.welcome import PAGE_PATHS, get_page
 
 _LOCAL_ERRORS = (400, 401, 404, 408, 413, 429, 500)  # of what needs neither media nor an engine
 _ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)

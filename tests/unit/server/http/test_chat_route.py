@@ -195,7 +195,7 @@ def test_a_template_of_a_request_is_used_where_requests_are_trusted() -> None:
 def test_an_unknown_field_is_warned_about_once(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.protocol.reading"):
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.bodies.reading"):
         for _ in range(3):
             assert server.chat(extra_of_the_test=1, user="known").status_code == 200
     assert [record.getMessage() for record in caplog.records] == [
@@ -206,7 +206,7 @@ def test_an_unknown_field_is_warned_about_once(
 def test_of_a_long_unknown_name_only_the_beginning_is_kept(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.protocol.reading"):
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.bodies.reading"):
         for end in ("a", "b"):
             assert server.chat(**{"long" * 1000 + end: 1}).status_code == 200
     assert [record.getMessage() for record in caplog.records] == [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.http.bodies.reading import read_request
 from sensorium.server.http.protocol.requests import ChatCompletionRequest
 from sensorium.types.errors import RequestError
 

@@ -15,8 +15,9 @@ from starlette.responses import Response
 
 from sensorium.render.answers.format import PLAIN
 from sensorium.render.answers.interface import AnswerContext
-from sensorium.server.http.bodies.encoding import make_response, wants_msgpack
+from sensorium.server.http.bodies.reading import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, read_call
+from sensorium.server.http.connections.tasks import run_in_thread
 from sensorium.server.http.derender.reading import Reading, read_chunk, read_scores
 from sensorium.server.http.openai.chat import make_chat_answers
 from sensorium.server.http.openai.choices import count_usage, make_completion_choice
@@ -39,7 +40,6 @@ from sensorium.server.http.protocol.tokens import (
     DerenderCompletionRequest,
     WireGenerateResponse,
 )
-from sensorium.server.http.threads import run_in_thread
 from sensorium.types.errors import RequestError, at
 
 _Wire = TypeVar("_Wire", bound=DerenderChatRequest | DerenderCompletionRequest)

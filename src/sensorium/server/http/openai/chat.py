@@ -23,7 +23,7 @@ from sensorium.render.answers.interface import (
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
 from sensorium.render.chat_options import ChatOptions
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.errors import ApiError
+from sensorium.server.http.errors import ApiError, WirePaths, make_chat_paths
 from sensorium.server.http.openai.choices import (
     Piece,
     make_piece,
@@ -44,8 +44,7 @@ from sensorium.server.http.protocol.answers import (
     ToolCallChunk,
 )
 from sensorium.server.http.protocol.requests import ChatCompletionRequest
-from sensorium.server.http.streaming.sse import answer_call
-from sensorium.server.http.wire_paths import WirePaths, make_chat_paths
+from sensorium.server.http.streaming import answer_call
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.sampling import SamplingParams
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.errors import ApiError
+from sensorium.server.http.errors import ApiError, WirePaths, make_prompt_paths
 from sensorium.server.http.openai.choices import (
     count_characters,
     make_completion_choice,
@@ -29,8 +29,7 @@ from sensorium.server.http.protocol.answers import (
 )
 from sensorium.server.http.protocol.fields import TokenId
 from sensorium.server.http.protocol.requests import CompletionRequest
-from sensorium.server.http.streaming.sse import answer_call
-from sensorium.server.http.wire_paths import WirePaths, make_prompt_paths
+from sensorium.server.http.streaming import answer_call
 from sensorium.types.checking import check
 from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput

@@ -11,9 +11,9 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sensorium.server.http.bodies.encoding import wants_msgpack
+from sensorium.server.http.bodies.reading import wants_msgpack
 from sensorium.server.http.calls import Call, Context, Work, start_call
-from sensorium.server.http.errors import ApiError
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.choices import (
     make_generate_choice,
     make_piece,
@@ -27,9 +27,8 @@ from sensorium.server.http.protocol.tokens import (
     WireMediaPart,
     WireSamplingParams,
 )
-from sensorium.server.http.streaming.sse import answer_call
+from sensorium.server.http.streaming import answer_call
 from sensorium.server.http.tokens.features import read_features
-from sensorium.server.http.wire_paths import WirePaths
 from sensorium.types.errors import FieldPath, at
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
