@@ -214,6 +214,38 @@ def test_of_a_long_unknown_name_only_the_beginning_is_kept(
     ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"temprature": 1}, "unknown field 'temprature', did you mean 'temperature'?"),
+        ({"max_token": 5}, "unknown field 'max_token', did you mean 'max_tokens'?"),
+        ({"sotp": "a"}, "unknown field 'sotp', did you mean 'stop'?"),
+        (
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "unknown field 'include_usages', did you mean 'include_usage'?",
+        ),
+        ({"sto\np": "a"}, "unknown field 'sto\\np', did you mean 'stop'?"),
+        ({"seedé": 1}, "unknown field 'seed\\xe9', did you mean 'seed'?"),
+    ],
+)
+def test_a_misspelt_field_is_named_in_the_headers_and_the_log(
+    server: RunningServer,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
+    warning: str,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.calls"):
+        response = server.chat(**fields)
+    assert (response.status_code, response.headers["x-sensorium-warning"]) == (200, warning)
+    (record,) = (entry for entry in caplog.records if entry.name == "sensorium.server.http.calls")
+    assert record.getMessage() == f"request {response.headers['x-request-id']}: {warning}"
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1}, {"m": 1}, {"temp": 1}, {"vendor": {}}])
+def test_no_other_field_is_called_misspelt(server: RunningServer, fields: dict[str, Any]) -> None:
+    assert "x-sensorium-warning" not in server.chat(**fields).headers
+
+
 @pytest.mark.parametrize("is_header", [False, True])
 def test_a_trace_is_in_the_answer_that_was_asked_for_it(
     server: RunningServer, is_header: bool
