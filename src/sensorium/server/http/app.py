@@ -19,8 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.render.answers.format import PLAIN
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context
 from sensorium.server.http.connections.tasks import measure_loop_lag

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import AnswerFormat
 from sensorium.server.http.bodies.intake import BodyIntake
 from sensorium.server.http.bodies.reading import read_body, read_request
 from sensorium.server.http.errors import ApiError, FailureLog, WirePaths

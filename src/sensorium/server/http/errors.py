@@ -3,8 +3,8 @@
 Where in a client's request the field stands that an error of the engine is about.
 
 The engine calls fields by its own names: `multi_modal_data.image[1]` is the second image of a
-prompt. Only HTTP can tell which part of which message that was, or which of the ways to ask for
-structured output the client has used.
+prompt. Only HTTP can tell which field of the request that was, or which of the ways to ask for
+structured output the client has used. Fields of a conversation have the same names in both.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from sensorium.types.errors import (
 
 _MEDIA_FIELDS = ("multi_modal_data", "multi_modal_uuids")
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids")
-# Types of content parts that don't begin with their modality -> the modality.
-_MODALITIES = {"input_audio": "audio"}
+logger = logging.getLogger(__name__)
+RETRY_AFTER_S = 1
+_INTERNAL_TEXT = "the server failed; its log has the reason under this request's id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,30 +73,6 @@ class WirePaths:
         places = self.media.get(str(modality), ())
         is_known = isinstance(index, int) and 0 <= index < len(places)
         return places[index] if is_known else self.input  # type: ignore[index]
-
-
-def make_chat_paths(messages: Any, structured: FieldPath | None = None) -> WirePaths:
-    """Return the places of a conversation: its media stands in parts of its messages."""
-    media: dict[str, list[FieldPath]] = {}
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part_index, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind != "text":
-                modality = _MODALITIES.get(kind, kind.partition("_")[0])
-                place = ("messages", index, "content", part_index)
-                media.setdefault(modality, []).append(place)
-    return WirePaths(input=("messages",), media=media, structured=structured)
-
-
-def make_prompt_paths(structured: FieldPath | None = None) -> WirePaths:
-    """Return the places of a request with prompts of text or tokens, and no media."""
-    return WirePaths(input=("prompt",), structured=structured)
-
-
-logger = logging.getLogger(__name__)
-RETRY_AFTER_S = 1
-_INTERNAL_TEXT = "the server failed; its log has the reason under this request's id"
 
 
 class ApiError(Exception):

@@ -13,8 +13,8 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import PLAIN
-from sensorium.render.answers.interface import AnswerContext
 from sensorium.server.http.bodies.reading import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, read_call
 from sensorium.server.http.connections.tasks import run_in_thread

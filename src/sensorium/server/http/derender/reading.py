@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from sensorium.engine.outputs.text_reader import UNKNOWN, TextReader, TextState
-from sensorium.render.answers.interface import AnswerContext, AnswerFormat, AnswerReader
+from sensorium.render.answers.answer import AnswerContext
+from sensorium.render.answers.format import AnswerFormat
+from sensorium.render.answers.reader import AnswerReader
 from sensorium.server.http.openai.chat import read_piece
 from sensorium.server.http.openai.choices import Piece, count_characters
 from sensorium.server.http.protocol.answers import ChatLogprobs

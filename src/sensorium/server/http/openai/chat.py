@@ -13,17 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.interface import (
-    AnswerContext,
-    AnswerDelta,
-    AnswerFormat,
-    AnswerReader,
-    ToolCallDelta,
-)
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta, ToolCallDelta
+from sensorium.render.answers.format import AnswerFormat
+from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
 from sensorium.render.chat_options import ChatOptions
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.errors import ApiError, WirePaths, make_chat_paths
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.choices import (
     Piece,
     make_piece,
@@ -74,7 +70,7 @@ def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
     """Return where the fields stand that errors of the engine are about."""
-    return make_chat_paths(request.messages, find_constraint_path(request))
+    return WirePaths(input=("messages",), structured=find_constraint_path(request))
 
 
 def make_chat(

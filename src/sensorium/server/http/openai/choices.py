@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from sensorium.render.answers.interface import AnswerDelta
+from sensorium.render.answers.answer import AnswerDelta
 from sensorium.server.http.protocol.answers import (
     ChatLogprobs,
     CompletionChoice,

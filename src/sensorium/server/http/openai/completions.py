@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.errors import ApiError, WirePaths, make_prompt_paths
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.choices import (
     count_characters,
     make_completion_choice,
@@ -53,7 +53,7 @@ async def create_completion(http_request: Request, context: Context) -> Response
 
 def find_prompt_paths(request: CompletionRequest) -> WirePaths:
     """Return where the fields stand that errors of the engine are about."""
-    return make_prompt_paths(find_constraint_path(request))
+    return WirePaths(input=("prompt",), structured=find_constraint_path(request))
 
 
 def prepare_completion(request: CompletionRequest) -> Work:

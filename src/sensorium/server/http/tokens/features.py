@@ -16,7 +16,7 @@ import pybase64
 
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.interface import ItemHandle
-from sensorium.multimodal.item_wire import decode_item, encode_item
+from sensorium.multimodal.item_codec import decode_item, encode_item
 from sensorium.server.http.protocol.answers import Features, Placeholder
 from sensorium.server.http.protocol.tokens import WireFeatures, WirePlaceholder
 from sensorium.types.errors import InvariantError, RequestError, at, map_at

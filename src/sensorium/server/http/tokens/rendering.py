@@ -20,7 +20,7 @@ from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.server.http.bodies.reading import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, Work, read_call, set_uuid_scope
 from sensorium.server.http.connections.tasks import run_in_thread, run_until_disconnect
-from sensorium.server.http.errors import ApiError, WirePaths, make_chat_paths, make_prompt_paths
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.chat import find_chat_paths, make_chat, prepare_chat
 from sensorium.server.http.openai.completions import find_prompt_paths, prepare_completion
 from sensorium.server.http.protocol.answers import (
@@ -214,7 +214,7 @@ async def detokenize(http_request: Request, context: Context) -> Response:
 
 
 def _find_paths(request: TokenizeRequest) -> WirePaths:
-    return make_chat_paths(request.messages) if request.prompt is None else make_prompt_paths()
+    return WirePaths(input=("messages" if request.prompt is None else "prompt",))
 
 
 def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | Chat:
