@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.wire_paths import WirePaths
+from sensorium.server.http.errors import WirePaths
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
