@@ -24,7 +24,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import StoppingError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
@@ -118,7 +118,7 @@ class Preparation:
                 future = threads.submit(step.run)
             except RuntimeError as error:  # the executor's word for being shut down
                 work.close()
-                raise CapacityError(_STOPPING) from error
+                raise StoppingError(_STOPPING) from error
             try:
                 await self._wait(future)
             except BaseException:  # the caller has left, or all of it stops
@@ -141,7 +141,7 @@ class Preparation:
         """Doesn't wait for threads that are at work; who waits for them does no longer."""
         for waiting in self._waiting:
             if not waiting.done():
-                waiting.set_exception(CapacityError(_STOPPING))
+                waiting.set_exception(StoppingError(_STOPPING))
         self._text_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
@@ -156,7 +156,7 @@ class Preparation:
         return self._long_threads if _is_long(prompt) else self._text_threads
 
     async def _wait(self, future: Future[Any]) -> None:
-        """Until it has ended, however. Raises a `CapacityError` when this is closed."""
+        """Until it has ended, however. Raises a `StoppingError` when this is closed."""
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 

@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.server.http.errors import ClientGoneError, FailureLog
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import StoppingError
 
 
 class ErrorBoundary:
@@ -37,7 +37,7 @@ class ErrorBoundary:
             pass  # nobody reads an answer
         except asyncio.CancelledError:
             if not is_started:
-                stopping = CapacityError("the server is stopping")
+                stopping = StoppingError("the server is stopping")
                 answer = self._failures.report(stopping, scope["state"])
                 await answer.make_response()(scope, receive, send)
         except Exception as error:  # the boundary: nothing may pass it unanswered
