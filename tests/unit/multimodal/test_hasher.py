@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sensorium.multimodal.hasher import ALGORITHMS, MediaHasher
-from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from sensorium.engine.inputs.rendered_prompt import RenderedItem
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
+from sensorium.multimodal.uuids import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 
