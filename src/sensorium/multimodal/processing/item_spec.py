@@ -64,9 +64,7 @@ class ItemSpec:
 
     tensors: Mapping[str, TensorRule]
     links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions of two tensors that are equal
-    grids: tuple[
-        tuple[str, str], ...
-    ] = ()  # a tensor of sizes, and that with their rows
+    grids: tuple[tuple[str, str], ...] = ()  # a tensor of sizes, and that with their rows
     merge_size: int = 1  # heights and widths of a grid are multiples of it
     # Tensor -> how many embeddings come of how many of its numbers.
     yields: Mapping[str, tuple[int, int]]
