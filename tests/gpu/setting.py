@@ -9,7 +9,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,11 +106,13 @@ class DeviceReference(Reference):
     """Transformers on the device, in one dtype."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        directory = get_directory(name)
-        super().__init__(directory, get_family(name))
+        super().__init__(get_directory(name), get_family(name))
+        self._dtype = dtype
+
+    @cached_property
+    def model(self) -> Any:
         # Not `.to(dtype)`: that would round the frequencies of rotary embeddings too.
-        loaded = type(self.model).from_pretrained(directory, dtype=dtype)
-        self.model = loaded.to(get_device()).eval()
+        return self._load(self._dtype).to(get_device())
 
     def _prepare(self, *arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:
         text, inputs = super()._prepare(*arguments)
@@ -135,7 +137,7 @@ def get_reference(name: str, dtype: torch.dtype) -> DeviceReference:
 
 
 def make_device_llm(name: str, dtype: torch.dtype, **options: Any) -> LLM:
-    """`UnavailableError` if the attention backend that is asked for can't be had."""
+    """Make an engine, or raise `UnavailableError` if its attention backend can't be had."""
     values = {"device": get_device(), "dtype": str(dtype).removeprefix("torch.")}
     logging.getLogger("sensorium").setLevel(logging.WARNING)
     try:

@@ -15,7 +15,7 @@ from tests.integration.media_hosts import MediaServer, be_silent
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
 from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
-from tests.integration.serving import ServerProcess, serve
+from tests.integration.serving import SHARED_SERVERS, ServerProcess
 from tests.parity.driver import make_llm
 
 if TYPE_CHECKING:
@@ -83,24 +83,41 @@ def omni_flags(media_path: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
+def _end_of_shared_servers() -> Iterator[None]:
+    yield
+    SHARED_SERVERS.stop_all()
+
+
+@pytest.fixture(scope="module")
 def omni_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
     """One frontend, with the mirrored cache. It takes images, videos and sounds."""
-    with serve(tiny_model("qwen2_5_omni"), *omni_flags) as server:
-        server.note_first_metrics()
+    with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *omni_flags) as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
     """Two frontends, with a cache in shared memory."""
     flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
-    with serve(tiny_model("qwen2_5_omni"), *flags) as server:
-        server.note_first_metrics()
+    with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mini_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory that the embedded model is unpacked into."""
+    return str(tmp_path_factory.mktemp("mini"))
+
+
+@pytest.fixture(scope="module")
+def mini_server(mini_cache: str) -> Iterator[ServerProcess]:
+    """The embedded model, as `sensorium serve` starts it without flags."""
+    with SHARED_SERVERS.use("sensorium-mini", SENSORIUM_CACHE_DIR=mini_cache) as server:
         yield server
 
 
@@ -124,13 +141,13 @@ def browser(_session_browser: Browser) -> Iterator[Browser]:
     _session_browser.assert_clean()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trusting_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
     """The same, and it believes the hashes that it is sent."""
     flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
-    with serve(tiny_model("qwen2_5_omni"), *flags, "--trust-injected") as server:
+    with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *flags, "--trust-injected") as server:
         yield server
 
 
@@ -149,12 +166,12 @@ _SERVER_FLAGS = {
 }
 
 
-@pytest.fixture(scope="session", params=["shm"])
+@pytest.fixture(scope="module", params=["shm"])
 def fault_server(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], str]
 ) -> Iterator[ServerProcess]:
     """A server that things are done to, and that is idle after each test."""
-    with serve(
+    with SHARED_SERVERS.use(
         tiny_model("qwen2_5_vl"),
         *("--max-model-len", "4096", "--mm-processor-pool-size", "1"),
         *("--allow-private-media-addresses", "--media-deadline", "3600"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 480.0  # on a machine that others use too
+_MOST_ALIVE = 2  # shared servers of one test process: each takes up to 2 GiB
+# The default of 4 GiB in shared memory takes seconds to reserve, and is for the whole machine.
+_CACHE_FLAG, _CACHE_GB = "--mm-processor-cache-gb", "0.5"
 _COMMAND = "from sensorium.cli import main; main()"
 _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
@@ -31,8 +35,9 @@ class ServerProcess:
         """`variables` of its environment, beside those of this process."""
         own = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         environment = {**os.environ, **own, **variables}
+        cache = (_CACHE_FLAG, _CACHE_GB) if command == "serve" and _CACHE_FLAG not in flags else ()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, command, model, "--port", "0", *flags],
+            [sys.executable, "-c", _COMMAND, command, model, "--port", "0", *flags, *cache],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -178,6 +183,8 @@ class ServerProcess:
 def serve(
     model: str, *flags: str, command: str = "serve", **variables: str
 ) -> Iterator[ServerProcess]:
+    """Run a server for the one who asks, beside at most one that is shared and idle."""
+    SHARED_SERVERS.make_room()
     server = ServerProcess(model, *flags, command=command, **variables)
     try:
         server.wait_until_ready()
@@ -186,6 +193,58 @@ def serve(
     finally:
         if server.process.poll() is None:
             server.kill()
+
+
+class SharedServers:
+    """Servers that stay alive between the test modules that use them.
+
+    Few are alive at once: another one takes the place of the idle server that was used longest ago.
+    """
+
+    def __init__(self) -> None:
+        # model, flags and variables -> server, the one that was used last at the end
+        self._servers: dict[tuple[str, ...], ServerProcess] = {}
+        self._num_users: Counter[tuple[str, ...]] = Counter()
+
+    @contextmanager
+    def use(self, model: str, *flags: str, **variables: str) -> Iterator[ServerProcess]:
+        """Give a server with these flags, which is started if there is none."""
+        key = (model, *flags, *(f"{name}={value}" for name, value in variables.items()))
+        server = self._servers.pop(key, None)
+        if server is None or server.process.poll() is not None:
+            self.make_room()
+            server = ServerProcess(model, *flags, **variables)
+        self._servers[key] = server
+        self._num_users[key] += 1
+        try:
+            server.wait_until_ready()
+            if not server.first_metrics:
+                server.note_first_metrics()
+            yield server
+        finally:
+            self._num_users[key] -= 1
+
+    def make_room(self) -> None:
+        """Stop idle servers until another one may be started."""
+        for key in [key for key in self._servers if not self._num_users[key]]:
+            if len(self._servers) < _MOST_ALIVE:
+                return
+            self._stop(key)
+
+    def stop_all(self) -> None:
+        for key in list(self._servers):
+            self._stop(key)
+
+    def _stop(self, key: tuple[str, ...]) -> None:
+        server = self._servers.pop(key)
+        try:
+            server.stop()
+        finally:
+            if server.process.poll() is None:
+                server.kill()
+
+
+SHARED_SERVERS = SharedServers()
 
 
 def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:

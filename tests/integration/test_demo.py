@@ -1,4 +1,4 @@
-"""`sensorium demo` on a tiny model that answers at random."""
+"""The command `sensorium demo` on a tiny model that answers at random."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sensorium.cli.demo_server import DemoClient
 from sensorium.embedded.samples import DEMO_SAMPLES
 from tests.integration.serving import ServerProcess
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-page")
 
 
 def check(shown: str) -> None:

@@ -1,4 +1,4 @@
-"""Two servers, one of which renders and has no weights: together they answer as one does."""
+"""Two servers answer as one does, although the one that renders has no weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.integration.disaggregating import (
 )
 from tests.integration.serving import ServerProcess, serve
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 TinyModel = Callable[[str], str]
 ROUTES = [
     Route(is_msgpack=is_msgpack, is_streamed=is_streamed)

@@ -7,7 +7,6 @@ these right, so that a wrong gather, position or cache shows up as a wrong answe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.integration.serving import ServerProcess
 from training.evaluate import make_content
 from training.scoring import is_right
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("mini")
 
 FOLDER = Path(__file__).with_name("embedded_cases")
 CASES: list[dict[str, Any]] = [
@@ -27,14 +26,9 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    server = ServerProcess("sensorium-mini", SENSORIUM_CACHE_DIR=cache)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
+def server(mini_server: ServerProcess) -> ServerProcess:
+    mini_server.reset_caches()
+    return mini_server
 
 
 def ask_all(client: OpenAI) -> list[tuple[str, dict[str, Any]]]:

@@ -1,5 +1,6 @@
-"""Tokens in, tokens out, over HTTP: the same answers as a conversation, with media from elsewhere
-or of the server's own.
+"""Tokens in and tokens out, over HTTP, give the same answers as a conversation.
+
+Media comes from elsewhere, or is the server's own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.integration.generating import (
 )
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 CONVERSATIONS = make_conversations(seed=70)
 QUERIES, HITS = "vllm:mm_cache_queries_total", "vllm:mm_cache_hits_total"
 
@@ -176,7 +177,7 @@ def test_what_is_said_to_be_cached_and_is_not_is_listed_as_it_was_written(
 def test_hashes_of_others_stay_apart_from_our_own(
     omni_server: ServerProcess, client: OpenAI, omni_llm: LLM
 ) -> None:
-    """A true name does not help, in either direction, and a wrong item harms nobody."""
+    """A true name does not help, in either direction, and a wrong item harms no other client."""
     question, other = ask(make_image_part(711), "Well?"), ask(make_image_part(712), "Well?")
     body = render(omni_llm, question)
     own_hash = body["features"]["mm_hashes"]["image"][0]

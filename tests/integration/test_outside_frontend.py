@@ -1,5 +1,6 @@
-"""A frontend that only knows the wire: what it injects serves later chats where it is trusted, and
-is kept apart where it is not.
+"""A frontend that only uses the wire injects media.
+
+What it injects serves later chats where it is trusted, and is kept apart where it is not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.integration.conversing import ask, make_png, make_url_part
 from tests.integration.generating import as_json, render
 from tests.integration.serving import ROOT, ServerProcess
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-trusting")
 SCRIPT = ROOT / "scripts" / "outside_frontend.py"
 SEED = 901
 

@@ -254,7 +254,7 @@ def test_a_job_whose_worker_is_killed_runs_again(make_pool: MakePool, tmp_path: 
 def test_a_job_whose_worker_is_killed_twice_may_be_tried_again(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
-    """Whoever kills a process from outside, it is not the job's fault."""
+    """A process that is killed from outside is not the job's fault."""
     pool = make_pool()
     job = begin(pool, tmp_path, "sleep 300")
     first = pool.get_process_ids()

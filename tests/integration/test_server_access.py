@@ -19,7 +19,7 @@ from tests.integration.serving import ServerProcess, serve, wait_until
 if TYPE_CHECKING:
     from tests.integration.browsing import Browser
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-access")
 KEYS = ("first-key", "second-key")
 KEY = {"Authorization": f"Bearer {KEYS[0]}"}
 ORIGIN = "https://page.example"

@@ -1,5 +1,6 @@
-"""Clients that leave, don't read, or bring what can't be decoded: nothing of them is left, and
-nobody else notices.
+"""Clients leave, don't read, or bring what can't be decoded.
+
+Nothing of them is left, and other clients notice nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.integration.media_bombs import make_bmp, make_webp
 from tests.integration.media_hosts import MediaServer
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = [pytest.mark.xdist_group("server"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("server-faults"), pytest.mark.slow]
 LONG = 900
 
 

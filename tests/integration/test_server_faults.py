@@ -39,7 +39,7 @@ from tests.integration.serving import (
 )
 from tests.media_files import make_pixels, write_image
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-faults")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it
 
 
@@ -76,7 +76,7 @@ def get_child(server: ServerProcess, word: str) -> int:
 
 
 async def lose_core(server: ServerProcess) -> list[Reply]:
-    """Kill it when all of the load runs; what each client was told."""
+    """Kill the core when all of the load runs, and return what each client got."""
     crowd = Crowd(server, make_load())
     await crowd.wait_until_streaming()
     await crowd.wait_until_running(len(crowd.clients))
@@ -89,7 +89,7 @@ def is_healthy(server: ServerProcess) -> bool:
 
 
 def ask_until_back(server: ServerProcess, questions: Sequence[Any]) -> list[Reply]:
-    """Each frontend hears of the core by itself, so that one may still refuse what others serve."""
+    """Ask until every frontend serves again; each learns of the new core by itself."""
     replies: list[Reply] = []
 
     def are_good() -> bool:

@@ -1,5 +1,7 @@
-"""A server gives the answers that `LLM` gives: for every modality, however many ask at once, from
-cold caches and from warm ones, with one frontend and with several.
+"""A server gives the answers that `LLM` gives, for every modality.
+
+That holds however many ask at once, from cold caches and from warm ones, with one frontend and with
+several.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from sensorium import LLM, SamplingParams
 from tests.integration.conversing import Answer, Message, chat, make_conversations, stream_chat
 from tests.integration.serving import ServerProcess
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-shared")
 OTHERS = make_conversations(1)
 CONVERSATIONS = {
     **make_conversations(0),

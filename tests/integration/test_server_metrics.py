@@ -28,7 +28,7 @@ from tests.integration.counting import CHAT, Tally
 from tests.integration.media_hosts import MediaServer, reply
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-shared")
 SERIES = Path(__file__).parents[1] / "unit/server/metrics/dashboard_series.txt"
 # No two have a media item in common: which of them finds what doesn't depend on who comes first.
 CONVERSATIONS = [

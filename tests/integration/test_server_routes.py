@@ -9,7 +9,7 @@ import pytest
 from tests.integration.conversing import MODEL, ask
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-shared")
 
 
 def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:

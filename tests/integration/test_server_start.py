@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.serving import ServerProcess, get_descendants, is_alive, wait_until
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-shared")
 # Those of the wire's reference that have something to act on.
 FLAGS = """
 --model --served-model-name --host --port --api-key --dtype --device --max-model-len

@@ -20,7 +20,7 @@ from tests.integration.serving import ServerProcess, wait_until
 if TYPE_CHECKING:
     from tests.integration.browsing import Browser
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("server-page")
 SEED = 900  # of media that no other test has sent to this server
 SPARED = ["✓ not decoded again", "✓ not sent again", "✓ in the prefix cache"]
 NOT_SPARED = ["decoded, processed", "sent to the model", "encoded"]

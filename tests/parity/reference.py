@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,52 +15,77 @@ import transformers
 
 from sensorium import RequestOutput, SamplingParams
 from tests.parity.cases import MODALITIES, Case, make_cases
+from tests.parity.kept_tokens import KeptTokens, digest_question
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Expected:
-    """`inputs`: all that the processor made of the conversation. `logits`: [tokens, vocabulary]."""
+    """What Transformers makes of a conversation."""
 
     case: Case
-    prompt: dict[str, Any]
-    inputs: Mapping[str, torch.Tensor]
+    prompt: dict[str, Any]  # what `LLM.generate` takes
+    inputs: Mapping[str, torch.Tensor]  # all that the processor made of the conversation
     prompt_token_ids: list[int]
     token_ids: list[int]
-    logits: torch.Tensor
+    compute_logits: Callable[[], torch.Tensor]
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """[tokens, vocabulary]. They are computed when they are first asked for."""
+        return self.compute_logits()
 
 
 class Reference:
-    def __init__(self, directory: str, family: str) -> None:
-        config = transformers.AutoConfig.from_pretrained(directory)
-        model_class = getattr(transformers, config.architectures[0])
+    """An untouched model of Transformers with its processor, in float32.
+
+    Without `kept` everything is computed.
+    """
+
+    def __init__(self, directory: str, family: str, kept: KeptTokens | None = None) -> None:
         is_text_only = not MODALITIES[family]
         auto = transformers.AutoTokenizer if is_text_only else transformers.AutoProcessor
         self.family = family
         self.directory = directory
-        self.model: Any = model_class.from_pretrained(directory, dtype=torch.float32).eval()
+        self.kept = kept
         self.processor: Any = auto.from_pretrained(directory)
 
     @cached_property
+    def model(self) -> Any:
+        return self._load(torch.float32)
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        config = transformers.AutoConfig.from_pretrained(self.directory)
+        model_class = getattr(transformers, config.architectures[0])
+        return model_class.from_pretrained(self.directory, dtype=dtype).eval()
+
+    @cached_property
     def expected(self) -> tuple[Expected, ...]:
-        """`NUM_TOKENS` greedy tokens for every case of the family, end-of-sequence ignored."""
+        """Return `NUM_TOKENS` greedy tokens for every case, past the end of sequence."""
         return tuple(self.compute(case) for case in make_cases(self.family))
 
     def compute(
         self, case: Case, *, num_tokens: int = NUM_TOKENS, **processor_kwargs: Any
     ) -> Expected:
         text, inputs = self._prepare(case, processor_kwargs)
-        tokens, logits = self.generate(inputs, max_new_tokens=num_tokens, ignore_eos=True)
+        options = {"ignore_eos": True, "max_new_tokens": num_tokens}
         return Expected(
             case=case,
             prompt={**case.make_prompt(text), "mm_processor_kwargs": processor_kwargs},
             inputs=inputs,
             prompt_token_ids=inputs["input_ids"][0].tolist(),
-            token_ids=tokens,
-            logits=logits,
+            token_ids=self.get_tokens(inputs, **options),
+            compute_logits=lambda: self.generate(inputs, **options)[1],
         )
+
+    def get_tokens(self, inputs: Mapping[str, torch.Tensor], **options: Any) -> list[int]:
+        """Return what `generate` does without the logits, from the file if it is there."""
+        if self.kept is None:
+            return self.generate(inputs, **options)[0]
+        digest = digest_question(Path(self.directory), inputs, options)
+        return self.kept.get(digest, lambda: self._generate(inputs, **options)[0])
 
     def _prepare(
         self, case: Case, processor_kwargs: Mapping[str, Any]
@@ -89,11 +115,22 @@ class Reference:
         )
         return inputs
 
-    @torch.inference_mode()
     def generate(
+        self, inputs: Mapping[str, torch.Tensor], **options: Any
+    ) -> tuple[list[int], torch.Tensor]:
+        """Return greedy tokens, and the logits that they were chosen from.
+
+        Kept tokens of the same question must be equal.
+        """
+        token_ids, logits = self._generate(inputs, **options)
+        if self.kept is not None:
+            self.kept.check(digest_question(Path(self.directory), inputs, options), token_ids)
+        return token_ids, logits
+
+    @torch.inference_mode()
+    def _generate(
         self, inputs: Mapping[str, torch.Tensor], *, ignore_eos: bool, **options: Any
     ) -> tuple[list[int], torch.Tensor]:
-        """Greedy tokens, and the logits that they were chosen from."""
         if hasattr(self.model.base_model, "rope_deltas"):
             self.model.base_model.rope_deltas = None  # left over from the last call
         config = self.model.generation_config
@@ -136,8 +173,9 @@ ReferenceOf = Callable[[str], Reference]
 
 
 def get_differences(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> list[str]:
-    """The names of the cases whose tokens differ. That the prompts are equal and that nothing
-    failed is asserted: a failure is not a difference.
+    """Return the names of the cases that have other tokens than the reference.
+
+    That the prompts are equal and that nothing failed is asserted: a failure is not a difference.
     """
     assert len(outputs) == len(expected)
     names = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,12 @@ class Stress:
     def run(self) -> Tally:
         """Every request is compared on one of the engines; some are sent again, and aborted."""
         tally = Tally()
+        for engine in self.run_engines():
+            tally.add(engine)
+        return tally
+
+    def run_engines(self) -> Iterator[Tally]:
+        """Run one engine after the other, until the caller stops asking."""
         for index, order in enumerate(
             np.array_split(self._rng.permutation(NUM_REQUESTS), NUM_ENGINES)
         ):
@@ -187,8 +193,7 @@ class Stress:
                 options |= {"enable_prefix_caching": True, "block_size": 1}
             pause = float(self._rng.choice((0.0, 1.0, 4.0))) if index > 0 else 0.0
             jobs = self._draw_jobs(own, pause)
-            tally.add(self._run_engine(options, jobs, f"seed {self._seed}, engine {index}"))
-        return tally
+            yield self._run_engine(options, jobs, f"seed {self._seed}, engine {index}")
 
     def _run_engine(self, options: dict[str, Any], jobs: Sequence[Job], name: str) -> Tally:
         llm = make_llm(self._reference.directory, **self._options, **options)
@@ -319,13 +324,13 @@ def _count_steps(llm: LLM, live: dict[str, _Live]) -> None:
 
 
 def _get_running(llm: LLM, request_id: str) -> list[Request]:
-    child_ids = llm._outputs.get_child_ids((request_id,))
+    child_ids = llm._driver.outputs.get_child_ids((request_id,))
     return [entry for entry in llm.core.scheduler.running if entry.request_id in child_ids]
 
 
 def _abort(llm: LLM, request_id: str, tally: Tally) -> None:
     scheduler = llm.core.scheduler
-    child_ids = llm._outputs.get_child_ids((request_id,))
+    child_ids = llm._driver.outputs.get_child_ids((request_id,))
     children = [
         scheduler.requests[child_id] for child_id in child_ids if child_id in scheduler.requests
     ]

@@ -32,7 +32,7 @@ def copy_with_eos(reference: Reference, eos: int | list[int], directory: Path) -
     shutil.copytree(reference.directory, directory)
     path = directory / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": eos}))
-    return Reference(str(directory), reference.family)
+    return Reference(str(directory), reference.family, reference.kept)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_end_of_sequence_tokens_of_the_model_are_honoured(
     outputs = llm.generate([entry.prompt for entry in stock.expected], params, use_tqdm=False)
     num_stopped = 0
     for output, entry in zip(outputs, stock.expected, strict=True):
-        theirs, _ = changed.generate(entry.inputs, ignore_eos=False, max_new_tokens=NUM_TOKENS)
+        theirs = changed.get_tokens(entry.inputs, ignore_eos=False, max_new_tokens=NUM_TOKENS)
         completion = output.outputs[0]
         is_stopped = theirs[-1] in eos
         num_stopped += is_stopped
@@ -71,7 +71,7 @@ def test_min_tokens_keeps_the_end_away_as_the_reference_does(
     params = SamplingParams(max_tokens=NUM_TOKENS, min_tokens=min_tokens)
     outputs = llm.generate([entry.prompt for entry in stock.expected], params, use_tqdm=False)
     for output, entry in zip(outputs, stock.expected, strict=True):
-        theirs, _ = changed.generate(
+        theirs = changed.get_tokens(
             entry.inputs, ignore_eos=False, max_new_tokens=NUM_TOKENS, min_new_tokens=min_tokens
         )
         assert list(output.outputs[0].token_ids) == theirs, entry.case.name

@@ -132,7 +132,7 @@ def test_a_mistake_is_seen(
     # Its pictures have equally many embeddings: what is confused fits, and only tokens tell.
     stress = Stress(reference_of("llava"), SEED)
     break_engine(monkeypatch)
-    assert stress.run().differences
+    assert any(tally.differences for tally in stress.run_engines())
 
 
 @pytest.mark.parametrize("owner", [KVCacheManager, EncoderCacheManager])

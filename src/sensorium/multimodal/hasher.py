@@ -26,8 +26,8 @@ from sensorium.multimodal.decoding.images import DECODER_ERRORS, load_pixels
 from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.multimodal import HASH_ALGORITHMS
 
-ALGORITHMS = ("sha256", "blake3", "sha512")
 _VERSION = b"sensorium-mm-2"
 _NUM_DIGITS = 64  # 256 bits
 _MAX_DEPTH = 32
@@ -107,8 +107,9 @@ def choose_algorithm(machine: str) -> str:
 
 
 def _get_constructor(algorithm: str) -> Callable[[], Any]:
-    if algorithm not in ALGORITHMS:
-        raise ModelError(f"unknown mm_hasher_algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
+    if algorithm not in HASH_ALGORITHMS:
+        known = ", ".join(HASH_ALGORITHMS)
+        raise ModelError(f"unknown mm_hasher_algorithm {algorithm!r}: use {known}")
     if algorithm == "blake3":
         from blake3 import blake3
 

@@ -90,7 +90,7 @@ class MediaPipeline:
         self.layouts = layouts
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
-    def make_rehearsal(self) -> MediaPipeline:
+    def for_warmup(self) -> MediaPipeline:
         """Return a pipeline that does the same in the same place, with a cache and names of its
         own.
 

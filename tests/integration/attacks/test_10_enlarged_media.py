@@ -5,13 +5,11 @@ They are refused before anything is decoded, and with the flag that lifts this, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from attacks.enlarged_media import (
-    FLAGS,
     LIFTING_FLAG,
     OPTIONS,
     VIDEO_OPTIONS,
@@ -24,7 +22,7 @@ from attacks.neighbours import Neighbours
 from tests.integration.serving import ServerProcess, serve
 from tests.media_files import make_clip, write_video
 
-pytestmark = pytest.mark.xdist_group("enlarged media")
+pytestmark = pytest.mark.xdist_group("mini")
 
 MAX_SECONDS = 60.0
 CLIP = write_video(make_clip(80, 64, 96))
@@ -33,14 +31,8 @@ LARGER = {"size": {"shortest_edge": 280_000, "longest_edge": 300_000}}
 
 
 @pytest.fixture(scope="module")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def server(cache_folder: str) -> Iterator[ServerProcess]:
-    with serve("sensorium-mini", *FLAGS, SENSORIUM_CACHE_DIR=cache_folder) as server:
-        yield server
+def server(mini_server: ServerProcess) -> ServerProcess:
+    return mini_server
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -83,10 +75,10 @@ def test_neighbours_are_answered_during_the_attack(server: ServerProcess) -> Non
     assert {response.status_code for response in refusals} == {400}
 
 
-def test_with_the_flag_larger_items_run_and_neighbours_go_on(cache_folder: str) -> None:
+def test_with_the_flag_larger_items_run_and_neighbours_go_on(mini_cache: str) -> None:
     # Steps so small that each of these items is beyond their budget.
     flags = (LIFTING_FLAG, "--max-num-batched-tokens", "128")
-    with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=cache_folder) as server:
+    with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=mini_cache) as server:
         neighbours = Neighbours(server.get_url())
         with attack(server.get_url(), (LARGER,)) as others:
             answers = neighbours.ask_while(lambda: len(others) < 3)

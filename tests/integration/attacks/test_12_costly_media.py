@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from attacks.costly_media import (
@@ -18,24 +16,18 @@ from attacks.costly_media import (
 from attacks.neighbours import Neighbours
 from tests.integration.serving import ServerProcess, wait_until
 
-pytestmark = pytest.mark.xdist_group("attack_12")
+pytestmark = pytest.mark.xdist_group("mini")
 BOUND_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    server = ServerProcess("sensorium-mini", SENSORIUM_CACHE_DIR=cache)
-    try:
-        server.wait_until_ready()
-        wait_until(
-            lambda: server.get_metrics()["sensorium:pool_workers"] >= 2,
-            "two processes for media are ready",
-            timeout_s=480.0,
-        )
-        yield server
-    finally:
-        server.stop()
+def server(mini_server: ServerProcess) -> ServerProcess:
+    wait_until(
+        lambda: mini_server.get_metrics()["sensorium:pool_workers"] >= 2,
+        "two processes for media are ready",
+        timeout_s=480.0,
+    )
+    return mini_server
 
 
 def test_a_video_of_too_many_pixels_is_refused_with_the_numbers(server: ServerProcess) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
-from attacks.foreign_page import CHAT, FLAGS, REQUESTS, RESET, PageRequest
-from tests.integration.serving import ServerProcess, serve
+from attacks.foreign_page import CHAT, REQUESTS, RESET, PageRequest
+from tests.integration.serving import ServerProcess
 
-pytestmark = pytest.mark.xdist_group("attack-foreign-pages")
+pytestmark = pytest.mark.xdist_group("mini")
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    with serve("sensorium-mini", *FLAGS, SENSORIUM_CACHE_DIR=cache) as server:
-        yield server
+def server(mini_server: ServerProcess) -> ServerProcess:
+    return mini_server
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.integration.serving import ServerProcess, serve
+from tests.integration.serving import ServerProcess
 from tests.media_files import RATE, make_melody, write_sound
 
-pytestmark = pytest.mark.xdist_group("long sounds")
+pytestmark = pytest.mark.xdist_group("mini")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    with serve("sensorium-mini", SENSORIUM_CACHE_DIR=cache) as server:
-        yield server
+def server(mini_server: ServerProcess) -> ServerProcess:
+    return mini_server
 
 
 def send(server: ServerProcess, seconds: list[float], path: str = "") -> httpx.Response:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.serving import ROOT, ServerProcess, serve
+from tests.integration.serving import ROOT, ServerProcess
 
-pytestmark = pytest.mark.xdist_group("clients")
+pytestmark = pytest.mark.xdist_group("mini")
 
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 PROGRAM = Path(__file__).with_name("program.py")
@@ -26,12 +25,11 @@ _TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(request: pytest.FixtureRequest) -> ServerProcess:
     if not PYTHON.exists():
         pytest.skip("the clients are not installed: `make test` does it (.venv-clients)")
-    cache = str(tmp_path_factory.mktemp("cache"))
-    with serve("sensorium-mini", SENSORIUM_CACHE_DIR=cache) as server:
-        yield server
+    server: ServerProcess = request.getfixturevalue("mini_server")
+    return server
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -154,6 +154,7 @@ def test_a_model_that_takes_nothing_is_an_error() -> None:
         show_samples(Screen(), client)
 
 
+@pytest.mark.processes
 def test_the_server_ends_with_who_started_it() -> None:
     program = (
         "import signal, sensorium.cli; sensorium.cli.main = signal.pause\n"
@@ -168,6 +169,7 @@ def test_the_server_ends_with_who_started_it() -> None:
         assert process.wait(60) == -signal.SIGTERM
 
 
+@pytest.mark.processes
 def test_a_server_that_can_not_start_is_told_in_its_words() -> None:
     with (
         DemoServer("") as server,

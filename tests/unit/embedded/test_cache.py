@@ -1,4 +1,4 @@
-"""The expanded model is there, whole, whatever was there before and whoever else starts."""
+"""The expanded model is there, whole, whatever was there before and however many start at once."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ print(is_whole(folder, read_manifest(packed).expanded), folder, "torch" in sys.m
 """
 
 
+@pytest.mark.processes
 def test_processes_that_start_at_once_share_one_folder(packed_model: Path, cache: Path) -> None:
     processes = [
         subprocess.Popen(

@@ -20,6 +20,8 @@ STAND_IN = """
 import json, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+pytestmark = pytest.mark.processes
+
 answers = sys.argv[1:]
 
 class Handler(BaseHTTPRequestHandler):

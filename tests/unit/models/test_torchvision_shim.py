@@ -55,6 +55,9 @@ except RuntimeError as error:
     print("nms" in str(error))
 import sensorium.models
 import torchvision
+import pytest
+
+pytestmark = pytest.mark.processes
 print(torchvision.nms is not None, "sensorium.models.torchvision_shim" in sys.modules)
 """
     assert run(tmp_path, script) == ["True", "True", "True"]

@@ -1,4 +1,4 @@
-"""Sounds are heard to their end, or refused with the number of seconds that the model hears."""
+"""Sounds are taken whole, or refused with the number of seconds that the model takes."""
 
 from __future__ import annotations
 

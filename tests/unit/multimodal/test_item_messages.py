@@ -1,4 +1,4 @@
-"""Jobs as bytes: what can't be sent is the caller's fault, and is told so."""
+"""Jobs as bytes: what can't be sent is reported as the caller's fault."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from sensorium.types.errors import (
     RequestError,
     SensoriumError,
 )
-from sensorium.utils.loading import without_collection
+from sensorium.utils.process import without_collection
 
 if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem

@@ -19,11 +19,15 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
-from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
+from sensorium.types.multimodal import (
+    MODALITIES,
+    ItemLayout,
+    MultiModalKwargsItem,
+    ProcessedItem,
+)
 
 # The token that a character belongs to; `None` if the tokenizer dropped it.
 FindToken = Callable[[int], int | None]
