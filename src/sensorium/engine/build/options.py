@@ -75,6 +75,7 @@ class LoadingOptions:
         object.__setattr__(self, "model", str(os.fspath(self.model)))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         object.__setattr__(self, "device", str(self.device))
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
