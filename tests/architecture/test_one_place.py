@@ -92,7 +92,7 @@ def test_an_option_is_one_declaration(package: Path, ask: Ask) -> None:
         package / "engine" / "build" / "options.py",
         "    max_model_len: int | None = option(",
         "    zest: int = option(\n"
-        '        7, section="engine", least=1, commands=ENGINES, metavar="N", help="The zest of the engine."\n'
+        '        7, section="engine", least=1, commands=ENGINES, metavar="N", help="Its zest."\n'
         "    )\n",
     )
     shutil.copytree(ROOT / "scripts", package.parent / "scripts")
