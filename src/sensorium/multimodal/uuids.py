@@ -80,7 +80,7 @@ def check_uuid(uuid: object) -> str | None:
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
-        raise RequestError(f"a uuid is a text of 1 to {MAX_UUID_LENGTH} characters")
+        raise RequestError(f"must be a string of 1 to {MAX_UUID_LENGTH} characters")
     return uuid
 
 

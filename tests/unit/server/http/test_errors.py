@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.wire_paths import WirePaths
+from sensorium.server.http.errors import WirePaths
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -19,6 +19,7 @@ from sensorium.types.errors import (
     MediaFetchError,
     MissingMediaError,
     RequestError,
+    StoppingError,
 )
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_events, serve
 
@@ -119,28 +120,11 @@ def test_a_late_failure_of_a_whole_answer_has_its_status(faulty: RunningServer) 
     assert faulty.chat().status_code == 503
 
 
-def test_media_that_fails_is_named_by_its_place(faulty: RunningServer) -> None:
-    def make_part(kind: str) -> dict[str, Any]:
-        return {"type": kind, kind: "https://a.example/x", "uuid": "x"}
-
-    sound = {"type": "input_audio", "input_audio": {"data": "AAAA"}}
-    first = [{"type": "text", "text": "a"}, make_part("image_url"), sound]
-    second = [make_part("video_url"), make_part("image_url")]
-    messages = [{"role": "user", "content": content} for content in (first, "text", second)]
-    for field in ("multi_modal_data", "multi_modal_uuids"):
-        for item, param in (
-            (("image", 0), "messages[0].content[1]"),
-            (("image", 1), "messages[2].content[1]"),
-            (("audio", 0), "messages[0].content[2]"),
-            (("video", 0), "messages[2].content[0]"),
-            (("video", 7), "messages"),
-            (("video",), "messages"),
-        ):
-            early.error = RequestError("it is broken", (field, *item))
-            response = faulty.chat(messages=messages)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, param)
-            assert error["message"] == f"{param}: it is broken"
+def test_media_of_a_conversation_is_named_by_its_place(faulty: RunningServer) -> None:
+    early.error = RequestError("it is broken", ("messages", 2, "content", 1))
+    error = faulty.chat().json()["error"]
+    assert error["param"] == "messages[2].content[1]"
+    assert error["message"] == "messages[2].content[1]: it is broken"
 
 
 def test_a_bug_is_logged_under_the_request_id(
@@ -157,7 +141,10 @@ def test_a_bug_is_logged_under_the_request_id(
 
 def test_failures_are_counted_by_reason(faulty: RunningServer) -> None:
     before = faulty.metrics.refusals.copy()
-    for error in (RequestError("x"), MediaFetchError("x"), EngineLostError("x"), KeyError("x")):
+    for error in (
+        *(RequestError("x"), MediaFetchError("x"), EngineLostError("x"), KeyError("x")),
+        *(CapacityError("x"), StoppingError("x")),
+    ):
         early.error = error
         faulty.chat()
     faulty.chat(model="other")
@@ -166,6 +153,8 @@ def test_failures_are_counted_by_reason(faulty: RunningServer) -> None:
         "bad_request": 1,
         "media": 1,
         "engine_lost": 1,
+        "capacity": 1,
+        "draining": 1,
         "internal": 1,
         "not_found": 1,
     }
