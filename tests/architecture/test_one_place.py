@@ -90,9 +90,9 @@ print(json.dumps({"fields": fields, "refused": refused, "given": given}))
 def test_an_option_is_one_declaration(package: Path, ask: Ask) -> None:
     put_before(
         package / "engine" / "build" / "options.py",
-        "    device: str = option(",
+        "    max_model_len: int | None = option(",
         "    zest: int = option(\n"
-        '        7, least=1, commands=ENGINES, metavar="N", help="The zest of the engine."\n'
+        '        7, section="engine", least=1, commands=ENGINES, metavar="N", help="Its zest."\n'
         "    )\n",
     )
     shutil.copytree(ROOT / "scripts", package.parent / "scripts")
@@ -102,10 +102,10 @@ sys.path.insert(0, "scripts")
 import make_options_doc
 from sensorium import LLM
 from sensorium.cli import _make_parser as make_parser
-from sensorium.engine.build.options import LoadingOptions
+from sensorium.engine.build.options import EngineOptions
 from sensorium.types.errors import ModelError
 try:
-    LoadingOptions(zest=0)
+    EngineOptions(zest=0)
 except ModelError as error:
     refused = str(error)
 print(json.dumps({

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from sensorium import LLM, RequestOutput, SamplingParams
-from sensorium.worker.sampling import prompt_scorer
+from sensorium.worker import prompt_scorer
 from tests.parity.cases import make_text
 from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, make_llm
 

@@ -15,8 +15,8 @@ import pytest
 
 from sensorium import LLM, SamplingParams
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
 from sensorium.worker.request_states import RequestState
-from sensorium.worker.sampling.grammar_masks import GrammarMasks, StepMasks
 from tests.integration.random_schemas import make_schema
 from tests.parity.cases import make_media
 from tests.parity.driver import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
@@ -171,7 +171,7 @@ def test_late_masks_change_nothing(
         structured_outputs={"regex": "([ab]c|[cd]{2}){3,9}"},  # type: ignore[arg-type]
     )
     # On time is what the machine makes on time: here all is, but for what is held back.
-    monkeypatch.setattr("sensorium.worker.sampling.grammar_masks.MAX_WAIT_S", 60.0)
+    monkeypatch.setattr("sensorium.worker.grammar_masks.MAX_WAIT_S", 60.0)
     take = GrammarMasks.take
     calls = count()
 

@@ -30,12 +30,12 @@ from sensorium.utils.arrays import to_device
 from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
 from sensorium.worker.gather import get_gather_slices
+from sensorium.worker.grammar_masks import GrammarMasks, Progress, StepMasks
 from sensorium.worker.graphs.building import NO_GRAPHS, Graphs
 from sensorium.worker.input_batch import InputBatch, Row, StepInputs, get_partial_blocks
 from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.prompt_scorer import PromptScorer
 from sensorium.worker.request_states import PromptPositions, RequestState
-from sensorium.worker.sampling.grammar_masks import GrammarMasks, Progress, StepMasks
-from sensorium.worker.sampling.prompt_scorer import PromptScorer
 from sensorium.worker.sampling.sampler import Sampler, SamplerOutput
 from sensorium.worker.staging import StagingBuffer
 

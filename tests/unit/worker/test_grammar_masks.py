@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
+from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
 from sensorium.worker.request_states import RequestState
-from sensorium.worker.sampling.grammar_masks import GrammarMasks, StepMasks
 
 from .factories import GREEDY, make_request, make_state
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sensorium.worker import prompt_scorer
 from sensorium.worker.input_batch import Row
-from sensorium.worker.sampling import prompt_scorer
-from sensorium.worker.sampling.prompt_scorer import PromptScorer
+from sensorium.worker.prompt_scorer import PromptScorer
 
 from .factories import GREEDY, make_request, make_scheduled, make_state
 

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from sensorium.core.admission import check_length
-from sensorium.engine.build.switched_off import SwitchedOff
 from sensorium.engine.inputs.rendered_prompt import (
     ItemReader,
     RenderedItem,
     read_items,
     rename_items,
 )
+from sensorium.engine.inputs.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling

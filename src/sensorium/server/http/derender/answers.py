@@ -17,10 +17,10 @@ from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import PLAIN
 from sensorium.server.http.bodies.reading import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, read_call
+from sensorium.server.http.choices import count_usage, make_completion_choice
 from sensorium.server.http.connections.tasks import run_in_thread
 from sensorium.server.http.derender.reading import Reading, read_chunk, read_scores
 from sensorium.server.http.openai.chat import make_chat_answers
-from sensorium.server.http.openai.choices import count_usage, make_completion_choice
 from sensorium.server.http.openai.params import make_chat_params, make_completion_params
 from sensorium.server.http.protocol.answers import (
     ChatCompletion,

@@ -20,8 +20,8 @@ from sensorium.engine.outputs.text_reader import UNKNOWN, TextReader, TextState
 from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import AnswerFormat
 from sensorium.render.answers.reader import AnswerReader
+from sensorium.server.http.choices import Piece, count_characters
 from sensorium.server.http.openai.chat import read_piece
-from sensorium.server.http.openai.choices import Piece, count_characters
 from sensorium.server.http.protocol.answers import ChatLogprobs
 from sensorium.server.http.protocol.fields import MAX_INTEGER
 from sensorium.server.http.protocol.tokens import WireGenerateChoice, WireGenerateResponse

@@ -19,13 +19,13 @@ from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
 from sensorium.render.chat_options import ChatOptions
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.errors import ApiError, WirePaths
-from sensorium.server.http.openai.choices import (
+from sensorium.server.http.choices import (
     Piece,
     make_piece,
     make_prompt_logprobs,
     make_usage,
 )
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_chat_params
 from sensorium.server.http.protocol.answers import (
     ChatAnswerMessage,

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.errors import ApiError, WirePaths
-from sensorium.server.http.openai.choices import (
+from sensorium.server.http.choices import (
     count_characters,
     make_completion_choice,
     make_completion_logprobs,
@@ -21,6 +20,7 @@ from sensorium.server.http.openai.choices import (
     make_prompt_logprobs,
     make_usage,
 )
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_completion_params
 from sensorium.server.http.protocol.answers import (
     Completion,

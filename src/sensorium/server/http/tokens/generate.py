@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from sensorium.server.http.bodies.reading import wants_msgpack
 from sensorium.server.http.calls import Call, Context, Work, start_call
-from sensorium.server.http.errors import ApiError, WirePaths
-from sensorium.server.http.openai.choices import (
+from sensorium.server.http.choices import (
     make_generate_choice,
     make_piece,
     make_prompt_logprobs,
     make_usage,
 )
+from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.protocol.answers import GenerateChoice, GenerateResponse
 from sensorium.server.http.protocol.fields import SAMPLING_FIELDS
 from sensorium.server.http.protocol.tokens import (

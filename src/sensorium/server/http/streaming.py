@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from sensorium.server.http.bodies.reading import make_response
 from sensorium.server.http.calls import Call
+from sensorium.server.http.choices import count_usage, make_usage
 from sensorium.server.http.connections.tasks import run_until_disconnect
-from sensorium.server.http.openai.choices import count_usage, make_usage
 from sensorium.server.http.protocol.answers import Envelope, Usage
 from sensorium.server.http.protocol.requests import StreamOptions
 from sensorium.types.outputs import RequestDelta, RequestOutput
