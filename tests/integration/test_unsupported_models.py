@@ -180,7 +180,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, tiny_model: Tiny
         ({"scheduling_policy": "random"}, "scheduling_policy .*'random'"),
         ({"kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes is 100"),
         ({"kv_cache_memory_bytes": 100_000, "max_model_len": 4096}, "the KV cache holds 112"),
-        ({"dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"dtype": "int3"}, "dtype must be auto, float32, bfloat16 or float16, not 'int3'"),
         ({"device": "abacus"}, "unknown device 'abacus'"),
     ],
 )
