@@ -38,7 +38,7 @@ from sensorium.engine.build.config import EngineOptions, resolve_limits
 from sensorium.engine.build.memory import get_free_bytes, plan_memory
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.models.adapter import ModelAdapter
-from sensorium.multimodal.cache.uncached import UncachedReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.transfer import Transfer
 
 BATCHES = (1, 8, 64)
@@ -231,7 +231,7 @@ def build_core(
     core, config = build_engine_core(
         adapter,
         options,
-        receiver=UncachedReceiver(),
+        receiver=MirrorReceiver(),
         limits=limits,
         memory=memory,
         most_bytes=get_free_bytes(adapter.device, options.gpu_memory_utilization),

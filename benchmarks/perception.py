@@ -259,9 +259,7 @@ class Route:
         )
         store = build_store(options)
         # The core is another process: it has a mapping of its own.
-        self._receiver = build_receiver(
-            options, None if store is None else ShmStore.attach(store.fd)
-        )
+        self._receiver = build_receiver(None if store is None else ShmStore.attach(store.fd))
         self.caches: Caches = build_caches(options, store, self._receiver)
         self._pool = ProcessPool(
             1,

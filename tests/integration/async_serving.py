@@ -27,7 +27,7 @@ from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.engine.core_process.core_messages import CoreInfo
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.render.chat_options import ChatOptions
 
@@ -64,7 +64,7 @@ class LocalCore:
     def start(self) -> None:
         self.life += 1
         store = None if self.store is None else ShmStore.attach(self.store.fd)
-        receiver = build_receiver(self.media, store)
+        receiver = build_receiver(store)
         self.built: Core = build_core(
             self.source, self.loaded, options=self.options, receiver=receiver
         )

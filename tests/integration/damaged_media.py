@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
-from sensorium.multimodal.decoding.memory_limit import limit_memory_growth
+from sensorium.multimodal.decoding.guards import limit_memory_growth
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.media_files import make_images, make_sounds, make_videos

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from httpcore import AsyncNetworkStream
 
+from sensorium.multimodal.fetching.http_client import connect_socket
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.fetching.pinned_connection import connect_socket
 from sensorium.multimodal.limits import MediaLimits
 
 PUBLIC = "93.184.216.34"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sensorium.multimodal.pool.handler import CostlyJobError
+from sensorium.multimodal.pool.messages import CostlyJobError
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 
@@ -21,7 +21,6 @@ class Servant:
 
     def __init__(self, settings: bytes) -> None:
         self._directory = Path(settings.decode())
-        self._num_acknowledged = 0
         self._max_cost_s = 0.0
 
     def __call__(
@@ -32,17 +31,11 @@ class Servant:
         result = getattr(self, f"do_{word}")(argument, block)
         return result if isinstance(result, tuple) else (str(result).encode(), {})
 
-    def acknowledge(self) -> None:
-        self._num_acknowledged += 1
-
     def close(self) -> None:
         (self._directory / f"closed-{os.getpid()}").touch()
 
     def do_pid(self, _: str, __: memoryview) -> int:
         return os.getpid()
-
-    def do_acknowledged(self, _: str, __: memoryview) -> int:
-        return self._num_acknowledged
 
     def do_double(self, argument: str, _: memoryview) -> int:
         time.sleep(0.005)

@@ -150,7 +150,9 @@ def test_many_conversations_fail_alone(llava: LLM) -> None:
     assert [output.error is None for output in outputs] == [True, False, True, False]
     alone = llava.chat(conversations[2], PARAMS, use_tqdm=False)
     assert get_token_ids(outputs[2:3]) == get_token_ids(alone)
-    with pytest.raises(RequestError, match=r"prompt 1: messages\[0\].content\[0\].image_url.url"):
+    with pytest.raises(
+        RequestError, match=r"prompts\[1\].messages\[0\].content\[0\].image_url.url"
+    ):
         llava.chat(conversations, PARAMS, use_tqdm=False)
     assert llava.chat([], PARAMS, use_tqdm=False) == []
     assert_nothing_is_left(llava)

@@ -62,7 +62,7 @@ def test_flags_are_sampling_parameters_and_every_answer_is_printed(
 
 
 def test_a_bad_value_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="sensorium: min_p must be a number"):
+    with pytest.raises(SystemExit, match="sensorium: min_p: must be a number"):
         run(monkeypatch, "/nowhere", "hello", "--min-p=2")
 
 
@@ -179,7 +179,7 @@ def get_text(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) -
         ("chat", [], "sensorium: there is no question"),
         ("chat", ["hello", "world"], "2"),
         ("chat", ["hello", "--colour"], "2"),
-        ("chat", ["hello", "--top-p=7"], "sensorium: top_p must be"),
+        ("chat", ["hello", "--top-p=7"], "sensorium: top_p: must be"),
     ],
 )
 def test_an_error_is_told_before_the_model_is_loaded(
@@ -269,7 +269,7 @@ def test_a_file_url_is_read_only_below_the_allowed_path(
     flags = [f"--image={url}", "--max-tokens=2"]
     with pytest.raises(SystemExit) as ended:
         chat(monkeypatch, tiny_model("llava"), *flags, "what?")
-    assert "image 0" in str(ended.value)
+    assert "image[0]: " in str(ended.value)
     assert "Traceback" not in capsys.readouterr().err
     chat(
         monkeypatch, tiny_model("llava"), *flags, f"--allowed-local-media-path={tmp_path}", "what?"

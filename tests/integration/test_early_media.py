@@ -50,7 +50,9 @@ def perceive_with(model: str, *, cache_type: str) -> Iterator[tuple[Perception, 
 
 def make_item() -> MediaItem:
     data = write_image(make_pixels(60, 90, seed=next(_seeds)), "PNG")
-    return MediaItem(label="image 0", modality="image", media=MediaBytes(data))
+    return MediaItem(
+        path=("multi_modal_data", "image", 0), modality="image", media=MediaBytes(data)
+    )
 
 
 def perceive(pipeline: MediaPipeline, item: MediaItem) -> PerceivedItem:
@@ -88,9 +90,13 @@ def read_tensors(perceived: PerceivedItem) -> dict[str, Any]:
 def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) -> None:
     with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, _):
         damaged = MediaItem(
-            label="image 0", modality="image", media=MediaBytes(b"\x89PNG\r\n\x1a\n")
+            path=("multi_modal_data", "image", 0),
+            modality="image",
+            media=MediaBytes(b"\x89PNG\r\n\x1a\n"),
         )
-        with pytest.raises(RequestError, match="image 0: this is not an image that can be read"):
+        with pytest.raises(
+            RequestError, match=r"image\[0\]: this is not an image that can be read"
+        ):
             perceive(perception.pipeline, damaged)
 
 

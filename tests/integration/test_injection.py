@@ -408,7 +408,7 @@ def test_fewer_placeholders_than_a_layout_says_are_refused(
 def test_one_hash_stands_for_one_item_within_a_prompt(llm_of: LlmOf) -> None:
     llm, mm_hash = llm_of("lru"), make_hash()
     both = render(llm, make_prompt(make_new_png(), make_new_png()))
-    with pytest.raises(RequestError, match="have one hash, but differ"):
+    with pytest.raises(RequestError, match="has the same hash as image 0, but differs"):
         process(llm, both.make_prompt(mm_hash, mm_hash))
     once = [None, both.kwargs[0]]
     release(llm, process(llm, both.make_prompt(mm_hash, mm_hash, mm_kwargs={"image": once})))

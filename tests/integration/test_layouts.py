@@ -14,8 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 from transformers import AutoConfig
 
 from sensorium.multimodal.decoding.decoding import resolve_decode_options
-from sensorium.multimodal.decoding.image_size import read_image_size
-from sensorium.multimodal.decoding.images import decode_image
+from sensorium.multimodal.decoding.images import decode_image, read_image_size
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes

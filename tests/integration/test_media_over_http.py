@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.multimodal.fetching.fetch_shares import FetchShares
+from sensorium.multimodal.fetching.fetch import FetchShares
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes

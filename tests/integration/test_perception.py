@@ -215,7 +215,7 @@ def test_a_bad_item_is_named_and_costs_its_neighbours_nothing(
     bad = make_prompt(data, data[: len(data) // 2], make_new_png())
     outputs = llm.generate([good[0], bad, good[1]], use_tqdm=False, return_errors=True)
     assert isinstance(outputs[1].error, RequestError)
-    assert str(outputs[1].error).startswith("image 1: ")
+    assert str(outputs[1].error).startswith("multi_modal_data.image[1]: ")
     assert_idle(llm)
     forget_outputs(llm)
     assert generate(llm, *good) == expected
@@ -323,7 +323,7 @@ def test_an_address_that_may_not_be_asked_is_refused_with_its_kind(
 ) -> None:
     llm = make_llm(tiny_model("llava"))
     prompt = {"prompt": "<image>?", "multi_modal_data": {"image": "http://127.0.0.1:9/a.png"}}
-    with pytest.raises(MediaFetchError, match=r"image 0: media from 127\.0\.0\.1"):
+    with pytest.raises(MediaFetchError, match=r"image\[0\]: media from 127\.0\.0\.1"):
         llm.generate(prompt, use_tqdm=False)
     (output,) = llm.generate(prompt, use_tqdm=False, return_errors=True)
     assert isinstance(output.error, MediaFetchError)

@@ -188,7 +188,7 @@ def test_a_damaged_image_is_named_by_all_who_sent_it(pooled: LlmOf, cache_type: 
         wait_until(lambda: flights.statistics().num_waiting == 6)
     errors = outcomes.wait()
     assert {type(error) for error in errors} == {RequestError}
-    assert all(str(error).startswith("image 1: ") for error in errors)
+    assert all(str(error).startswith("multi_modal_data.image[1]: ") for error in errors)
 
 
 def test_those_who_only_look_use_the_pool_and_leave_the_shared_memory(pooled: LlmOf) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestError, RequestOutput
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import CapacityError, MissingMediaError

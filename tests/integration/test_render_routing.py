@@ -105,7 +105,7 @@ def _get_order(perception: Perception) -> list[Any]:
     """Of the main cache: its items, the next to go first, or when each was used."""
     caches: Any = perception.caches
     if caches.store is None:
-        return list(caches.sender._table._lru._evictable)
+        return list(caches.sender._lru._evictable)
     used: list[int] = caches.store._index._last_used.tolist()
     return [time for time in used if time]
 

@@ -71,15 +71,24 @@ BAD: dict[str, tuple[Change, str]] = {
         set_first("mm_placeholders", PlaceholderRange(0.0, 16.0)),  # type: ignore[arg-type]
         "integers >= 0",
     ),
-    "hashes of another type": (set_field("mm_hashes", ["a", "b"]), "'mm_hashes' must be Mapping"),
-    "a text of hashes": (set_field("mm_hashes", {"image": "ab"}), "mm_hashes of image"),
-    "too few hashes": (set_images("mm_hashes", "a"), "mm_placeholders of image has 2 entries"),
-    "a number for a hash": (set_images("mm_hashes", "a", 7), "image 1: a hash is a text"),
-    "an empty hash": (set_images("mm_hashes", "", "b"), "image 0: a hash is a text"),
-    "a long hash": (set_images("mm_hashes", "a" * 129, "b"), "image 0: a hash is a text"),
+    "hashes of another type": (set_field("mm_hashes", ["a", "b"]), "mm_hashes: must be Mapping"),
+    "a text of hashes": (
+        set_field("mm_hashes", {"image": "ab"}),
+        "mm_hashes.image: must be a list",
+    ),
+    "too few hashes": (set_images("mm_hashes", "a"), "mm_placeholders.image: has 2 entries"),
+    "a number for a hash": (
+        set_images("mm_hashes", "a", 7),
+        r"mm_hashes.image\[1\]: a hash is a text",
+    ),
+    "an empty hash": (set_images("mm_hashes", "", "b"), r"mm_hashes.image\[0\]: a hash is a text"),
+    "a long hash": (
+        set_images("mm_hashes", "a" * 129, "b"),
+        r"mm_hashes.image\[0\]: a hash is a text",
+    ),
     "another modality": (
         lambda prompt, _: {**prompt, "mm_hashes": {"audio": ["a", "b"]}},
-        "mm_placeholders has image, which mm_hashes has not",
+        "mm_placeholders: has image, which mm_hashes has not",
     ),
     "an unknown modality": (
         lambda prompt, _: {
@@ -92,37 +101,55 @@ BAD: dict[str, tuple[Change, str]] = {
     "no placeholders": (drop_fields("mm_placeholders"), "mm_placeholders of image"),
     "too few placeholders": (set_images("mm_placeholders", at(0, SIZE)), "mm_placeholders of im"),
     "kwargs of another type": (set_field("mm_kwargs", [1]), "'mm_kwargs' must be Mapping"),
-    "too few kwargs": (set_images("mm_kwargs", None), "mm_kwargs of image has 1 entries"),
+    "too few kwargs": (set_images("mm_kwargs", None), "mm_kwargs.image: has 1 entries"),
     "stray kwargs": (
         lambda prompt, _: {**prompt, "mm_kwargs": {**prompt["mm_kwargs"], "audio": [None]}},
-        "mm_kwargs has audio, which mm_hashes has not",
+        "mm_kwargs: has audio, which mm_hashes has not",
     ),
-    "an item that is no mapping": (set_first("mm_kwargs", 3), "image 0: tensors come by name"),
+    "an item that is no mapping": (
+        set_first("mm_kwargs", 3),
+        r"mm_kwargs.image\[0\]: tensors come by name",
+    ),
     "another name": (
         set_first("mm_kwargs", {"pixels": torch.zeros(1, 3, 56, 56)}),
-        "image 0: the tensors of a image are pixel_values, not pixels",
+        r"mm_kwargs.image\[0\]: the tensors of a image are pixel_values, not pixels",
     ),
     "another dtype": (
         set_first("mm_kwargs", {"pixel_values": torch.zeros(1, 3, 56, 56).half()}),
-        "image 0: pixel_values must be torch.float32",
+        r"mm_kwargs.image\[0\]: pixel_values must be torch.float32",
     ),
     "another shape": (
         set_first("mm_kwargs", {"pixel_values": torch.zeros(56, 56)}),
-        "image 0: pixel_values must be",
+        r"mm_kwargs.image\[0\]: pixel_values must be",
     ),
-    "too few layouts": (set_images("mm_layouts", None), "mm_layouts of image has 1 entries"),
-    "a bad layout": (set_images("mm_layouts", {"text": "x"}, None), "image 0: a layout has"),
-    "no place": (set_first("mm_placeholders", None), "image 0: a placeholder has"),
-    "no length": (set_first("mm_placeholders", {"offset": 0}), "image 0: a placeholder has"),
+    "too few layouts": (set_images("mm_layouts", None), "mm_layouts.image: has 1 entries"),
+    "a bad layout": (
+        set_images("mm_layouts", {"text": "x"}, None),
+        r"mm_kwargs.image\[0\]: a layout has",
+    ),
+    "no place": (
+        set_first("mm_placeholders", None),
+        r"mm_placeholders.image\[0\]: a placeholder has",
+    ),
+    "no length": (
+        set_first("mm_placeholders", {"offset": 0}),
+        r"mm_placeholders.image\[0\]: a placeholder has",
+    ),
     "a place before the prompt": (set_first("mm_placeholders", at(-1, SIZE)), "integers >= 0"),
     "a fraction": (set_first("mm_placeholders", at(0.5, SIZE)), "integers >= 0"),
     "a truth": (set_first("mm_placeholders", at(True, SIZE)), "integers >= 0"),
     "a text": (set_first("mm_placeholders", at("0", SIZE)), "integers >= 0"),
-    "a place beyond the prompt": (set_first("mm_placeholders", at(10**9, SIZE)), "image 0 ends"),
-    "a length beyond the prompt": (set_first("mm_placeholders", at(0, 10**12)), "image 0 ends"),
+    "a place beyond the prompt": (
+        set_first("mm_placeholders", at(10**9, SIZE)),
+        r"image\[0\]: it ends",
+    ),
+    "a length beyond the prompt": (
+        set_first("mm_placeholders", at(0, 10**12)),
+        r"image\[0\]: it ends",
+    ),
     "a mask of another length": (
         set_first("mm_placeholders", at(0, SIZE, is_embed=[True] * 3)),
-        "image 0: is_embed has 3 entries for a placeholder of 16",
+        r"image\[0\]: is_embed has 3 entries for a placeholder of 16",
     ),
     "an empty mask": (
         set_first("mm_placeholders", at(0, SIZE, is_embed=[])),
@@ -147,14 +174,14 @@ BAD: dict[str, tuple[Change, str]] = {
             **prompt,
             "mm_placeholders": {"image": [at(0, SIZE), PlaceholderRange(SIZE + 2, SIZE)]},
         },
-        "image 1 has embeddings at 18 to 34, where the prompt has other tokens",
+        r"image\[1\]: it has embeddings at 18 to 34, where the prompt has other tokens",
     ),
     "placeholders that belong to nobody": (
         change_tokens(lambda tokens: [*tokens, tokens[0]]),
         "33 placeholder tokens, but mm_placeholders cover 32",
     ),
     "fewer placeholders": (change_tokens(lambda tokens: tokens[1:]), "other tokens"),
-    "no tokens": (change_tokens(lambda _: []), "image 0 ends"),
+    "no tokens": (change_tokens(lambda _: []), r"image\[0\]: it ends"),
     "negative tokens": (change_tokens(lambda tokens: [-1, *tokens[1:]]), "token ids are integers"),
     "text instead of tokens": (
         lambda prompt, _: {**drop_fields("prompt_token_ids")(prompt, _), "prompt": "<image> hello"},

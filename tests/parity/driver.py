@@ -8,7 +8,7 @@ from typing import Any
 
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.engine.inputs.input_processor import ProcessedRequest
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput

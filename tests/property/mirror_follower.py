@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.item_codec import decode_block, encode_header, get_num_bytes, write_block
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer

@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sensorium.core.block_pool import NULL_BLOCK
+from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 from sensorium.types.scheduling import (
     KVCacheGroup,
@@ -139,7 +140,7 @@ class SimulatedWorker:
             sampled_token_ids=sampled,
             logprobs={},
             failed_encodes=dict.fromkeys(sorted(failed), "it can't be encoded"),
-            failed_requests=dict.fromkeys(failing_requests, "no sense comes of it"),
+            failed_requests=dict.fromkeys(failing_requests, RequestError("no sense comes of it")),
             prompt_logprobs={name: entries for name, entries in scored.items() if entries},
         )
 

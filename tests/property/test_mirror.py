@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.transfer import MissingItems
 from tests.unit.multimodal.cache.item_building import LAYOUT, is_same, make_item, make_kwargs
@@ -146,8 +146,10 @@ class MirrorMachine(RuleBasedStateMachine):
         self.release([handle])
 
     @rule(mm_hash=st.sampled_from(sorted(SIZES)))
-    def touch(self, mm_hash: str) -> None:
-        self.sender.touch(mm_hash)
+    def use(self, mm_hash: str) -> None:
+        handle = self.query(mm_hash, None, needs_layout=False)
+        if handle is not None:
+            self.release([handle])
 
     @precondition(lambda self: self.ready and len(self.unread) < MAX_UNREAD)
     @rule(

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sensorium.multimodal.cache.shm_index import SlotState
+from sensorium.multimodal.cache.shm_memory import SlotState
 from sensorium.multimodal.cache.shm_store import ShmStore, _make_key
 from tests.property.shm_child import is_right, make_item
 from tests.property.shm_nursery import ChildDiedError, ChildProcess, Nursery, find_holders

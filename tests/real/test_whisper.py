@@ -2,8 +2,8 @@
 
 The engine does not run Whisper: encoder-decoder models are refused. What is checked with it:
 
-- Ours: decoding and resampling files (`multimodal/media`), the call of the processor, the worker's
-  encoder path and its cache.
+- Ours: decoding and resampling files (`multimodal/decoding`), the call of the processor, the
+  worker's encoder path and its cache.
 - Transformers': the feature extractor, the audio tower's code, Whisper's encoder (with which the
   tower's embeddings are compared) and `WhisperForConditionalGeneration`, which says what words are
   in the spectrograms that our front end made.

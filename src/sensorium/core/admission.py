@@ -39,7 +39,7 @@ class Limits:
 def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     num_tokens = len(request.prompt_token_ids)
     if num_tokens == 0:
-        raise RequestError("the prompt is empty: at least one token is needed")
+        raise RequestError("the prompt is empty: at least one token is needed", path=("prompt",))
     check_length(num_tokens, limits.max_model_len)
     _check_features(request.mm_features, num_tokens, limits)
 
@@ -48,7 +48,8 @@ def check_length(num_tokens: int, max_model_len: int) -> None:
     if num_tokens >= max_model_len:
         raise RequestError(
             f"the prompt has {num_tokens} tokens, but the context holds {max_model_len} "
-            "and needs room for at least one new token"
+            "and needs room for at least one new token",
+            path=("prompt",),
         )
 
 

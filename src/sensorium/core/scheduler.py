@@ -34,7 +34,7 @@ from sensorium.core.seat_shares import SeatShares
 from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.core.stopping import get_stop
 from sensorium.core.window_planner import WindowPlanner
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import FailedRequestError, RequestError, make_record
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.scheduling import (
     BlockIds,
@@ -354,8 +354,8 @@ class Scheduler:
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is not None:
-                end = self._finish(request, FinishReason.ERROR, error=reason, is_internal=True)
-                outputs.append(end)
+                error = FailedRequestError(reason)
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
                 self.encoder_cache.discard(encoder_input.key)
@@ -382,7 +382,8 @@ class Scheduler:
             for request_id in sorted(self.encoder_cache.discard(key)):
                 request = self.requests.get(request_id)
                 if request is not None:
-                    outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
+                    error = RequestError(reason)
+                    outputs.append(self._finish(request, FinishReason.ERROR, error=error))
         return outputs
 
     def _fail_requests(
@@ -394,9 +395,9 @@ class Scheduler:
         outputs = []
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
-            reason = result.failed_requests.get(scheduled.request_id)
-            if request is not None and reason is not None:
-                outputs.append(self._finish(request, FinishReason.ERROR, error=reason))
+            error = result.failed_requests.get(scheduled.request_id)
+            if request is not None and error is not None:
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
         return outputs
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, *, is_late: bool) -> None:
@@ -467,8 +468,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         stop_token_id: int | None = None,
-        error: str | None = None,
-        is_internal: bool = False,
+        error: RequestError | None = None,
     ) -> EngineCoreOutput:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         self._release(request)
@@ -483,8 +483,7 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            error=error,
-            is_internal=is_internal,
+            error=None if error is None else make_record(error),
             num_cached_tokens=request.num_cached_tokens or 0,
             num_encoder_hits=request.num_encoder_hits,
             encoder_hits=tuple(sorted(request.encoder_hits)),

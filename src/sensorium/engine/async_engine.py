@@ -31,7 +31,7 @@ from sensorium.engine.inputs.preparation import Preparation
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.engine.outputs.parallel_sampling import ParallelSampling
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import (
     CapacityError,

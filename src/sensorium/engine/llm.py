@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -28,7 +29,7 @@ from sensorium.engine.run import Run
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.pipeline import PerceivedItem
-from sensorium.types.errors import ModelError, RequestError, SensoriumError, add_label
+from sensorium.types.errors import ModelError, RequestError, SensoriumError, make_record
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreOutput, FinishReason
@@ -277,7 +278,9 @@ class LLM:
         failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed and not return_errors:
             index, error = failed[0]
-            raised = add_label(error, f"prompt {index}" if len(entries) > 1 else None)
+            raised = copy.copy(error)
+            if len(entries) > 1:
+                raised.path = ("prompts", index, *error.path)
             raised.outputs = tuple(outputs)
             raise raised from error
         return outputs
@@ -351,14 +354,16 @@ class LLM:
                 for child in children:
                     self._delivery.deliver(child, items)
             except SensoriumError as error:
-                failed += self._fail(child.request_id, str(error))
+                failed += self._fail(child.request_id, error)
             finally:
                 self._release(items)
         return failed
 
-    def _fail(self, child_id: str, error: str) -> list[RequestOutput]:
-        """End a request of whose children one can't be started."""
-        end = EngineCoreOutput(request_id=child_id, finish_reason=FinishReason.ERROR, error=error)
+    def _fail(self, child_id: str, error: SensoriumError) -> list[RequestOutput]:
+        """Fail the request because one of its n completions could not be started."""
+        end = EngineCoreOutput(
+            request_id=child_id, finish_reason=FinishReason.ERROR, error=make_record(error)
+        )
         ended, stopped = self._outputs.process([end])
         self.core.abort_requests(stopped)
         return ended

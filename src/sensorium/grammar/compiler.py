@@ -6,9 +6,9 @@ that were compiled last. What was refused is remembered as well. For any number 
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from sensorium.grammar.tokenizer import WORD_BITS, make_tokenizer
 from sensorium.grammar.translation import make_grammar
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
+from sensorium.utils.lru import LruCache
 
 _MAX_GRAMMARS = 64
 MAX_COMPILE_S = 4.0  # of a thread's own time, so that a busy machine refuses nothing
@@ -45,24 +46,25 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_string_length = max_string_length
-        self._compiled: OrderedDict[StructuredOutputsParams, Matcher | str] = OrderedDict()
+        # A grammar -> its matcher, or what is wrong with it.
+        self._compiled: LruCache[StructuredOutputsParams, Matcher | RequestError] = LruCache(
+            _MAX_GRAMMARS
+        )
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """A matcher at the beginning of an answer. A `RequestError` names the field and says what
-        is wrong with the grammar.
+        """Return a matcher at the beginning of an answer.
+
+        Raise a `RequestError` with the path of the field if there is something wrong with it.
         """
         with self._lock:
             known = self._compiled.get(params)
             if known is not None:
-                self._compiled.move_to_end(params)
                 return _take(known)
         made = run_on_large_stack(lambda: self._compile(params))
         with self._lock:
-            self._compiled[params] = made
-            if len(self._compiled) > _MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._compiled.put(params, made)
             return _take(made)
 
     def make_mask(self) -> Words:
@@ -94,24 +96,24 @@ class GrammarCompiler:
             eos_token_ids=self._eos_token_ids,
         )
 
-    def _compile(self, params: StructuredOutputsParams) -> Matcher | str:
-        """The matcher, or why there is none."""
+    def _compile(self, params: StructuredOutputsParams) -> Matcher | RequestError:
+        """Return the matcher, or why there is none."""
         tokenizer = self._tokenizer
-        name = f"structured_outputs.{params.kind}"
+        path = ("structured_outputs", params.kind)
         began = time.thread_time()
         try:
             grammar = make_grammar(params, max_string_length=self._max_string_length)
         except RequestError as error:
-            return str(error)
+            return error.with_traceback(None)
         except UnicodeEncodeError:
-            return f"{name} holds half a surrogate pair"
+            return RequestError("holds half a surrogate pair", path)
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         if matcher.error is not None:
-            return f"{name}: {matcher.error}"
+            return RequestError(matcher.error, path)
         if (reason := self._try(matcher.copy())) is not None:
-            return f"{name} {reason}"
+            return RequestError(reason, path)
         if time.thread_time() - began > MAX_COMPILE_S:
-            return f"{name} takes too long to compile"
+            return RequestError("takes too long to compile", path)
         return matcher
 
     def _try(self, matcher: Matcher) -> str | None:
@@ -130,7 +132,7 @@ class GrammarCompiler:
         return None
 
 
-def _take(made: Matcher | str) -> Matcher:
-    if isinstance(made, str):
-        raise RequestError(made)
+def _take(made: Matcher | RequestError) -> Matcher:
+    if isinstance(made, RequestError):
+        raise copy.copy(made)
     return made.copy()

@@ -28,10 +28,11 @@ def make_tokenizer(
             return _make_mistral(tokenizer, vocab_size, eos_token_ids)
     except ValueError as error:
         raise RequestError(
-            f"structured_outputs: this model's tokenizer can't be constrained: {error}"
+            f"this model's tokenizer can't be constrained: {error}", path=("structured_outputs",)
         ) from error
     raise RequestError(
-        "structured_outputs: this model's tokenizer can't be constrained: it is no fast one"
+        "this model's tokenizer can't be constrained: it is not a fast one",
+        path=("structured_outputs",),
     )
 
 

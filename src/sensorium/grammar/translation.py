@@ -16,6 +16,7 @@ from sensorium.types.structured import MAX_CHARACTERS, StructuredOutputsParams
 
 # What people and printers write: a blank, or a new line and its indentation. Some models would fill
 # the context with blanks if they might.
+_JSON, _GRAMMAR = ("structured_outputs", "json"), ("structured_outputs", "grammar")
 _WHITESPACE = r"[\x20\x09]|\x0D?\x0A[\x20\x09]{0,32}"
 # Blanks as `json.dumps` writes them, where an answer has to end even if its model never would.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -45,7 +46,7 @@ def prepare_schema(schema: Schema, max_string_length: int | None) -> Schema:
         closed = close_objects(schema)
         return closed if max_string_length is None else make_finite(closed, max_string_length)
     except RecursionError as error:
-        raise RequestError("structured_outputs.json is nested too deeply") from error
+        raise RequestError("is nested too deeply", path=_JSON) from error
 
 
 def make_grammar_after(
@@ -81,24 +82,24 @@ def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) 
     try:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is no JSON: {error}") from error
+        raise RequestError(f"is not JSON: {error}", path=_JSON) from error
     if schema is True:
         schema = {}
     if isinstance(schema, dict):
         own = schema.get("x-guidance", {})
         if not isinstance(own, dict):
-            raise RequestError("structured_outputs.json: x-guidance must be an object")
+            raise RequestError("x-guidance must be an object", path=_JSON)
         if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
             blanks = {"whitespace_pattern": _WHITESPACE} if max_string_length is None else SPACING
             own = {**own, **blanks}
         _check_patterns(schema)
         schema = {**prepare_schema(schema, max_string_length), "x-guidance": own}
     elif schema is not False:
-        raise RequestError("structured_outputs.json must be an object, or true or false")
+        raise RequestError("must be an object, or true or false", path=_JSON)
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is no JSON schema: {error}") from error
+        raise RequestError(f"is not a JSON schema: {error}", path=_JSON) from error
 
 
 def _check_patterns(schema: object) -> None:
@@ -117,7 +118,7 @@ def _check_patterns(schema: object) -> None:
     limit = MAX_CHARACTERS["regex"]
     if num_characters > limit:
         raise RequestError(
-            f"structured_outputs.json has patterns of {num_characters} characters, {limit} at most"
+            f"has patterns of {num_characters} characters; at most {limit} are allowed", path=_JSON
         )
 
 
@@ -135,17 +136,18 @@ def _join(choices: Sequence[str]) -> str:
 def _quote(text: str) -> str:
     """Lark's strings are JSON's. Half a surrogate pair is no character, and in no answer."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError("structured_outputs.choice holds half a surrogate pair")
+        raise RequestError("holds half a surrogate pair", path=("structured_outputs", "choice"))
     return json.dumps(text, ensure_ascii=False)
 
 
 def _translate_gbnf(text: str) -> str:
     if len(text) > _MAX_GBNF_CHARACTERS:
         raise RequestError(
-            f"structured_outputs.grammar has {len(text)} characters; as GBNF it may have "
-            f"{_MAX_GBNF_CHARACTERS} (Lark's notation may have more)"
+            f"has {len(text)} characters; as GBNF it may have {_MAX_GBNF_CHARACTERS} (Lark's "
+            "notation may have more)",
+            path=_GRAMMAR,
         )
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # it raises just that for a rule that is missing
-        raise RequestError(f"structured_outputs.grammar is no GBNF: {error}") from error
+        raise RequestError(f"is not GBNF: {error}", path=_GRAMMAR) from error

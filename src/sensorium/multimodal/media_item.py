@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.types.errors import FieldPath
 
 _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
 
@@ -14,11 +15,10 @@ _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
     """`media`: an address (`data:`, `http:`, `https:`, `file:`), a file's bytes, or a PIL image,
-    array or tensor; `None`: the caller believes that a cache has it, under `uuid`. `label` names
-    it in errors.
+    array or tensor; `None`: the caller believes that a cache has it, under `uuid`.
     """
 
-    label: str
+    path: FieldPath  # where it stands in its prompt, for errors
     modality: str
     media: Any
     uuid: str | None = None

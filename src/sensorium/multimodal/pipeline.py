@@ -12,13 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
-from sensorium.multimodal.cache.uncached import UncachedSender
+from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
@@ -34,10 +35,12 @@ from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFli
 from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import (
     CapacityError,
+    FieldPath,
     InvariantError,
     MissingMediaError,
     RequestError,
-    add_label,
+    at,
+    format_path,
 )
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.times import ItemTimes
@@ -56,7 +59,7 @@ class PerceivedItem:
     """
 
     handle: ItemHandle
-    label: str
+    path: FieldPath  # where the item stands in its prompt, for errors
     origin: MediaItem | None = None
     options: PerceptionOptions = field(default_factory=PerceptionOptions)
     brought: ProcessedItem | None = None
@@ -95,7 +98,7 @@ class MediaPipeline:
         of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
         """
         return MediaPipeline(
-            cache=UncachedSender(),
+            cache=ItemTable(0),
             hasher=self.hasher,
             loader=MediaLoader(self.limits),
             backend=self.backend,
@@ -173,7 +176,7 @@ class MediaPipeline:
                 return replace(again, times=add_times(item.times, again.times))
             self.cache.release([again.handle])  # the address has other content by now
         raise MissingMediaError(
-            f"{item.label} is in no cache any more: send it again", (item.given_hash or mm_hash,)
+            "it is in no cache any more: send it again", (item.given_hash or mm_hash,), item.path
         )
 
     def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> Pausing[None]:
@@ -182,7 +185,8 @@ class MediaPipeline:
         for call, loaded in zip(calls, found, strict=True):
             call.times.add({"fetch": loaded.fetch_s})
             if isinstance(loaded.outcome, RequestError):
-                raise add_label(loaded.outcome, call.item.label) from loaded.outcome
+                with at(*call.item.path):
+                    raise copy.copy(loaded.outcome) from loaded.outcome
             call.source = loaded.outcome
 
 
@@ -216,10 +220,8 @@ class _ItemCall:
         return self._handle is None and self.source is None
 
     def run(self, stage: Callable[[], None]) -> None:
-        try:
+        with at(*self.item.path):
             stage()
-        except RequestError as error:
-            raise add_label(error, self.item.label) from error
 
     def recognise(self) -> None:
         """A uuid spares the fetch, if a cache has what it stands for."""
@@ -234,7 +236,9 @@ class _ItemCall:
         if item.media is None and self._handle is None:
             if item.uuid is None:
                 raise RequestError("there is neither media nor a uuid")
-            raise MissingMediaError(f"uuid {item.uuid!r} is in no cache: send it", (item.uuid,))
+            raise MissingMediaError(
+                f"the media of uuid {item.uuid!r} is in no cache: send it", (item.uuid,)
+            )
 
     def start(self, cancelled: Future[None] | None) -> None:
         if self._handle is not None:
@@ -354,11 +358,11 @@ class _ItemCall:
 
     def get_result(self) -> PerceivedItem:
         if self._handle is None:
-            raise InvariantError(f"{self.item.label} has no handle")
+            raise InvariantError(f"{format_path(self.item.path)} has no handle")
         origin = self.item if self.source is None else replace(self.item, media=self.source)
         return PerceivedItem(
             handle=self._handle,
-            label=self.item.label,
+            path=self.item.path,
             origin=origin,
             options=self._options,
             times=self.times.get(),
@@ -367,5 +371,5 @@ class _ItemCall:
 
     def _get_job(self) -> ItemJob:
         if self._job is None:
-            raise InvariantError(f"{self.item.label} has no name yet")
+            raise InvariantError(f"{format_path(self.item.path)} has no name yet")
         return self._job

@@ -94,7 +94,8 @@ def expand_token_ids(
             if max_tokens is not None and len(expanded) > max_tokens:
                 raise RequestError(
                     f"the prompt has more than the {max_tokens} tokens that it may have, with "
-                    "those of its media"
+                    "those of its media",
+                    path=("prompt",),
                 )
     _check_counts(processor, counts, items)
     return expanded, _make_features(processor, expanded, ranges)
@@ -140,7 +141,8 @@ def _check_counts(
             marker = processor.get_marker(modality)
             raise RequestError(
                 f"the prompt has {num_markers} {marker!r} marker(s), "
-                f"but {num_items} {modality} item(s) came with it"
+                f"but {num_items} {modality} item(s) came with it",
+                path=("prompt",),
             )
 
 
@@ -184,5 +186,6 @@ def _get_layout(item: LaidOutItem) -> ItemLayout:
 def _check_no_placeholder(token_ids: Sequence[int], placeholder_ids: set[int]) -> None:
     if placeholder_ids.intersection(token_ids):
         raise RequestError(
-            "the prompt holds a media placeholder token that belongs to no media item"
+            "the prompt holds a media placeholder token that belongs to no media item",
+            path=("prompt",),
         )

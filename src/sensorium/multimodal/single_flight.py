@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from sensorium.types.errors import CapacityError, InvariantError, RequestError, add_label
+from sensorium.types.errors import CapacityError, InvariantError
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -262,8 +262,6 @@ def _make_own(error: BaseException) -> BaseException:
 
 
 def _copy_error(error: BaseException) -> BaseException:
-    if isinstance(error, RequestError):
-        return add_label(error, None)
     try:
         return copy.copy(error)
     except TypeError:  # made from other arguments than those that it keeps

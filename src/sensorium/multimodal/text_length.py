@@ -43,7 +43,8 @@ class TextLength:
         if len(text) > most:
             raise RequestError(
                 f"the prompt has {len(text)} characters, but the {max_tokens} tokens that it may "
-                f"have can't stand for more than {most}"
+                f"have can't stand for more than {most}",
+                path=("prompt",),
             )
         self._check_pieces(text, max_tokens)
 
@@ -68,7 +69,8 @@ class TextLength:
                 raise RequestError(
                     f"the prompt has {len(text)} characters, and the first "
                     f"{min(end, len(text))} of them are more than the {max_tokens} tokens that "
-                    "it may have"
+                    "it may have",
+                    path=("prompt",),
                 )
 
 
@@ -77,4 +79,6 @@ def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt is not valid Unicode: {error.reason}") from error
+        raise RequestError(
+            f"the prompt is not valid Unicode: {error.reason}", path=("prompt",)
+        ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from sensorium.types.errors import RequestError
 
+_TEMPLATE, _KWARGS = ("chat_template",), ("chat_template_kwargs",)
 # What the template gets anyhow.
 _RESERVED = frozenset(
     {
@@ -37,18 +38,19 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise RequestError("chat_template must be a string")
+            raise RequestError("must be a string", path=_TEMPLATE)
         if not isinstance(self.chat_template_kwargs, Mapping):
-            raise RequestError("chat_template_kwargs must be an object")
+            raise RequestError("must be an object", path=_KWARGS)
         taken = sorted(_RESERVED.intersection(self.chat_template_kwargs))
         if taken:
-            raise RequestError(f"chat_template_kwargs can't set {', '.join(taken)}")
+            raise RequestError(f"can't set {', '.join(taken)}", path=_KWARGS)
         if not all(isinstance(name, str) for name in self.chat_template_kwargs):
-            raise RequestError("chat_template_kwargs must have strings as names")
+            raise RequestError("must have strings as names", path=_KWARGS)
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
-                "continue_final_message needs add_generation_prompt=False: "
-                "either the last message goes on, or a new one begins"
+                "needs add_generation_prompt=False: either the last message goes on, or a new "
+                "one begins",
+                path=("continue_final_message",),
             )
         self._check_tools()
 
@@ -56,10 +58,12 @@ class ChatOptions:
         if self.tools is None:
             return
         if not isinstance(self.tools, list | tuple):
-            raise RequestError(f"tools must be a list, not {type(self.tools).__name__}")
+            raise RequestError(f"must be a list, not {type(self.tools).__name__}", path=("tools",))
         for index, tool in enumerate(self.tools):
             if not isinstance(tool, Mapping):
-                raise RequestError(f"tools[{index}] must be an object, not {type(tool).__name__}")
+                raise RequestError(
+                    f"must be an object, not {type(tool).__name__}", path=("tools", index)
+                )
 
 
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
@@ -69,19 +73,19 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
     if chat_template is None:
         return None
     if not isinstance(chat_template, str | os.PathLike) or not os.fspath(chat_template):
-        raise RequestError("chat_template must be a template, its file or its name")
+        raise RequestError("must be a template, its file or its name", path=_TEMPLATE)
     text = os.fspath(chat_template)
     if isinstance(chat_template, str) and any(character in text for character in "{}\n"):
         return text
     path = Path(text)
     if isinstance(chat_template, str) and not _exists(path):
         if path.suffix or len(path.parts) > 1:
-            raise RequestError(f"chat_template: there is no file {text!r}")
+            raise RequestError(f"there is no file {text!r}", path=_TEMPLATE)
         return text  # the name of one of the model's templates
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"chat_template {text!r} can't be read: {error}") from error
+        raise RequestError(f"{text!r} can't be read: {error}", path=_TEMPLATE) from error
 
 
 def _exists(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds, decode_embeds
-from sensorium.types.errors import RequestError, add_label
+from sensorium.types.errors import RequestError, at
 
 _MODALITIES = ("image", "video", "audio")
 _URL_TYPES = {f"{modality}_url": modality for modality in _MODALITIES}
@@ -33,93 +33,93 @@ class MediaPart:
     uuid: str | None = None
 
 
-def parse_part(part: object, path: str) -> str | MediaPart:
-    """Text, or media. `path` is where the part stands, for the error."""
+def parse_part(part: object) -> str | MediaPart:
+    """Return the text or the media of a part, or raise a `RequestError` with the field's path."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestError(f"{path} must be an object, not {type(part).__name__}")
+        raise RequestError(f"must be an object, not {type(part).__name__}")
     kind = part.get("type")
     if not isinstance(kind, str):
-        raise RequestError(f"{path}.type must be a string")
+        raise RequestError("must be a string", path=("type",))
     if kind in ("text", "refusal"):
-        return _get_string(part, kind, path)
+        return _get_string(part, kind)
     if kind not in _KNOWN_TYPES:
         raise RequestError(
-            f"{path}.type {kind[:50]!r} is unknown (known: {', '.join(_KNOWN_TYPES)})"
+            f"{kind[:50]!r} is unknown (known: {', '.join(_KNOWN_TYPES)})", path=("type",)
         )
-    uuid = _get_uuid(part, path)
-    modality, item = _get_media(kind, part, path)
+    uuid = _get_uuid(part)
+    modality, item = _get_media(kind, part)
     if item is None and uuid is None:
-        raise RequestError(f"{path} has neither media nor a uuid")
+        raise RequestError("has neither media nor a uuid")
     return MediaPart(modality=modality, item=item, uuid=uuid)
 
 
-def _get_media(kind: str, part: Mapping[str, Any], path: str) -> tuple[str, object]:
-    if kind in _URL_TYPES:
-        return _URL_TYPES[kind], _get_url(part.get(kind), f"{path}.{kind}")
-    if kind == "input_audio":
-        return "audio", _get_input_audio(part.get(kind), f"{path}.{kind}")
-    if kind in _EMBEDS_TYPES:
-        return _EMBEDS_TYPES[kind], _get_embeds(part.get(kind), f"{path}.{kind}")
+def _get_media(kind: str, part: Mapping[str, Any]) -> tuple[str, object]:
+    with at(kind):
+        if kind in _URL_TYPES:
+            return _URL_TYPES[kind], _get_url(part.get(kind))
+        if kind == "input_audio":
+            return "audio", _get_input_audio(part.get(kind))
+        if kind in _EMBEDS_TYPES:
+            return _EMBEDS_TYPES[kind], _get_embeds(part.get(kind))
     modality = "image" if kind == "image_pil" else kind
     for name in (kind, modality, "url"):
         if part.get(name) is not None:
             value = part[name]
             return modality, _make_file_url(value) if isinstance(value, os.PathLike) else value
     if part.get("path") is not None:
-        return modality, _make_file_url(_get_string(part, "path", path))
+        return modality, _make_file_url(_get_string(part, "path"))
     if part.get("base64") is not None:
-        return modality, _decode(_get_string(part, "base64", path), f"{path}.base64")
+        return modality, _decode(part, "base64")
     return modality, None
 
 
-def _get_url(value: object, path: str) -> str | None:
+def _get_url(value: object) -> str | None:
     """OpenAI's object with a `url`, or the URL itself."""
     if value is None or isinstance(value, str):
         return value or None
     if not isinstance(value, Mapping):
-        raise RequestError(f"{path} must be an object with a url, not {type(value).__name__}")
-    return None if value.get("url") is None else _get_string(value, "url", path)
+        raise RequestError(f"must be an object with a url, not {type(value).__name__}")
+    return None if value.get("url") is None else _get_string(value, "url")
 
 
-def _get_input_audio(value: object, path: str) -> bytes | str | None:
+def _get_input_audio(value: object) -> bytes | str | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise RequestError(f"{path} must be an object with data, not {type(value).__name__}")
+        raise RequestError(f"must be an object with data, not {type(value).__name__}")
     if value.get("format") is not None:
-        _get_string(value, "format", path)  # the file itself says what it is
+        _get_string(value, "format")  # checked only: the file itself tells its format
     if value.get("data") is None:
         return None
-    return _decode(_get_string(value, "data", path), f"{path}.data")
+    return _decode(value, "data")
 
 
-def _get_embeds(value: object, path: str) -> PrecomputedEmbeds | None:
+def _get_embeds(value: object) -> PrecomputedEmbeds | None:
     """A tensor in process, or the base64 of `decode_embeds`' msgpack."""
     if value is None or isinstance(value, PrecomputedEmbeds):
         return value
     if not isinstance(value, str | torch.Tensor):
-        raise RequestError(f"{path} must be base64 or a tensor, not {type(value).__name__}")
-    given = _decode_base64(value, path) if isinstance(value, str) else value
-    try:
-        return decode_embeds(given) if isinstance(given, bytes) else PrecomputedEmbeds(given)
-    except RequestError as error:
-        raise add_label(error, path) from error
+        raise RequestError(f"must be base64 or a tensor, not {type(value).__name__}")
+    given = _decode_base64(value) if isinstance(value, str) else value
+    return decode_embeds(given) if isinstance(given, bytes) else PrecomputedEmbeds(given)
 
 
-def _decode(text: str, path: str) -> bytes | str:
-    """Encoded bytes, or the text itself if it is a URL already."""
-    return text if text.startswith("data:") else _decode_base64(text, path)
+def _decode(part: Mapping[str, Any], name: str) -> bytes | str:
+    """Return the encoded bytes in a field, or its text if that is a URL already."""
+    text = _get_string(part, name)
+    with at(name):
+        return text if text.startswith("data:") else _decode_base64(text)
 
 
-def _decode_base64(text: str, path: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     import pybase64
 
     try:
         return pybase64.b64decode(text, validate=True)
     except ValueError as error:
-        raise RequestError(f"{path} is not valid base64") from error
+        raise RequestError("is not valid base64") from error
 
 
 def _make_file_url(path: str | os.PathLike[str]) -> str:
@@ -131,15 +131,15 @@ def _make_file_url(path: str | os.PathLike[str]) -> str:
         raise RequestError("the path of media is not valid Unicode") from error
 
 
-def _get_string(part: Mapping[str, Any], name: str, path: str) -> str:
+def _get_string(part: Mapping[str, Any], name: str) -> str:
     value = part.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"{path}.{name} must be a string, not {type(value).__name__}")
+        raise RequestError(f"must be a string, not {type(value).__name__}", path=(name,))
     return value
 
 
-def _get_uuid(part: Mapping[str, Any], path: str) -> str | None:
+def _get_uuid(part: Mapping[str, Any]) -> str | None:
     uuid = part.get("uuid")
     if uuid is not None and (not isinstance(uuid, str) or not uuid):
-        raise RequestError(f"{path}.uuid must be a string that is not empty")
+        raise RequestError("must be a string that is not empty", path=("uuid",))
     return uuid

@@ -1,6 +1,6 @@
 """A conversation as it came over the wire or from a script, checked: roles, contents, tool calls.
 
-Every mistake is a `RequestError` that names the field. Fields that nobody knows are left out.
+Every mistake is a `RequestError` with the path of the field. Unknown fields are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.render.media_parts import MediaPart, parse_part
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import RequestError, at, map_at
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
@@ -37,81 +37,81 @@ class Message:
 
 
 def parse_messages(messages: object) -> tuple[Message, ...]:
-    if not isinstance(messages, list | tuple):
-        raise RequestError(f"messages must be a list, not {type(messages).__name__}")
-    if not messages:
-        raise RequestError("messages must not be empty")
-    return tuple(
-        _parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)
-    )
+    """Return the messages of a conversation, or raise a `RequestError` with a field's path."""
+    with at("messages"):
+        return tuple(map_at(_parse_message, _check_list(messages, may_be_empty=False)))
 
 
-def _parse_message(message: object, path: str) -> Message:
+def _check_list(value: object, *, may_be_empty: bool = True) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"must be a list, not {type(value).__name__}")
+    if not value and not may_be_empty:
+        raise RequestError("must not be empty")
+    return value
+
+
+def _parse_message(message: object) -> Message:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{path} must be an object, not {type(message).__name__}")
+        raise RequestError(f"must be an object, not {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(f"{path}.role must be one of {', '.join(ROLES)}")
-    fields = _parse_fields(message, path)
+        raise RequestError(f"must be one of {', '.join(ROLES)}", path=("role",))
+    fields = _parse_fields(message)
     content = message.get("content")
-    if content is None and (role != "assistant" or not fields.keys() - {"name"}):
-        raise RequestError(f"{path}.content must be a string or a list of parts")
-    return Message(role=role, content=_parse_content(content, f"{path}.content"), fields=fields)
+    with at("content"):
+        if content is None and (role != "assistant" or not fields.keys() - {"name"}):
+            raise RequestError("must be a string or a list of parts")
+        return Message(role=role, content=_parse_content(content), fields=fields)
 
 
-def _parse_content(content: object, path: str) -> Content | None:
+def _parse_content(content: object) -> Content | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise RequestError(
-            f"{path} must be a string or a list of parts, not {type(content).__name__}"
-        )
-    return tuple(parse_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+        raise RequestError(f"must be a string or a list of parts, not {type(content).__name__}")
+    return tuple(map_at(parse_part, content))
 
 
-def _parse_fields(message: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _parse_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name in _STRING_FIELDS:
         value = message.get(name)
         if value is None:
             continue
         if not isinstance(value, str):
-            raise RequestError(f"{path}.{name} must be a string, not {type(value).__name__}")
+            raise RequestError(f"must be a string, not {type(value).__name__}", path=(name,))
         fields[name] = value
     if message.get("tool_calls"):
-        fields["tool_calls"] = _parse_tool_calls(message["tool_calls"], f"{path}.tool_calls")
+        with at("tool_calls"):
+            fields["tool_calls"] = map_at(_parse_tool_call, _check_list(message["tool_calls"]))
     return fields
 
 
-def _parse_tool_calls(calls: object, path: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list | tuple):
-        raise RequestError(f"{path} must be a list, not {type(calls).__name__}")
-    return [_parse_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
-
-
-def _parse_tool_call(call: object, path: str) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves, so they are given an object."""
+def _parse_tool_call(call: object) -> dict[str, Any]:
+    """Return a call with its arguments as an object: templates write them as JSON themselves."""
     if not isinstance(call, Mapping):
-        raise RequestError(f"{path} must be an object, not {type(call).__name__}")
+        raise RequestError(f"must be an object, not {type(call).__name__}")
     function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{path}.function must be an object")
-    if not isinstance(function.get("name"), str):
-        raise RequestError(f"{path}.function.name must be a string")
-    arguments = _parse_arguments(function.get("arguments"), f"{path}.function.arguments")
+    with at("function"):
+        if not isinstance(function, Mapping):
+            raise RequestError("must be an object")
+        if not isinstance(function.get("name"), str):
+            raise RequestError("must be a string", path=("name",))
+        with at("arguments"):
+            arguments = _parse_arguments(function.get("arguments"))
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _parse_arguments(arguments: object, path: str) -> Mapping[str, Any]:
+def _parse_arguments(arguments: object) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path} is not valid JSON") from error
+            raise RequestError("is not valid JSON") from error
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
-        raise RequestError(f"{path} must be an object, or the JSON of one")
+        raise RequestError("must be an object, or the JSON of one")
     return arguments
 
 

@@ -30,7 +30,9 @@ def find_template(
         own = named.get("tool_use") if options.tools else None
         own = own or named.get("default")
         if own is None:
-            raise RequestError(f"chat_template must name one of {', '.join(sorted(named))}")
+            raise RequestError(
+                f"must name one of {', '.join(sorted(named))}", path=("chat_template",)
+            )
     if own is None:
         raise RequestError("this model has no chat template: give one as chat_template")
     return str(own)

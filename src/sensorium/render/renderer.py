@@ -20,7 +20,7 @@ from sensorium.render.media_parts import MediaPart
 from sensorium.render.messages import Message, get_media, parse_messages
 from sensorium.render.mistral import MistralTemplate
 from sensorium.render.own_templates import find_template
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import FieldPath, RequestError
 from sensorium.types.prompts import TextPrompt
 
 _MAX_TEMPLATES = 16  # callers may bring their own with every request
@@ -100,20 +100,21 @@ class ChatRenderer:
     def _check_no_markers(self, messages: Sequence[Message]) -> None:
         for index, message in enumerate(messages):
             content = message.content
-            path = f"messages[{index}].content"
+            path = ("messages", index, "content")
             if isinstance(content, str):
                 self._check_text(content, path)
                 continue
             for part_index, part in enumerate(content or ()):
                 if isinstance(part, str):
-                    self._check_text(part, f"{path}[{part_index}].text")
+                    self._check_text(part, (*path, part_index, "text"))
 
-    def _check_text(self, text: str, path: str) -> None:
+    def _check_text(self, text: str, path: FieldPath) -> None:
         found = self._pattern.search(text)
         if found is not None:
             raise RequestError(
-                f"{path} holds {found.group()!r}, which stands for media in this model's prompts: "
-                "media goes into parts of its own"
+                f"holds {found.group()!r}, which stands for media in this model's prompts: media "
+                "goes into parts of its own",
+                path,
             )
 
     def _check_counts(self, text: str, media: Mapping[str, Sequence[MediaPart]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from sensorium.types.errors import ErrorRecord
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from sensorium.types.sampling import NO_BANS, SamplingParams, TokenBans
 from sensorium.types.times import CoreTimes
@@ -75,10 +76,9 @@ class EngineCoreOutput:
     """News of one request after a step. The one with a `finish_reason` is its last.
 
     `prompt_logprobs` are those of the next prompt tokens, from the second on. `stop_token_id` is
-    the token that ended it, when a token did. `error` explains `FinishReason.ERROR`; `is_internal`:
-    it is the engine's fault. Of one that is the last, or may be (a stop string would make it so):
-    `encoder_hits` are the indices of the items whose encoder output was there, `times` when things
-    happened.
+    the token that ended it, when a token did. `error` explains `FinishReason.ERROR`. Of one that is
+    the last, or may be (a stop string would make it so): `encoder_hits` are the indices of the
+    items whose encoder output was there, `times` when things happened.
     """
 
     request_id: str
@@ -87,8 +87,7 @@ class EngineCoreOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    error: str | None = None
-    is_internal: bool = False
+    error: ErrorRecord | None = None
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
     encoder_hits: tuple[int, ...] = ()

@@ -230,13 +230,16 @@ class SamplingParams:
         for declared in list_sampling_fields():
             value = getattr(self, declared.name)
             if not declared.is_valid(value):
-                raise RequestError(f"{declared.name} must be {declared.rule}, not {_show(value)}")
+                raise RequestError(
+                    f"must be {declared.rule}, not {_show(value)}", path=(declared.name,)
+                )
             object.__setattr__(self, declared.name, _as_plain(value))
         if self.top_k == -1:  # some clients send it for "no limit"
             object.__setattr__(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
+                f"must be at most max_tokens={self.max_tokens}, not {self.min_tokens}",
+                path=("min_tokens",),
             )
 
     @property
@@ -390,8 +393,8 @@ def _as_structured(value: Mapping[Any, Any]) -> StructuredOutputsParams:
     unknown = sorted(str(name)[:50] for name in value if name not in known)
     if unknown:
         raise RequestError(
-            f"structured_outputs has the unknown field(s) {', '.join(unknown)} "
-            f"(known: {', '.join(known)})"
+            f"unknown field(s) {', '.join(unknown)} (known: {', '.join(known)})",
+            path=("structured_outputs",),
         )
     return StructuredOutputsParams(**value)
 

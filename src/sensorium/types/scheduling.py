@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 
 # Block ids of one request, one tuple per KV cache group.
@@ -100,7 +101,7 @@ class ModelRunnerOutput:
     sampled_token_ids: Mapping[str, int]
     logprobs: Mapping[str, TokenLogprobs]
     failed_encodes: Mapping[str, str]
-    failed_requests: Mapping[str, str] = field(default_factory=dict)  # by request id
+    failed_requests: Mapping[str, RequestError] = field(default_factory=dict)  # by request id
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     encode_s: float = 0.0
     mode: StepMode | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from sensorium.types.errors import RequestError
 
 # Compiling takes time and memory that grow faster than the text, expressions' most of all.
+_PATH = ("structured_outputs",)  # where it stands among the sampling parameters
 MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**18, "grammar": 2**17}
 
 
@@ -39,8 +40,9 @@ class StructuredOutputsParams:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         if len(given) != 1:
             raise RequestError(
-                "structured_outputs needs exactly one of json, json_object, regex, choice and "
-                f"grammar, not {', '.join(given) or 'none'}"
+                "exactly one of json, json_object, regex, choice and grammar is needed, not "
+                f"{', '.join(given) or 'none'}",
+                path=_PATH,
             )
         self._check_types()
 
@@ -53,15 +55,16 @@ class StructuredOutputsParams:
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise RequestError(f"structured_outputs.{name} must be text that is not empty")
+                raise RequestError("must be text that is not empty", path=(*_PATH, name))
             _check_length(name, len(value or ""))
         if self.json_object is not None and self.json_object is not True:
-            raise RequestError("structured_outputs.json_object must be true or false")
+            raise RequestError("must be true or false", path=(*_PATH, "json_object"))
         if self.choice is not None:
+            path = (*_PATH, "choice")
             if not isinstance(self.choice, tuple) or not self.choice:
-                raise RequestError("structured_outputs.choice must be a list that is not empty")
+                raise RequestError("must be a list that is not empty", path=path)
             if not all(isinstance(entry, str) and entry for entry in self.choice):
-                raise RequestError("structured_outputs.choice must hold texts that are not empty")
+                raise RequestError("must hold texts that are not empty", path=path)
             _check_length("choice", sum(map(len, self.choice)))
 
 
@@ -69,7 +72,7 @@ def _check_length(name: str, num_characters: int) -> None:
     limit = MAX_CHARACTERS[name]
     if num_characters > limit:
         raise RequestError(
-            f"structured_outputs.{name} has {num_characters} characters, {limit} at most"
+            f"has {num_characters} characters; at most {limit} are allowed", path=(*_PATH, name)
         )
 
 
@@ -77,4 +80,4 @@ def _write_schema(schema: Mapping[str, Any] | bool) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is no JSON schema: {error}") from error
+        raise RequestError(f"is not a JSON schema: {error}", path=(*_PATH, "json")) from error

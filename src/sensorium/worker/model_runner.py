@@ -113,7 +113,8 @@ class ModelRunner:
         most = int(token_ids.max(initial=0))
         if most >= self._adapter.vocab_size:
             raise RequestError(
-                f"token id {most} is outside the model's vocabulary of {self._adapter.vocab_size}"
+                f"token id {most} is outside the model's vocabulary of {self._adapter.vocab_size}",
+                path=("prompt",),
             )
         params = request.sampling_params
         self._check_named_ids("logit_bias", params.logit_bias)
@@ -123,8 +124,9 @@ class ModelRunner:
         vocab_size = self._adapter.vocab_size
         if outside := sorted(token_id for token_id in token_ids if token_id >= vocab_size):
             raise RequestError(
-                f"{name} has token ids outside the model's vocabulary of {vocab_size}: "
-                f"{', '.join(map(str, outside[:8]))}{', …' if len(outside) > 8 else ''}"
+                f"has token ids outside the model's vocabulary of {vocab_size}: "
+                f"{', '.join(map(str, outside[:8]))}{', …' if len(outside) > 8 else ''}",
+                path=(name,),
             )
 
     def forget_request(self, request_id: str) -> None:
@@ -194,11 +196,11 @@ class ModelRunner:
 
     def _get_left_out(
         self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
-    ) -> dict[str, str]:
+    ) -> dict[str, RequestError]:
         """The requests that need embeddings in this step that could not be made, or that are of
         another number than their placeholders; and why not.
         """
-        left_out: dict[str, str] = {}
+        left_out: dict[str, RequestError] = {}
         for entry in scheduled:
             state = self._states[entry.request_id]
             start = entry.num_computed_tokens
@@ -209,7 +211,7 @@ class ModelRunner:
                 reason = failed.get(state.get_encoder_key(part.mm_index))
                 reason = reason or self._find_misfit(state, part.mm_index)
                 if reason is not None:
-                    left_out[entry.request_id] = reason
+                    left_out[entry.request_id] = RequestError(reason)
         return left_out
 
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
@@ -342,7 +344,7 @@ def _make_output(
     progress: Progress,
 ) -> ModelRunnerOutput:
     names = [state.request.request_id for state in states]
-    failures = {names[row]: reason for row, reason in sampled.failures.items()}
+    failures = {names[row]: RequestError(reason) for row, reason in sampled.failures.items()}
     tokens = zip(names, sampled.token_ids, strict=True)
     logprobs = zip(names, sampled.logprobs, strict=True)
     return ModelRunnerOutput(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import ErrorRecord, RequestError
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import ModelRunnerOutput
 from tests.property.strategies import EOS, make_request
@@ -218,7 +218,7 @@ def test_broken_step_ends_its_requests_and_no_others() -> None:
     (news,) = driver.scheduler.fail_step(output, "out of memory")
     assert news.request_id == "running"
     assert news.finish_reason is FinishReason.ERROR
-    assert news.error == "out of memory"
+    assert news.error == ErrorRecord(kind="FailedRequestError", message="out of memory")
     assert get_windows(driver.scheduler.schedule()) == {"waiting": (0, 2)}
 
 
@@ -245,11 +245,11 @@ def test_request_that_the_worker_left_out_ends_alone() -> None:
         sampled_token_ids={"b": 1},
         logprobs={},
         failed_encodes={},
-        failed_requests={"a": "not finite"},
+        failed_requests={"a": RequestError("not finite")},
     )
     news = {n.request_id: n for n in driver.scheduler.update_from_output(output, result)}
     assert news["a"].finish_reason is FinishReason.ERROR
-    assert news["a"].error == "not finite"
+    assert news["a"].error == ErrorRecord(message="not finite")
     assert news["b"].finish_reason is FinishReason.LENGTH
     assert driver.kv_cache.statistics()[0].num_cached == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sensorium.types.errors import ErrorRecord
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
 from tests.property.strategies import make_request
@@ -146,7 +147,7 @@ def test_failed_item_ends_those_who_need_it_and_no_others() -> None:
         "b": FinishReason.ERROR,
         "c": FinishReason.LENGTH,
     }
-    assert news["a"].error == "odd size"
+    assert news["a"].error == ErrorRecord(message="odd size")
     assert not driver.encoder_cache.is_computed("three")
     assert not driver.encoder_cache.is_reserved("three")
 

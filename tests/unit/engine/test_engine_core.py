@@ -10,8 +10,8 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.core_process.payload_store import PayloadStore
-from sensorium.multimodal.cache.uncached import UncachedReceiver
-from sensorium.types.errors import InvariantError, RequestError
+from sensorium.multimodal.cache.mirror import MirrorReceiver
+from sensorium.types.errors import ErrorRecord, InvariantError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
@@ -63,7 +63,7 @@ def core(runner: FakeRunner) -> EngineCore:
         kv_cache=KVCacheManager([KVCacheGroup(num_blocks=17)], block_size=4),
         encoder_cache=EncoderCacheManager(8),
     )
-    return EngineCore(scheduler, runner, PayloadStore(UncachedReceiver()))
+    return EngineCore(scheduler, runner, PayloadStore(MirrorReceiver()))
 
 
 def make_request(
@@ -132,7 +132,8 @@ def test_a_failing_step_ends_its_own_requests_and_no_others(
         "ab", FinishReason.ERROR
     )
     for output in outputs:
-        assert output.error == f"internal error: {type(error).__name__}: {error}"
+        reason = f"internal error: {type(error).__name__}: {error}"
+        assert output.error == ErrorRecord(kind="FailedRequestError", message=reason)
     assert set(core.payloads) == {"x"}  # c, which waits, still needs it
     assert runner.known == {"c"}
     assert get_ends(run(core)) == {"c": FinishReason.LENGTH}

@@ -77,7 +77,7 @@ class FakePipeline:
         self.calls += [(item, options) for item in items]
         for item in items:
             if isinstance(item.media, str) and item.media == "bad":
-                raise RequestError(f"{item.label}: cannot be read")
+                raise RequestError("cannot be read", path=item.path)
         handles = [
             ItemHandle(
                 modality=item.modality,
@@ -91,7 +91,7 @@ class FakePipeline:
             for item in items
         ]
         self.held += handles
-        return [PerceivedItem(handle=handle, label="") for handle in handles]
+        return [PerceivedItem(handle=handle, path=()) for handle in handles]
 
     def release(self, items: Sequence[PerceivedItem]) -> None:
         for item in items:
@@ -200,11 +200,11 @@ def test_salt_and_priority_are_passed_on(inputs: InputProcessor) -> None:
         ({"prompt": "a", "images": []}, r"unknown prompt field\(s\): images"),
         ({}, "either 'prompt' or 'prompt_token_ids'"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "either 'prompt' or 'prompt_token_ids'"),
-        ({"prompt": 5}, "'prompt' must be str, not int"),
-        ({"prompt": "a", "multi_modal_data": ["x"]}, "'multi_modal_data' must be Mapping"),
-        ({"prompt": "a", "mm_processor_kwargs": 1}, "'mm_processor_kwargs' must be Mapping"),
-        ({"prompt": "a", "cache_salt": b"s"}, "'cache_salt' must be str, not bytes"),
-        ({"prompt": "a", "priority": "high"}, "'priority' must be int, not str"),
+        ({"prompt": 5}, "prompt: must be str, not int"),
+        ({"prompt": "a", "multi_modal_data": ["x"]}, "multi_modal_data: must be Mapping"),
+        ({"prompt": "a", "mm_processor_kwargs": 1}, "mm_processor_kwargs: must be Mapping"),
+        ({"prompt": "a", "cache_salt": b"s"}, "cache_salt: must be str, not bytes"),
+        ({"prompt": "a", "priority": "high"}, "priority: must be int, not str"),
         (5, "a prompt is text, token ids or a mapping, not int"),
         (b"abc", "not bytes"),
         ([1, -2], "token ids are integers >= 0, not -2"),
@@ -221,7 +221,7 @@ def test_salt_and_priority_are_passed_on(inputs: InputProcessor) -> None:
         ),
         (
             {"prompt": "II", "multi_modal_data": {"image": ["x", "bad"]}},
-            "image 1: cannot be read",
+            r"multi_modal_data.image\[1\]: cannot be read",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.types.errors import ErrorRecord
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.request import (
     EngineCoreOutput,
@@ -18,6 +19,7 @@ from sensorium.types.request import (
 from sensorium.types.sampling import SamplingParams
 
 EOS = ord("$")
+FIRE = ErrorRecord(kind="FailedRequestError", message="the GPU is on fire")
 
 
 class LetterTokenizer:
@@ -185,7 +187,7 @@ def test_logprobs_that_were_not_asked_for_are_absent() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_a_request_that_ends_without_a_token_keeps_the_text_it_had(reason: FinishReason) -> None:
-    last = news("", reason, error="the GPU is on fire" if reason is FinishReason.ERROR else None)
+    last = news("", reason, error=FIRE if reason is FinishReason.ERROR else None)
     output = run(make_processor(), [news("a"), last])
     assert output.outputs[0].text == "a"
     assert output.outputs[0].finish_reason is reason

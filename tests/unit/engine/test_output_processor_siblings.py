@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.types.errors import ErrorRecord
 from sensorium.types.request import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -66,9 +67,10 @@ def test_a_stop_string_ends_one_completion_and_its_siblings_go_on() -> None:
 def test_one_that_fails_takes_its_siblings_with_it() -> None:
     processor = make_processor(n=3)
     processor.process([news(0, "a", FinishReason.LENGTH), news(1, "b"), news(2, "c")])
-    (output,), stopped = processor.process([news(1, "", FinishReason.ERROR, error="no")])
+    failure = news(1, "", FinishReason.ERROR, error=ErrorRecord(message="no", path=("seed",)))
+    (output,), stopped = processor.process([failure])
     assert stopped == ["r#2"]
-    assert str(output.error) == "no"
+    assert str(output.error) == "seed: no"
     assert [c.finish_reason for c in output.outputs] == [
         FinishReason.LENGTH,
         FinishReason.ERROR,

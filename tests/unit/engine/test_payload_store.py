@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.engine.core_process.payload_store import PayloadStore
-from sensorium.multimodal.cache.uncached import UncachedReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
@@ -36,10 +36,11 @@ def payloads(*hashes: str) -> Transfer:
     return Transfer(payloads={mm_hash: {} for mm_hash in hashes})
 
 
-class CountingReceiver(UncachedReceiver):
+class CountingReceiver(MirrorReceiver):
     """Notes what is held."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.held: Counter[str] = Counter()
 
     def receive(
@@ -126,7 +127,7 @@ def test_it_holds_exactly_the_items_of_the_requests_it_has(
     events: list[tuple[str, list[str]]],
 ) -> None:
     """A request that comes a second time leaves instead."""
-    store = PayloadStore(UncachedReceiver())
+    store = PayloadStore(MirrorReceiver())
     held: dict[str, set[str]] = {}
     for request_id, hashes in events:
         if request_id in held:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sensorium.engine.outputs.detokenizer import count_held_back
 from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.types.errors import ErrorRecord
 from sensorium.types.outputs import CompletionDelta, RequestDelta, RequestOutput
 from sensorium.types.request import (
     EngineCoreOutput,
@@ -130,7 +131,7 @@ def test_siblings_are_told_apart_and_each_ends_once() -> None:
 def test_siblings_of_a_failure_end_with_it() -> None:
     processor = make_processor(n=2, stop=("xyz",))
     step(processor, news("a", request_id="r#0"), news("bxy", request_id="r#1"))
-    failure = news("", FinishReason.ERROR, request_id="r#0", error="no memory")
+    failure = news("", FinishReason.ERROR, request_id="r#0", error=ErrorRecord(message="no memory"))
     (last,) = step(processor, failure)
     assert [(delta.index, delta.text, delta.finish_reason) for delta in last.deltas] == [
         (0, "", FinishReason.ERROR),

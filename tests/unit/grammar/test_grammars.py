@@ -132,17 +132,17 @@ def test_a_token_that_is_not_allowed_is_an_error_that_stays(language: Language) 
         (StructuredOutputsParams(json={"type": "bogus"}), "json", "Invalid type"),
         (StructuredOutputsParams(json={"type": "array", "contains": {}}), "json", "contains"),
         (StructuredOutputsParams(json=False), "json", "Unsatisfiable"),
-        (StructuredOutputsParams(json="[1"), "json", "no JSON"),
+        (StructuredOutputsParams(json="[1"), "json", "not JSON"),
         (StructuredOutputsParams(json="3"), "json", "must be an object"),
         (StructuredOutputsParams(json={"x-guidance": 3}), "json", "x-guidance"),
         (StructuredOutputsParams(regex="(?=a)b"), "regex", "look-around"),
         (StructuredOutputsParams(regex=r"[^\s\S]"), "regex", "can't be met"),
         (StructuredOutputsParams(grammar="start: nobody"), "grammar", "unknown name"),
-        (StructuredOutputsParams(grammar="root ::= ("), "grammar", "no GBNF"),
-        (StructuredOutputsParams(grammar="root ::= nobody"), "grammar", "no GBNF"),
-        (StructuredOutputsParams(grammar='x ::= "a"'), "grammar", "no GBNF"),
+        (StructuredOutputsParams(grammar="root ::= ("), "grammar", "not GBNF"),
+        (StructuredOutputsParams(grammar="root ::= nobody"), "grammar", "not GBNF"),
+        (StructuredOutputsParams(grammar='x ::= "a"'), "grammar", "not GBNF"),
         (StructuredOutputsParams(regex="\ud800"), "regex", "surrogate"),
-        (StructuredOutputsParams(grammar="root ::= " + "(" * 9000), "grammar", "no GBNF"),
+        (StructuredOutputsParams(grammar="root ::= " + "(" * 9000), "grammar", "not GBNF"),
         (StructuredOutputsParams(grammar="r ::= " + "a " * 20_000), "grammar", "40006 characters"),
         (StructuredOutputsParams(grammar='start: "a" start'), "grammar", "has no end"),
         (StructuredOutputsParams(choice=["\ud800"]), "choice", "surrogate"),
@@ -250,12 +250,12 @@ def test_a_long_chain_of_references_ends_no_process(tiny_model: Any, kind: str) 
 
 def test_expressions_are_short_wherever_they_stand(language: Language) -> None:
     long = "a?" * 5000
-    with pytest.raises(RequestError, match=r"structured_outputs\.regex has 10000 characters"):
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex: has 10000 characters"):
         StructuredOutputsParams(regex=long)
     for schema in (
         {"type": "string", "pattern": long},
         {"type": "object", "patternProperties": {long: {"type": "integer"}}},
         {"anyOf": [{"type": "string", "pattern": "a?" * 2500}] * 2},
     ):
-        with pytest.raises(RequestError, match=r"patterns of \d+ characters, 8192 at most"):
+        with pytest.raises(RequestError, match=r"patterns of \d+ characters; at most 8192"):
             language.compiler.compile(StructuredOutputsParams(json=schema))

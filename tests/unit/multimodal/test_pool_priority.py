@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.multimodal.pool.priority import run_at_low_priority
+from sensorium.multimodal.pool.worker import run_at_low_priority
 
 AUTOGROUP = Path("/proc/self/autogroup")
 

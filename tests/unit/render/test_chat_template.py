@@ -166,13 +166,13 @@ def test_a_template_is_asked_once_per_form(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"chat_template": 5}, "chat_template must be a string"),
-    ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs can't set messages"),
+    ({"chat_template": 5}, "chat_template: must be a string"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be an object"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: can't set messages"),
     ({"chat_template_kwargs": {1: 2}}, "must have strings as names"),
     ({"continue_final_message": True}, "needs add_generation_prompt=False"),
-    ({"tools": {"a": 1}}, "tools must be a list, not dict"),
-    ({"tools": ["f"]}, r"tools\[0\] must be an object, not str"),
+    ({"tools": {"a": 1}}, "tools: must be a list, not dict"),
+    ({"tools": ["f"]}, r"tools\[0\]: must be an object, not str"),
 ]
 
 

@@ -13,7 +13,7 @@ from sensorium.types.errors import RequestError
 
 @pytest.mark.parametrize("template", [3, "", b"{{ messages }}"])
 def test_what_is_no_template_is_refused(template: Any) -> None:
-    with pytest.raises(RequestError, match="chat_template must be"):
+    with pytest.raises(RequestError, match="chat_template: must be"):
         load_chat_template(template)
 
 
@@ -23,4 +23,4 @@ def test_a_name_too_long_for_a_file_is_a_name() -> None:
 
 def test_a_path_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(RequestError, match="not valid Unicode"):
-        parse_part({"type": "image", "path": "\ud800"}, "part")
+        parse_part({"type": "image", "path": "\ud800"})

@@ -1,28 +1,112 @@
-"""Errors keep their kind and what they know on their way to the caller."""
+"""Errors keep their kind, their text and their place on the way to the caller."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+
+import msgspec
 import pytest
 
-from sensorium.multimodal.fetching.refusal import RefusedMediaError
-from sensorium.types.errors import MissingMediaError, ModelError, RequestError, add_label
+from sensorium.multimodal.fetching.fetch import RefusedMediaError
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    ErrorRecord,
+    FailedRequestError,
+    FieldPath,
+    InvariantError,
+    MediaFetchError,
+    MissingMediaError,
+    ModelError,
+    RequestError,
+    SensoriumError,
+    at,
+    format_path,
+    make_record,
+    map_at,
+)
+
+ERRORS = [
+    RequestError("wrong"),
+    ModelError("wrong"),
+    MissingMediaError("wrong", ("a", "b")),
+    RefusedMediaError("wrong", "address"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_copy_has_all_that_the_error_has(error: RequestError, duplicate: object) -> None:
+    error.outputs = (1,)
+    error.path = ("images", 0)
+    own = duplicate(error)  # type: ignore[operator]
+    assert type(own) is type(error)
+    assert vars(own) == vars(error)
+    assert str(own) == str(error) == "images[0]: wrong"
+    own.path = ()
+    assert str(own) == "wrong"
+    assert error.path == ("images", 0)
+
+
+def test_going_down_puts_steps_before_the_path() -> None:
+    with pytest.raises(RequestError) as caught, at("messages", 3), at("content"):
+        raise RequestError("odd", path=(1, "image_url"))
+    assert caught.value.path == ("messages", 3, "content", 1, "image_url")
+    assert str(caught.value) == "messages[3].content[1].image_url: odd"
+    assert caught.value.message == "odd"
+
+
+def test_other_errors_pass_by_unchanged() -> None:
+    with pytest.raises(KeyError), at("messages"):
+        raise KeyError("odd")
+    with pytest.raises(CapacityError, match=r"^full$"), at("messages"):
+        raise CapacityError("full")
+
+
+def test_the_index_of_a_bad_entry_is_in_the_path() -> None:
+    def read(entry: int) -> int:
+        if entry < 0:
+            raise RequestError("negative")
+        return 2 * entry
+
+    assert map_at(read, [1, 2]) == [2, 4]
+    with pytest.raises(RequestError) as caught:
+        map_at(read, [1, -2])
+    assert caught.value.path == (1,)
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("path", "text"),
     [
-        RequestError("wrong"),
-        ModelError("wrong"),
-        MissingMediaError("wrong", ("a", "b")),
-        RefusedMediaError("wrong", "address"),
+        ((), ""),
+        (("prompt", 1, 0), "prompt[1][0]"),
+        (("tools", 0, "function", "name"), "tools[0].function.name"),
+        (("x" * 1000,), "x" * 200),
     ],
-    ids=lambda error: type(error).__name__,
 )
-def test_a_label_changes_nothing_but_the_text(error: RequestError) -> None:
-    error.outputs = (1,)
-    labelled = add_label(error, "image 0")
-    assert type(labelled) is type(error)
-    assert str(labelled) == "image 0: wrong"
-    assert str(add_label(labelled, None)) == "image 0: wrong"
-    assert vars(labelled) == vars(error)
-    assert str(error) == "wrong"
+def test_paths_are_written_as_javascript_writes_them(path: FieldPath, text: str) -> None:
+    assert format_path(path) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestError("wrong", path=("messages", 0)), RequestError),
+        (RefusedMediaError("wrong", "dns"), MediaFetchError),
+        (FailedRequestError("wrong"), FailedRequestError),
+        (MissingMediaError("wrong", ("a",), path=("features",)), MissingMediaError),
+        (CapacityError("wrong", retry_after_s=7), CapacityError),
+        (EngineLostError("wrong"), EngineLostError),
+        (InvariantError("wrong"), InvariantError),
+        (SensoriumError("wrong"), InvariantError),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_crosses_processes(error: SensoriumError, kind: type[SensoriumError]) -> None:
+    frame = msgspec.msgpack.encode(make_record(error))
+    arrived = msgspec.msgpack.decode(frame, type=ErrorRecord).make_error()
+    assert type(arrived) is kind
+    assert str(arrived) == str(error)
+    for name in ("path", "missing", "retry_after_s"):
+        assert getattr(arrived, name, None) == getattr(error, name, None)

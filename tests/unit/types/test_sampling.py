@@ -43,7 +43,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(
     for value in values:
         with pytest.raises(RequestError) as refusal:
             SamplingParams(**{name: value})
-        assert str(refusal.value).startswith(f"{name} must be {rule}, not ")
+        assert str(refusal.value).startswith(f"{name}: must be {rule}, not ")
 
 
 @pytest.mark.parametrize(

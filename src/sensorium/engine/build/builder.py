@@ -125,7 +125,7 @@ class Engine:
 def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions) -> Engine:
     loaded = load_source(source)
     store = build_store(media)
-    receiver = build_receiver(media, store)
+    receiver = build_receiver(store)
     built = build_core(
         source,
         loaded,

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from sensorium.engine.build.media_options import MediaOptions
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
-from sensorium.multimodal.cache.mirror_sender import UNKNOWN_EPOCH, MirrorSender
-from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
-from sensorium.multimodal.cache.readonly import SharedReadonlyCache
-from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
+from sensorium.multimodal.cache.item_table import ItemTable
+from sensorium.multimodal.cache.mirror import UNKNOWN_EPOCH, MirrorReceiver, MirrorSender
+from sensorium.multimodal.cache.shm import SharedReadonlyCache, ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.cache.uncached import UncachedReceiver, UncachedSender
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.pipeline import MediaPipeline
@@ -76,10 +73,8 @@ def build_store(options: MediaOptions) -> ShmStore | None:
     )
 
 
-def build_receiver(options: MediaOptions, store: ShmStore | None) -> ReceiverCache:
-    if store is not None:
-        return ShmReceiver(store)
-    return MirrorReceiver() if options.capacity_bytes else UncachedReceiver()
+def build_receiver(store: ShmStore | None) -> ReceiverCache:
+    return MirrorReceiver() if store is None else ShmReceiver(store)
 
 
 def build_caches(
@@ -87,28 +82,24 @@ def build_caches(
 ) -> Caches:
     """`receiver`: the core's half, where that is in this process."""
     capacity = options.capacity_bytes
-    if capacity == 0:
-        return Caches(sender=UncachedSender(), receiver=receiver, readonly=UncachedSender())
     if store is None:
         epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
         return Caches(
             sender=MirrorSender(capacity, epoch=epoch),
             receiver=receiver,
-            readonly=ProcessorOnlyCache(capacity),
+            readonly=ItemTable(capacity),
         )
     return Caches(
         sender=ShmSender(store),
         receiver=receiver,
-        readonly=SharedReadonlyCache(store, ProcessorOnlyCache(capacity)),
+        readonly=SharedReadonlyCache(store, capacity),
         store=store,
     )
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
     """Where no engine runs: no cache leads to a core."""
-    capacity = options.capacity_bytes
-    readonly = ProcessorOnlyCache(capacity) if capacity else UncachedSender()
-    return Caches(sender=UncachedSender(), readonly=readonly)
+    return Caches(sender=MirrorSender(0), readonly=ItemTable(options.capacity_bytes))
 
 
 def build_perception(

@@ -29,7 +29,7 @@ class TrialAnswer:
 
     def add(self, output: EngineCoreOutput) -> None:
         if output.error is not None:
-            raise ModelError(output.error)
+            raise ModelError(str(output.error.make_error()))
         self.token_ids += output.new_token_ids
         self.prompt_logprobs += output.prompt_logprobs
         self.logprobs += output.logprobs

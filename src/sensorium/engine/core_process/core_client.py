@@ -22,7 +22,6 @@ from sensorium.engine.core_process.core_messages import (
     ForgetMedia,
     Hello,
     News,
-    Refusal,
     ResetCache,
     ResetDone,
     ToCore,
@@ -32,8 +31,7 @@ from sensorium.engine.core_process.core_messages import (
     encode_request,
     encode_transfer,
 )
-from sensorium.types import errors
-from sensorium.types.errors import EngineLostError, RequestError, SensoriumError
+from sensorium.types.errors import EngineLostError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
 
@@ -139,16 +137,9 @@ class CoreClient:
         if waiting.done():
             return
         if answer.refusal is not None:
-            waiting.set_exception(_make_error(answer.refusal))
+            waiting.set_exception(answer.refusal.make_error())
         else:
             waiting.set_result(answer.missing)
-
-
-def _make_error(refusal: Refusal) -> SensoriumError:
-    kind = getattr(errors, refusal.kind, None)
-    if not isinstance(kind, type) or not issubclass(kind, SensoriumError):
-        kind = RequestError
-    return kind(refusal.message)
 
 
 def _log_failure(sent: asyncio.Future[Any]) -> None:

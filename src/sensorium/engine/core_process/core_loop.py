@@ -21,7 +21,6 @@ from sensorium.engine.core_process.core_messages import (
     ForgetMedia,
     FromCore,
     News,
-    Refusal,
     ResetCache,
     ResetDone,
     UpdateCache,
@@ -30,7 +29,13 @@ from sensorium.engine.core_process.core_messages import (
     encode_message,
 )
 from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.types.errors import CapacityError, InvariantError, RequestError
+from sensorium.types.errors import (
+    CapacityError,
+    FailedRequestError,
+    InvariantError,
+    RequestError,
+    make_record,
+)
 from sensorium.types.request import EngineCoreOutput
 from sensorium.types.transfer import Transfer
 
@@ -161,12 +166,11 @@ class CoreLoop:
         try:
             missing = self._core.add_request(request, transfer)
         except (RequestError, CapacityError) as error:
-            refusal = Refusal(type(error).__name__, str(error))
-            return Answer(request_id, refusal=refusal)
+            return Answer(request_id, refusal=make_record(error))
         except Exception as error:  # the boundary at which one request fails and others don't
             logger.exception("request %s could not be added", request_id)
             reason = f"internal error: {type(error).__name__}: {error}"
-            return Answer(request_id, refusal=Refusal("FailedRequestError", reason))
+            return Answer(request_id, refusal=make_record(FailedRequestError(reason)))
         if missing is None:
             self._owners[request_id] = frontend
         return Answer(request_id, missing=missing)
@@ -202,10 +206,12 @@ class CoreLoop:
         return outputs
 
     def _count_failure(self, outputs: Sequence[EngineCoreOutput]) -> None:
-        is_failed = any(output.is_internal for output in outputs)
-        self._num_failed_steps = self._num_failed_steps + 1 if is_failed else 0
+        errors = [output.error for output in outputs if output.error is not None]
+        failures = [error for error in errors if error.kind == FailedRequestError.__name__]
+        self._num_failed_steps = self._num_failed_steps + 1 if failures else 0
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
-            raise InvariantError(f"{_MAX_FAILED_STEPS} steps failed in a row: {outputs[-1].error}")
+            reason = failures[-1].message
+            raise InvariantError(f"{_MAX_FAILED_STEPS} steps failed in a row: {reason}")
 
     def _send_news(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not outputs and not self._answers:

@@ -14,7 +14,7 @@ import msgspec
 
 from sensorium.engine.core_process.core_info import CoreInfo as CoreInfo
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import ErrorRecord, RequestError
 from sensorium.types.multimodal import (
     MultiModalFeatureSpec,
     PlaceholderRange,
@@ -78,19 +78,12 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
 ToCore = Hello | AddRequest | Abort | UpdateCache | ResetCache
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """`kind`: the name of the error's class."""
-
-    kind: str
-    message: str
-
-
 class Answer(msgspec.Struct, frozen=True):
     """To an `AddRequest`: taken, or what has to be sent, or refused."""
 
     request_id: str
     missing: MissingItems | None = None
-    refusal: Refusal | None = None
+    refusal: ErrorRecord | None = None
 
 
 class News(msgspec.Struct, frozen=True, tag=True):

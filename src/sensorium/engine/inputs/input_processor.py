@@ -21,8 +21,8 @@ from sensorium.engine.inputs.prompt_fields import get_media_items, normalise
 from sensorium.engine.inputs.rendered_prompt import ItemReader, RenderedItem, read_items
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
-from sensorium.multimodal.decoding.decoding import resolve_decode_options
-from sensorium.multimodal.media_item import PerceptionOptions
+from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
+from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processing.item_spec import ItemSpecs
@@ -251,7 +251,10 @@ class InputProcessor:
         media = get_media_items(fields)
         self._check_counts([item.modality for item in media])
         items = yield from pipeline.perceive_pausing(
-            media, self._get_options(fields), needs_tensors=needs_tensors, cancelled=cancelled
+            media,
+            self._get_options(fields, media),
+            needs_tensors=needs_tensors,
+            cancelled=cancelled,
         )
         handles = [item.handle for item in items]
         is_counted_only = not needs_tensors
@@ -296,16 +299,24 @@ class InputProcessor:
             raise
         return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
 
-    def _get_options(self, fields: Mapping[str, Any]) -> PerceptionOptions:
+    def _get_options(
+        self, fields: Mapping[str, Any], media: Sequence[MediaItem]
+    ) -> PerceptionOptions:
         own = fields.get("mm_processor_kwargs") or {}
         check_processor_kwargs(self.processor, own)
         media_io_kwargs = dict(self._media_io_kwargs)
         for modality, options in (fields.get("media_io_kwargs") or {}).items():
             if not isinstance(options, Mapping):
-                raise RequestError(f"media_io_kwargs of {modality} must be a mapping")
+                raise RequestError("must be a mapping", path=("media_io_kwargs", str(modality)))
             media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
+        processor_kwargs = {**self._mm_processor_kwargs, **own}
+        for modality in {item.modality for item in media if item.is_encoded}:
+            # Before an item is looked at: the options are wrong then, and not the item.
+            decode_options = resolve_decode_options(modality, media_io_kwargs)
+            if modality == "video":
+                take_sampling(processor_kwargs, decode_options)
         return PerceptionOptions(
-            processor_kwargs={**self._mm_processor_kwargs, **own},
+            processor_kwargs=processor_kwargs,
             media_io_kwargs=media_io_kwargs,
             cache_salt=fields.get("cache_salt"),
             uuid_scope=fields.get("uuid_scope"),
@@ -363,7 +374,9 @@ class InputProcessor:
             for text in (word.lstrip(), " " + word.lstrip()):
                 encoded = self.processor.tokenizer(text, add_special_tokens=False)
                 if not encoded["input_ids"]:
-                    raise RequestError(f"bad_words: the tokenizer has no tokens for {word!r}")
+                    raise RequestError(
+                        f"the tokenizer has no tokens for {word!r}", path=("bad_words",)
+                    )
                 found[tuple(encoded["input_ids"])] = None
         return tuple(found)
 
@@ -395,20 +408,21 @@ def _take_items(
         items.append(
             PerceivedItem(
                 handle=handle,
-                label=entry.label,
+                path=entry.path,
                 brought=entry.item,
                 given_hash=entry.given_hash,
             )
         )
         if handle.modality != entry.feature.modality:
             raise RequestError(
-                f"{entry.label}: this hash stands for media of another kind ({handle.modality})"
+                f"this hash stands for media of another kind ({handle.modality})", entry.path
             )
         num_embeds = entry.feature.mm_position.get_num_embeds()
         if handle.layout is not None and handle.layout.num_embeds != num_embeds:
             raise RequestError(
-                f"{entry.label}: this hash stands for media of {handle.layout.num_embeds} "
-                f"embeddings, but the placeholder has room for {num_embeds}"
+                f"this hash stands for media of {handle.layout.num_embeds} embeddings, but the "
+                f"placeholder has room for {num_embeds}",
+                entry.path,
             )
     if missing:
         first = ", ".join(list(missing)[:_MAX_LISTED])

@@ -12,7 +12,7 @@ import torch
 from sensorium.core.admission import check_length
 from sensorium.multimodal.media_item import MediaItem
 from sensorium.multimodal.uuid_bindings import check_uuid
-from sensorium.types.errors import RequestError, add_label
+from sensorium.types.errors import RequestError, at
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
 
 _TEXT_KEYS = frozenset(TextPrompt.__annotations__)
@@ -48,12 +48,10 @@ def normalise(prompt: Prompt, *, max_model_len: int | None = None) -> dict[str, 
     for name, kind in _FIELD_TYPES.items():
         value = prompt.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise RequestError(
-                f"prompt field {name!r} must be {kind.__name__}, not {type(value).__name__}"
-            )
+            raise RequestError(f"must be {kind.__name__}, not {type(value).__name__}", path=(name,))
     for name in ("add_special_tokens", "is_external"):
         if not isinstance(prompt.get(name), bool | None):
-            raise RequestError(f"prompt field {name!r} must be true or false")
+            raise RequestError("must be true or false", path=(name,))
     _check_kind(prompt)
     fields: dict[str, Any] = {**prompt}
     if "prompt_token_ids" in fields:
@@ -88,7 +86,9 @@ def check_token_ids(token_ids: Sequence[int], max_model_len: int | None = None) 
     for token_id in ids:
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or token_id < 0:
-            raise RequestError(f"token ids are integers >= 0, not {token_id!r}")
+            raise RequestError(
+                f"token ids are integers >= 0, not {token_id!r}", path=("prompt_token_ids",)
+            )
     return [int(token_id) for token_id in ids]
 
 
@@ -103,9 +103,17 @@ def get_media_items(fields: Mapping[str, Any]) -> list[MediaItem]:
         media = media or [None] * len(names)
         names = names or [None] * len(media)
         if len(names) != len(media):
-            raise RequestError(f"{len(names)} uuids for {len(media)} items of {modality}")
+            raise RequestError(
+                f"{len(names)} uuids for {len(media)} items",
+                path=("multi_modal_uuids", str(modality)),
+            )
         items.extend(
-            MediaItem(label=f"{modality} {index}", modality=str(modality), media=entry, uuid=name)
+            MediaItem(
+                path=("multi_modal_data", str(modality), index),
+                modality=str(modality),
+                media=entry,
+                uuid=name,
+            )
             for index, (entry, name) in enumerate(zip(media, names, strict=True))
         )
     return items
@@ -115,10 +123,11 @@ def _as_uuids(modality: str, uuids: Any) -> list[str | None]:
     if uuids is None:
         return []
     entries = uuids if isinstance(uuids, list | tuple) else [uuids]
-    try:
-        return [check_uuid(entry) for entry in entries]
-    except RequestError as error:
-        raise add_label(error, f"multi_modal_uuids of {modality}") from error
+    names: list[str | None] = []
+    for index, entry in enumerate(entries):
+        with at("multi_modal_uuids", str(modality), index):
+            names.append(check_uuid(entry))
+    return names
 
 
 def _as_list(modality: str, media: Any) -> list[Any]:

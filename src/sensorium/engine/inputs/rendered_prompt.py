@@ -7,7 +7,6 @@ processor makes, the placeholders against the tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.types.errors import RequestError, add_label
+from sensorium.types.errors import FieldPath, RequestError, at
 from sensorium.types.multimodal import (
     ItemLayout,
     MultiModalFeatureSpec,
@@ -25,7 +24,6 @@ from sensorium.types.multimodal import (
 )
 
 MAX_HASH_LENGTH = 128
-_WIRE_NAMES = {"mm_kwargs": "kwargs_data"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class RenderedItem:
     it; at every cache the item has the name in `feature`.
     """
 
-    label: str
+    path: FieldPath  # of its placeholder, for errors
     given_hash: str
     feature: MultiModalFeatureSpec
     item: ProcessedItem | None
@@ -70,36 +68,15 @@ class ItemReader:
             layout=own_layout,
         )
 
-    def read_place(
-        self, labels: _Labels, modality: str, index: int, mm_hash: Any, placeholder: Any
-    ) -> RenderedItem:
+    def read_place(self, modality: str, index: int, mm_hash: Any, placeholder: Any) -> RenderedItem:
         """All of an item but the item itself."""
-        with labels.of("mm_hashes", modality, index):
+        path = ("mm_placeholders", modality, index)
+        with at("mm_hashes", modality, index):
             given_hash = _check_hash(mm_hash)
-        with labels.of("mm_placeholders", modality, index):
+        with at(*path):
             position = _as_range(placeholder)
         feature = MultiModalFeatureSpec(modality=modality, mm_hash=given_hash, mm_position=position)
-        label = labels.name("mm_placeholders", modality, index)
-        return RenderedItem(label=label, given_hash=given_hash, feature=feature, item=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Labels:
-    """What the fields of an item are called: as a client wrote them, if they came over the wire."""
-
-    is_external: bool
-
-    def name(self, field: str, modality: str, index: int) -> str:
-        if not self.is_external:
-            return f"{modality} {index}"
-        return f"features.{_WIRE_NAMES.get(field, field)}.{modality}[{index}]"
-
-    @contextmanager
-    def of(self, field: str, modality: str, index: int) -> Iterator[None]:
-        try:
-            yield
-        except RequestError as error:
-            raise add_label(error, self.name(field, modality, index)) from error
+        return RenderedItem(path=path, given_hash=given_hash, feature=feature, item=None)
 
 
 _Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its tensors and its layout
@@ -107,23 +84,20 @@ _Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its ten
 
 def read_items(fields: Mapping[str, Any], reader: ItemReader) -> list[RenderedItem]:
     """Sorted by offset. A `RequestError` names the field that is wrong."""
-    labels = _Labels(is_external=bool(fields.get("is_external")))
-    rows = sorted(
-        _read_places(fields, reader, labels), key=lambda row: row[0].feature.mm_position.offset
-    )
+    rows = sorted(_read_places(fields, reader), key=lambda row: row[0].feature.mm_position.offset)
     _check_tokens([entry for entry, *_ in rows], fields["prompt_token_ids"], reader.processor)
     items: list[RenderedItem] = []
     for entry, index, (kwargs, layout) in rows:
         modality, num_embeds = entry.feature.modality, entry.feature.mm_position.get_num_embeds()
         item = None
         if kwargs is not None:
-            with labels.of("mm_kwargs", modality, index):
+            with at("mm_kwargs", modality, index):
                 item = reader.read_item(modality, entry.given_hash, kwargs, layout, num_embeds)
         items.append(replace(entry, item=item))
     return _unite(items)
 
 
-def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels) -> Iterator[_Row]:
+def _read_places(fields: Mapping[str, Any], reader: ItemReader) -> Iterator[_Row]:
     hashes = fields.get("mm_hashes") or {}
     given = {
         name: fields.get(name) or {} for name in ("mm_placeholders", "mm_kwargs", "mm_layouts")
@@ -131,7 +105,7 @@ def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels)
     for name, entries in given.items():
         stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
-            raise RequestError(f"{name} has {', '.join(stray)}, which mm_hashes has not")
+            raise RequestError(f"has {', '.join(stray)}, which mm_hashes has not", path=(name,))
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {str(modality)[:50]}")
@@ -147,7 +121,7 @@ def _read_places(fields: Mapping[str, Any], reader: ItemReader, labels: _Labels)
             for name, entries in given.items()
         ]
         for index, (mm_hash, placeholder, *brought) in enumerate(zip(*columns, strict=True)):
-            entry = reader.read_place(labels, modality, index, mm_hash, placeholder)
+            entry = reader.read_place(modality, index, mm_hash, placeholder)
             yield entry, index, brought
 
 
@@ -159,7 +133,10 @@ def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
         if other.item is None:
             brought[entry.feature.mm_hash] = entry
         if not _is_alike(entry, other):
-            raise RequestError(f"{entry.label} and {other.label} have one hash, but differ")
+            _, modality, index = other.path
+            raise RequestError(
+                f"it has the same hash as {modality} {index}, but differs from it", entry.path
+            )
     return [replace(entry, item=brought[entry.feature.mm_hash].item) for entry in items]
 
 
@@ -184,9 +161,11 @@ def _as_column(
     if values is None and is_optional:
         return [None] * (count or 0)
     if not isinstance(values, list | tuple):
-        raise RequestError(f"{name} of {modality} must be a list, not {type(values).__name__}")
+        raise RequestError(f"must be a list, not {type(values).__name__}", path=(name, modality))
     if count is not None and len(values) != count:
-        raise RequestError(f"{name} of {modality} has {len(values)} entries for {count} mm_hashes")
+        raise RequestError(
+            f"has {len(values)} entries for {count} mm_hashes", path=(name, modality)
+        )
     return values
 
 
@@ -246,24 +225,28 @@ def _check_tokens(
         position = entry.feature.mm_position
         if position.offset < previous_end:
             raise RequestError(
-                f"{entry.label} begins at {position.offset}, where the item ahead of it has not "
-                f"ended ({previous_end}): mm_placeholders must not overlap"
+                f"it begins at {position.offset}, where the item before it has not ended "
+                f"({previous_end}): placeholders must not overlap",
+                entry.path,
             )
         previous_end = position.end
         if position.end > len(token_ids):
             raise RequestError(
-                f"{entry.label} ends at {position.end}, beyond the prompt's {len(token_ids)} tokens"
+                f"it ends at {position.end}, beyond the prompt's {len(token_ids)} tokens",
+                entry.path,
             )
         own_ids = processor.get_token_ids(entry.feature.modality)
         for start, end in position.extract_embeds_range():
             if not set(token_ids[start:end]) <= set(own_ids):
                 raise RequestError(
-                    f"{entry.label} has embeddings at {start} to {end}, where the prompt has other "
-                    "tokens than its placeholder"
+                    f"it has embeddings at {start} to {end}, where the prompt has other tokens "
+                    "than its placeholder",
+                    entry.path,
                 )
     every_id = {i for modality in processor.modalities for i in processor.get_token_ids(modality)}
     found = sum(token_id in every_id for token_id in token_ids)
     if found != expected:
         raise RequestError(
-            f"the prompt has {found} placeholder tokens, but mm_placeholders cover {expected}"
+            f"the prompt has {found} placeholder tokens, but mm_placeholders cover {expected}",
+            path=("prompt",),
         )

@@ -137,6 +137,7 @@ def _check_num_messages(messages: object, max_tokens: int | None) -> None:
     num_messages = len(messages) if isinstance(messages, list | tuple) else 0
     if max_tokens is not None and num_messages > max_tokens:
         raise RequestError(
-            f"messages has {num_messages} entries, but the prompt may have {max_tokens} tokens "
-            "and each message needs at least one"
+            f"has {num_messages} entries, but the prompt may have {max_tokens} tokens and each "
+            "message needs at least one",
+            path=("messages",),
         )

@@ -13,7 +13,7 @@ from typing import Any
 from sensorium.engine.outputs.completion import Completion, make_logprobs, make_token_text
 from sensorium.engine.outputs.parallel_sampling import get_child_ids
 from sensorium.engine.outputs.report_places import place_reports
-from sensorium.types.errors import FailedRequestError, RequestError
+from sensorium.types.errors import RequestError
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.times import ItemTimes
@@ -175,8 +175,9 @@ class OutputProcessor:
 
 
 def _make_error(last: EngineCoreOutput) -> RequestError:
-    kind = FailedRequestError if last.is_internal else RequestError
-    return kind(last.error or "the request failed")
+    """Return the error of a request that has failed. A lack of room fails it as well."""
+    error = RequestError("the request failed") if last.error is None else last.error.make_error()
+    return error if isinstance(error, RequestError) else RequestError(str(error))
 
 
 def _take_delta(state: _RequestState) -> RequestDelta | None:

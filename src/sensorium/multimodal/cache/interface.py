@@ -1,7 +1,7 @@
-"""What every cache of processed items offers, whatever it keeps and wherever that lies.
+"""The interfaces of all caches of processed items, whatever they keep and wherever that lies.
 
 A request holds an `ItemHandle` for each item from the time it was found or processed until the
-core has taken it; for that long a cache does not evict the item. `release` ends it.
+core has taken it. A cache does not evict an item before its handles are released.
 """
 
 from __future__ import annotations
@@ -16,89 +16,83 @@ from sensorium.types.transfer import MissingItems, ShmReference, Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """Since the start; `num_items` and `num_bytes` are of now. `num_resends`: items that the core
-    had lost. `num_oversize`: items that no room could be made for.
-    """
+    """Counts since the start, and what is kept at this moment."""
 
     num_queries: int = 0
     num_hits: int = 0
     num_evictions: int = 0
-    num_resends: int = 0
-    num_oversize: int = 0
-    num_items: int = 0
-    num_bytes: int = 0
+    num_resends: int = 0  # items that the core had lost
+    num_oversize: int = 0  # items that no room could be made for
+    num_items: int = 0  # at this moment
+    num_bytes: int = 0  # at this moment
     capacity_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ItemHandle:
-    """One item of one request, on its way to the core.
+    """One item of one request on its way to the core.
 
-    `kwargs`: its tensors, where the frontend has them. `reference`: its place in shared memory,
-    leased. Neither: the core has the tensors. `is_hit`: the cache had it.
+    If it has neither tensors nor a reference, the core has the tensors already.
     """
 
     modality: str
     mm_hash: str
     layout: ItemLayout | None
     num_bytes: int
-    is_hit: bool
-    kwargs: MultiModalKwargsItem | None = None
-    reference: ShmReference | None = None
+    is_hit: bool  # the cache had it
+    kwargs: MultiModalKwargsItem | None = None  # the tensors, where the frontend has them
+    reference: ShmReference | None = None  # a lease on the place in shared memory
 
 
 class ProcessorCache(Protocol):
-    """Safe to use from several threads."""
+    """A cache of processed items that several threads may use."""
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
-        """Whether `get_and_update_item` would hit. Changes neither order nor statistics."""
+        """Return True if `get_and_update_item` would hit. Change neither order nor statistics."""
         ...
 
     def get_and_update_item(
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
     ) -> ItemHandle | None:
-        """A handle for the item, which becomes the most recently used.
+        """Return a handle for the item, which becomes the most recently used.
 
-        If the cache has it: one query, one hit. If not, and `item` is given: one query, and the
-        item is kept if there is room for it. If not, and there is none: `None`, and nothing is
-        counted; the caller comes back with the item.
+        If the cache has the item, count a query and a hit. If it does not and `item` is given,
+        count a query and keep `item` if there is room for it. Otherwise return `None` and count
+        nothing: the caller will come back with the item.
 
-        With `needs_layout` (the prompt has yet to be expanded) the cache "has" only what has a
-        layout. An entry without one takes over the layout of `item`, and keeps its own tensors.
+        With `needs_layout` (the prompt has yet to be expanded) an entry without a layout does not
+        count as had. Such an entry takes over the layout of `item`, and keeps its own tensors.
         """
         ...
 
-    def touch(self, mm_hash: str) -> None:
-        """Make it the most recently used, if it is there. Counts nothing."""
-        ...
-
     def release(self, handles: Iterable[ItemHandle]) -> None:
-        """These may be evicted, as far as this request is concerned. Each once."""
+        """Let the items be evicted, if no other request holds them. Release a handle once."""
         ...
 
     def clear_cache(self) -> None:
-        """Forget everything. Handles that are out stay good."""
+        """Forget everything. Handles that were given out stay valid."""
         ...
 
     def statistics(self) -> CacheStatistics: ...
 
 
 class SenderCache(ProcessorCache, Protocol):
-    """The frontend's half of a cache that reaches to a core."""
+    """The frontend's side of a cache that reaches to a core."""
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
-        """What goes to the core with a request of these items. Called in the order of sending;
-        what it returns must be sent.
+        """Return what goes to the core with a request of these items.
+
+        Transfers must be sent, in the order in which they were made.
         """
         ...
 
     def handle_missing(self, missing: MissingItems) -> None:
-        """The core lacks these: no longer believe that it has them.
+        """Note that the core does not have these items.
 
-        The caller then makes another transfer. A handle that has its tensors serves again. For one
-        of the missing that has none, the caller asks for the item as if it were new (another
-        request may have brought it back; if not, it is processed again), and releases the old
-        handle: one more query.
+        The caller then makes another transfer. A handle with tensors serves again. In place of one
+        without, the caller asks for the item as if it were new (another request may have brought
+        it back; if not, it is processed again), and releases the old handle. That is one more
+        query.
         """
         ...
 
@@ -107,23 +101,27 @@ class SharedCache(SenderCache, Protocol):
     """A cache into which other processes put items."""
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
-        """A handle for an item that another process has put there for us: one query, no hit.
-        `None` if it is gone already; then nothing is counted.
+        """Return a handle for an item that another process has put there: one query, no hit.
+
+        Return `None` and count nothing if the item is gone already.
         """
         ...
 
 
 class ReceiverCache(Protocol):
-    """The core's half. Not thread-safe: one core, one loop."""
+    """The core's side of a cache. It is not thread-safe: a core has one loop."""
 
     def receive(
         self, mm_hashes: Sequence[str], transfer: Transfer
     ) -> dict[str, MultiModalKwargsItem] | MissingItems:
-        """The tensors of a request's items, or what has to be sent (then nothing is held)."""
+        """Return the tensors of a request's items by `mm_hash`, and hold them for it.
+
+        Hold nothing if some have to be sent, and return these.
+        """
         ...
 
     def release(self, mm_hashes: Iterable[str]) -> None:
-        """A request that had received these has ended. Each once per `receive`."""
+        """Give up what an ended request had received: once for each call of `receive`."""
         ...
 
     def clear_cache(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The two halves of the shared-memory cache: frontends find and put items, the core reads them.
+"""The sides of the shared-memory cache: frontends find and put items, the core reads them.
 
-Both are thin: what is kept, and for how long, is the store's business (`shm_store`). Any number of
-senders and receivers may share a store, each with its own instance of it.
+All are thin: what is kept, and for how long, is decided by the store (`shm_store`). Any number of
+senders, readers and receivers may share a store, each with its own instance of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
+from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.shm_store import ShmEntry, ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.types.errors import InvariantError
@@ -21,8 +22,10 @@ _MAX_MISSING = 4096
 
 
 class ShmSender:
-    """A `SenderCache`. Handles carry a reference; `kwargs` too, if the tensors must be sent: there
-    was no room for them, or the core could not find them.
+    """A `SharedCache` for the requests that a core runs.
+
+    Handles carry a reference. They carry the tensors as well if these must be sent, because there
+    was no room for them or the core could not find them.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -31,18 +34,14 @@ class ShmSender:
         self._num_queries = 0
         self._num_hits = 0
         self._num_resends = 0
-        # What the core could not find, until it is sent; the oldest are forgotten.
+        # Hashes that the core could not find, until they are sent; the oldest are forgotten.
         self._missing: dict[str, None] = {}
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
         with self._lock:
             if mm_hash in self._missing:
                 return False
-        entry = self._store.peek(mm_hash)
-        if entry is None:
-            return False
-        self._store.release(entry.reference)
-        return entry.layout is not None or not needs_layout
+        return _is_stored(self._store, mm_hash, needs_layout=needs_layout)
 
     def get_and_update_item(
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
@@ -67,9 +66,6 @@ class ShmSender:
         return replace(_make_item_handle(item, reference), is_hit=is_found)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
-        """The handle of an item that another process has put: one query, no hit. `None`, and
-        nothing is counted, if it is gone: that process has died, or released it too early.
-        """
         entry = self._store.lease(reference)
         if entry is None:
             return None
@@ -79,10 +75,7 @@ class ShmSender:
         self._count(is_hit=False)
         with self._lock:
             self._missing.pop(mm_hash, None)
-        return _make_entry_handle(entry)
-
-    def touch(self, mm_hash: str) -> None:
-        self._store.touch(mm_hash)
+        return entry.make_handle()
 
     def release(self, handles: Iterable[ItemHandle]) -> None:
         for handle in handles:
@@ -119,12 +112,12 @@ class ShmSender:
         return replace(handle, kwargs=item.kwargs)
 
     def _add_layout(self, entry: ShmEntry, item: ProcessedItem | None) -> ItemHandle:
-        """If only `item` has a layout: of the whole item, put in the place of the entry."""
+        """Return a handle of the entry, or of the item in its place if only that has a layout."""
         if entry.layout is not None or item is None or item.layout is None:
-            return _make_entry_handle(entry)
+            return entry.make_handle()
         reference = self._store.put(item)
         if reference is None:
-            return replace(_make_entry_handle(entry), layout=item.layout)
+            return replace(entry.make_handle(), layout=item.layout)
         self._store.release(entry.reference)
         return _make_item_handle(item, reference)
 
@@ -134,24 +127,76 @@ class ShmSender:
             self._num_hits += is_hit
 
 
+class SharedReadonlyCache(ItemTable):
+    """A `ProcessorCache` for requests that run no engine.
+
+    It reads what the main cache has in shared memory, without a change to its order or its counts.
+    What it has to process itself it keeps in this process. All its handles have tensors.
+    """
+
+    def __init__(self, store: ShmStore, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._store = store
+        self._num_shared_hits = 0
+
+    def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
+        return super().is_cached(mm_hash, needs_layout=needs_layout) or _is_stored(
+            self._store, mm_hash, needs_layout=needs_layout
+        )
+
+    def get_and_update_item(
+        self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
+    ) -> ItemHandle | None:
+        return (
+            super().get_and_update_item(mm_hash, needs_layout=needs_layout)
+            or self._peek(mm_hash, needs_layout=needs_layout)
+            or super().get_and_update_item(mm_hash, item, needs_layout=needs_layout)
+        )
+
+    def release(self, handles: Iterable[ItemHandle]) -> None:
+        for handle in handles:
+            if handle.reference is None:
+                super().release([handle])
+            else:
+                self._store.release(handle.reference)
+
+    def statistics(self) -> CacheStatistics:
+        own = super().statistics()
+        with self._lock:
+            shared = self._num_shared_hits
+        return replace(own, num_queries=own.num_queries + shared, num_hits=own.num_hits + shared)
+
+    def _peek(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
+        entry = self._store.peek(mm_hash)
+        if entry is None:
+            return None
+        if entry.layout is None and needs_layout:
+            self._store.release(entry.reference)
+            return None
+        with self._lock:
+            self._num_shared_hits += 1
+        kwargs = self._store.open(entry.reference)
+        return replace(entry.make_handle(), is_hit=True, kwargs=kwargs)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """An item that requests of the core use; leased under `reference`, if it was not sent."""
+    """An item that requests of the core use."""
 
     kwargs: MultiModalKwargsItem
-    reference: ShmReference | None
+    reference: ShmReference | None  # the lease; None: the tensors came with a message
     num_requests: int = 0
 
 
 class ShmReceiver:
-    """A `ReceiverCache`. An item that a running request has is shared with others that name it.
+    """A `ReceiverCache` in which an item of a running request is shared with others that name it.
 
     A hash that is named twice in one call of `receive` or `release` counts once.
     """
 
     def __init__(self, store: ShmStore) -> None:
         self._store = store
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Held] = {}  # by mm_hash
         self._num_queries = 0
         self._num_hits = 0
 
@@ -186,7 +231,7 @@ class ShmReceiver:
                     self._store.release(held.reference)
 
     def clear_cache(self) -> None:
-        """Requests keep what they have."""
+        """Forget everything but what running requests use."""
         self._store.clear_cache()
 
     def statistics(self) -> CacheStatistics:
@@ -216,22 +261,19 @@ class ShmReceiver:
         return entry
 
 
+def _is_stored(store: ShmStore, mm_hash: str, *, needs_layout: bool) -> bool:
+    entry = store.peek(mm_hash)
+    if entry is None:
+        return False
+    store.release(entry.reference)
+    return entry.layout is not None or not needs_layout
+
+
 def _get_payload(handle: ItemHandle) -> Payload:
     payload = handle.reference if handle.kwargs is None else handle.kwargs
     if payload is None:
         raise InvariantError(f"the handle of {handle.mm_hash} carries nothing")
     return payload
-
-
-def _make_entry_handle(entry: ShmEntry) -> ItemHandle:
-    return ItemHandle(
-        modality=entry.modality,
-        mm_hash=entry.mm_hash,
-        layout=entry.layout,
-        num_bytes=entry.num_bytes,
-        is_hit=False,
-        reference=entry.reference,
-    )
 
 
 def _make_item_handle(item: ProcessedItem, reference: ShmReference | None) -> ItemHandle:

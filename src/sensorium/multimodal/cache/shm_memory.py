@@ -1,17 +1,420 @@
-"""Makes the memory of a shared-memory store: reserved, with an empty table. Free of torch.
+"""Memory that processes share, a mutex over it, and who is alive: all three kept by the kernel.
+
+The memory is an anonymous file (`memfd_create`). It has no name, so nothing can be left behind: it
+goes with the last process that holds it. Other processes get its descriptor by inheritance.
+
+Invariants:
+  1. Every byte is reserved and mapped before the first use, and the size is sealed: no access can
+     end in a SIGBUS.
+  2. A process that dies in any way gives up the mutex and its membership in that moment, after the
+     last of its threads has stopped writing: both are locks of an open file.
+  3. Locks hang on a file description that is never handed to another process. It must not be
+     forked either: a child that lives on without `exec` would keep its parent's locks.
+
+The table of a shared-memory store: what lies where, under which key, and who leases it.
+
+Owns the slots and the order of use; never touches the bytes of an item. Every method runs inside
+the mutex of the segment, and any of them may be cut off by a SIGKILL after any of its stores.
+
+Invariants, at every instruction:
+  1. A slot changes hands by one aligned store: of its state, or of one word of its leases. Its
+     other fields are written while it is FREE, where nobody reads them.
+  2. Slots that are not FREE don't overlap. Free space is what they leave; it is kept nowhere.
+  3. A slot with a lease is never freed but by its last leaseholder, or after that one's death.
+  4. WRITING and RETIRED slots without a lease belong to nobody; `free_orphans` frees them.
+
+Makes the memory of a shared-memory store: reserved, with an empty table. Free of torch.
 
 Whoever makes it need not use it: a parent may make it for processes that attach to it.
 """
 
 from __future__ import annotations
 
-from sensorium.multimodal.cache.shm_index import HEADER_BYTES, ShmIndex, get_table_bytes
-from sensorium.multimodal.cache.shm_segment import ShmSegment
-from sensorium.types.errors import ModelError
+import fcntl
+import mmap
+import os
+import struct
+import sys
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sensorium.types.errors import CapacityError, InvariantError, ModelError
+from sensorium.utils.system_memory import get_free_system_bytes
+
+# struct flock of 64-bit Linux: type, whence, start, length, pid, padding.
+_FLOCK = struct.Struct("@hhqqi0q")
+
+
+class ShmSegment:
+    """One process's (or one instance's) hold on the memory. `with segment:` is the mutex; inside
+    one process it also keeps threads apart. `fd` is for child processes (`pass_fds`).
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Takes over `fd`."""
+        self.fd = fd
+        # A description of its own: locks belong to the description, not to the process.
+        self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._thread_lock = threading.Lock()
+        self._is_closed = False
+        self.buffer = memoryview(
+            mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        )
+
+    @classmethod
+    def create(cls, num_bytes: int) -> ShmSegment:
+        """Zeros. A `ModelError` if the system has no room for them."""
+        if sys.platform != "linux":
+            raise ModelError("the shared-memory cache needs Linux: use the lru cache")
+        free_bytes = get_free_system_bytes()
+        if num_bytes > free_bytes:
+            raise ModelError(
+                f"the shared-memory cache needs {num_bytes / 2**30:.1f} GiB, and the system has "
+                f"{free_bytes / 2**30:.1f} GiB available: give a smaller mm_processor_cache_gb"
+            )
+        fd = os.memfd_create("sensorium", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(fd)
+        except OSError as error:
+            os.close(fd)
+            raise ModelError(
+                f"the shared-memory cache can't reserve {num_bytes} bytes: {error.strerror}"
+            ) from error
+
+    @classmethod
+    def attach(cls, fd: int) -> ShmSegment:
+        """The memory behind an inherited descriptor, which stays the caller's."""
+        return cls(os.dup(fd))
+
+    def __enter__(self) -> None:
+        self._thread_lock.acquire()
+        try:
+            if self._is_closed:
+                raise InvariantError("the shared memory is closed")
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        except BaseException:
+            self._thread_lock.release()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._is_closed:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        self._thread_lock.release()
+
+    def join(self, max_members: int) -> int:
+        """A number below `max_members` that no other living instance has. Inside the mutex."""
+        for member in range(max_members):
+            try:
+                fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _describe(fcntl.F_WRLCK, member))
+            except BlockingIOError:
+                continue
+            return member
+        raise CapacityError(f"the shared memory has {max_members} members already")
+
+    def is_member(self, member: int) -> bool:
+        """Whether another instance that is alive has this number."""
+        found = fcntl.fcntl(self._lock_fd, fcntl.F_OFD_GETLK, _describe(fcntl.F_WRLCK, member))
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Inside the mutex. Views of the buffer stay usable, and the memory with them."""
+        self._is_closed = True
+        os.close(self._lock_fd)
+        os.close(self.fd)
+
+
+def _describe(kind: int, member: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, member, 1, 0)
+
+
+MAX_MEMBERS = 256
+ALIGNMENT = 64  # of an item in the data region, in bytes
+HEADER_BYTES = 4096
+_MAGIC = 0x53454E53_53484D31
+_WORD_BITS = 64
+_KEY_WORDS = 4
+_LEASE_WORDS = MAX_MEMBERS // _WORD_BITS
+_BYTES_PER_SLOT = 8 * (8 + _KEY_WORDS + _LEASE_WORDS)
+
+Words = NDArray[np.uint64]
+Key = bytes  # of 32 bytes
+
+
+class SlotState:
+    """Words, not an enum: comparing a column with anything else costs many times as much."""
+
+    FREE = np.uint64(0)
+    WRITING = np.uint64(1)  # its only leaseholder copies the bytes
+    READY = np.uint64(2)
+    RETIRED = np.uint64(3)  # can't be found any more; freed with its last lease
+
+
+class _Field(IntEnum):
+    """Words of the header."""
+
+    MAGIC = 0
+    NUM_SLOTS = 1
+    CAPACITY = 2
+    MAX_OBJECT = 3
+    CLOCK = 4
+    NUM_EVICTIONS = 5
+    NUM_OVERSIZE = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """An item's bytes in the data region: the block of its tensors, then its metadata."""
+
+    offset: int
+    block_bytes: int
+    metadata_bytes: int
+
+
+def get_table_bytes(num_slots: int) -> int:
+    """Header and slots: what lies before the data region."""
+    return HEADER_BYTES + -(-num_slots * _BYTES_PER_SLOT // HEADER_BYTES) * HEADER_BYTES
+
+
+class ShmIndex:
+    def __init__(self, buffer: memoryview) -> None:
+        header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
+        if header[_Field.MAGIC] != _MAGIC:
+            raise InvariantError("the inherited descriptor is not a shared-memory store")
+        self._header: Words = header
+        self.num_slots = int(header[_Field.NUM_SLOTS])
+        self.capacity_bytes = int(header[_Field.CAPACITY])
+        self.max_object_bytes = int(header[_Field.MAX_OBJECT])
+        num_words = self.num_slots * _BYTES_PER_SLOT // 8
+        # A row for each field: scans read consecutive words.
+        table = np.frombuffer(buffer, np.uint64, num_words, HEADER_BYTES).reshape(
+            -1, self.num_slots
+        )
+        self._states, self._generations, self._last_used, self._has_layout = table[0:4]
+        self._offsets, self._rooms, self._block_bytes, self._metadata_bytes = table[4:8]
+        self._keys: Words = table[8 : 8 + _KEY_WORDS]
+        self._leases: Words = table[8 + _KEY_WORDS :]
+
+    @staticmethod
+    def format(
+        buffer: memoryview, *, num_slots: int, capacity_bytes: int, max_object_bytes: int
+    ) -> None:
+        """Make an empty index in memory of zeros that nobody else has yet."""
+        header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
+        header[_Field.NUM_SLOTS] = num_slots
+        header[_Field.CAPACITY] = capacity_bytes
+        header[_Field.MAX_OBJECT] = max_object_bytes
+        header[_Field.MAGIC] = _MAGIC
+
+    # Questions.
+
+    def find(self, key: Key) -> int | None:
+        """The READY slot of a key. There is one at most."""
+        words = np.frombuffer(key, np.uint64)
+        for slot in (self._keys[0] == words[0]).nonzero()[0]:
+            if self._states[slot] == SlotState.READY and (self._keys[:, slot] == words).all():
+                return int(slot)
+        return None
+
+    def is_current(self, slot: int, generation: int) -> bool:
+        """Whether what was put there in that generation is there still."""
+        return (
+            0 <= slot < self.num_slots
+            and self._generations[slot] == generation
+            and self._states[slot] in (SlotState.READY, SlotState.RETIRED)
+        )
+
+    def get_generation(self, slot: int) -> int:
+        return int(self._generations[slot])
+
+    def get_extent(self, slot: int) -> Extent:
+        return Extent(
+            offset=int(self._offsets[slot]),
+            block_bytes=int(self._block_bytes[slot]),
+            metadata_bytes=int(self._metadata_bytes[slot]),
+        )
+
+    def has_layout(self, slot: int) -> bool:
+        return bool(self._has_layout[slot])
+
+    def get_members(self) -> Iterator[int]:
+        """Everyone who has a lease, or left one in a FREE slot."""
+        for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
+            for bit in range(_WORD_BITS):
+                if bits >> bit & 1:
+                    yield word * _WORD_BITS + bit
+
+    def get_usage(self) -> tuple[int, int]:
+        """How many items can be found, and the bytes they take."""
+        ready = self._states == SlotState.READY
+        return int(ready.sum()), int(self._rooms[ready].sum())
+
+    def get_num_evictions(self) -> int:
+        return int(self._header[_Field.NUM_EVICTIONS])
+
+    def get_num_oversize(self) -> int:
+        return int(self._header[_Field.NUM_OVERSIZE])
+
+    # Changes.
+
+    def touch(self, slot: int) -> None:
+        """Make it the most recently used."""
+        now = int(self._header[_Field.CLOCK]) + 1
+        self._header[_Field.CLOCK] = now
+        self._last_used[slot] = now
+
+    def count_oversize(self) -> None:
+        self._header[_Field.NUM_OVERSIZE] += np.uint64(1)
+
+    def reserve(
+        self, key: Key, *, block_bytes: int, metadata_bytes: int, has_layout: bool, member: int
+    ) -> int | None:
+        """A WRITING slot with room for an item, leased by `member`; unleased items are evicted for
+        it, oldest first. `None` if all of that would not be enough.
+        """
+        room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
+        plan = self._plan(room)
+        if plan is None:
+            return None
+        offset, victims = plan
+        for victim in victims:
+            self._states[victim] = SlotState.FREE
+            self._header[_Field.NUM_EVICTIONS] += np.uint64(1)
+        slot = int(np.argmin(self._states))  # FREE is the smallest
+        self._keys[:, slot] = np.frombuffer(key, np.uint64)
+        self._offsets[slot] = offset
+        self._rooms[slot] = room
+        self._block_bytes[slot] = block_bytes
+        self._metadata_bytes[slot] = metadata_bytes
+        self._has_layout[slot] = has_layout
+        self._generations[slot] += np.uint64(1)
+        self._leases[:, slot] = 0
+        self.add_lease(slot, member)
+        self.touch(slot)
+        self._states[slot] = SlotState.WRITING
+        return slot
+
+    def commit(self, slot: int) -> None:
+        """Its bytes are complete. If the cache was cleared meanwhile it stays RETIRED."""
+        if self._states[slot] == SlotState.WRITING:
+            self._states[slot] = SlotState.READY
+
+    def free(self, slot: int) -> None:
+        """Take back what was reserved; or what has no lease."""
+        self._states[slot] = SlotState.FREE
+
+    def retire(self, slot: int) -> None:
+        """It can't be found any more, and goes with its last lease."""
+        is_leased = self._leases[:, slot].any()
+        self._states[slot] = SlotState.RETIRED if is_leased else SlotState.FREE
+
+    def clear(self) -> None:
+        for slot in np.flatnonzero(self._states != SlotState.FREE):
+            self.retire(int(slot))
+
+    def add_lease(self, slot: int, member: int) -> None:
+        word, bit = divmod(member, _WORD_BITS)
+        self._leases[word, slot] |= np.uint64(1 << bit)
+
+    def remove_lease(self, slot: int, member: int) -> None:
+        word, bit = divmod(member, _WORD_BITS)
+        self._leases[word, slot] &= ~np.uint64(1 << bit)
+        if self._states[slot] == SlotState.RETIRED:
+            self.retire(slot)
+
+    def discharge(self, member: int) -> None:
+        """Remove all leases of someone who left or died."""
+        word, bit = divmod(member, _WORD_BITS)
+        for slot in np.flatnonzero(self._leases[word] >> np.uint64(bit) & np.uint64(1)):
+            self.remove_lease(int(slot), member)
+
+    def free_orphans(self) -> None:
+        """Free what nobody will finish or free."""
+        is_pending = (self._states == SlotState.WRITING) | (self._states == SlotState.RETIRED)
+        for slot in np.flatnonzero(is_pending):
+            if not self._leases[:, slot].any():
+                self.free(int(slot))
+
+    # Room.
+
+    def _plan(self, room: int) -> tuple[int, list[int]] | None:
+        """Where `room` bytes fit, and the slots to evict for that.
+
+        The fewest oldest unleased items are found whose absence would leave a large enough gap; of
+        these only those that lie in the way have to go.
+        """
+        slots = np.flatnonzero(self._states)  # FREE is 0
+        slots = slots[np.argsort(self._offsets[slots], kind="stable")]
+        starts = self._offsets[slots].astype(np.int64)
+        ends = starts + self._rooms[slots].astype(np.int64)
+        evictable = self._get_evictable(slots)
+        num_slots_lacking = int(len(slots) == self.num_slots)
+
+        def find_gap(num_evicted: int) -> int | None:
+            is_kept = np.ones(len(slots), dtype=bool)
+            is_kept[evictable[:num_evicted]] = False
+            return _find_gap(starts[is_kept], ends[is_kept], self.capacity_bytes, room)
+
+        num_evicted = _find_smallest(
+            lambda count: find_gap(count) is not None, num_slots_lacking, len(evictable)
+        )
+        offset = None if num_evicted is None else find_gap(num_evicted)
+        if offset is None:
+            return None
+        oldest = evictable[:num_evicted]
+        is_in_the_way = (starts[oldest] < offset + room) & (ends[oldest] > offset)
+        victims = slots[oldest[is_in_the_way]].tolist()
+        return offset, victims or slots[oldest[:num_slots_lacking]].tolist()
+
+    def _get_evictable(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Positions in `slots` of what may be evicted, the oldest first."""
+        is_ready = self._states[slots] == SlotState.READY
+        positions = np.flatnonzero(is_ready & ~self._leases[:, slots].any(axis=0))
+        return positions[np.argsort(self._last_used[slots[positions]])]
+
+
+def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> int | None:
+    """The smallest number in `[lower, upper]` that is enough. Mostly it is `lower` or the next, so
+    the steps double only then.
+    """
+    step = 0
+    while lower <= upper:
+        probe = min(lower + max(step, 1) - 1, upper)
+        if is_enough(probe):
+            return bisect_left(range(probe), True, lo=lower, key=is_enough)
+        lower = probe + 1
+        step = 2 * step or 1
+    return None
+
+
+def _find_gap(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
+) -> int | None:
+    """The first place of `room` free bytes between the extents `[start, end)`, which are sorted."""
+    gaps = np.empty((2, len(starts) + 1), dtype=np.int64)  # their starts, and their ends
+    gaps[0, 0], gaps[1, -1] = 0, capacity
+    gaps[0, 1:], gaps[1, :-1] = ends, starts
+    is_fit = gaps[1] - gaps[0] >= room
+    first = int(is_fit.argmax())
+    return int(gaps[0, first]) if is_fit[first] else None
+
 
 # A slot for each so many bytes of capacity, between these numbers of slots: smaller items fill the
 # table before the memory, and every search reads the whole table.
-_BYTES_PER_SLOT = 128 * 1024
+_CAPACITY_PER_SLOT = 128 * 1024
 _MIN_SLOTS = 64
 _MAX_SLOTS = 8 * 1024
 
@@ -21,7 +424,7 @@ def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
     if capacity_bytes < 1 or max_object_bytes < 1:
         raise ModelError("the shared-memory cache and its largest object need >= 1 byte")
     capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES
-    num_slots = min(max(capacity_bytes // _BYTES_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
+    num_slots = min(max(capacity_bytes // _CAPACITY_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
     segment = ShmSegment.create(get_table_bytes(num_slots) + capacity_bytes)
     ShmIndex.format(
         segment.buffer,

@@ -24,10 +24,15 @@ from types import TracebackType
 
 import msgspec
 
-from sensorium.multimodal.cache.interface import CacheStatistics
-from sensorium.multimodal.cache.shm_index import MAX_MEMBERS, Key, ShmIndex, get_table_bytes
-from sensorium.multimodal.cache.shm_memory import create_memory
-from sensorium.multimodal.cache.shm_segment import ShmSegment
+from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
+from sensorium.multimodal.cache.shm_memory import (
+    MAX_MEMBERS,
+    Key,
+    ShmIndex,
+    ShmSegment,
+    create_memory,
+    get_table_bytes,
+)
 from sensorium.multimodal.item_codec import (
     decode_block,
     encode_header,
@@ -43,13 +48,24 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmEntry:
-    """An item that is in the store, but for its tensors. `num_bytes`: of these."""
+    """A lease on an item in the store, with all of the item but its tensors."""
 
     reference: ShmReference
     modality: str
     mm_hash: str
     layout: ItemLayout | None
-    num_bytes: int
+    num_bytes: int  # of the tensors
+
+    def make_handle(self) -> ItemHandle:
+        """Return a handle that takes over this lease."""
+        return ItemHandle(
+            modality=self.modality,
+            mm_hash=self.mm_hash,
+            layout=self.layout,
+            num_bytes=self.num_bytes,
+            is_hit=False,
+            reference=self.reference,
+        )
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,7 @@ from sensorium.multimodal.decoding.av_container import (
     open_container,
     refuse_if_longer,
 )
-from sensorium.multimodal.decoding.work_budget import SOUND_FRAME_S, WorkBudget, estimate_sound_s
+from sensorium.multimodal.decoding.guards import SOUND_FRAME_S, WorkBudget, estimate_sound_s
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 

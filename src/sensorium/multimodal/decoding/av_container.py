@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sensorium.multimodal.decoding.damage import refuse_damaged
+from sensorium.multimodal.decoding.guards import refuse_damaged
 from sensorium.types.errors import RequestError
 
 if TYPE_CHECKING:

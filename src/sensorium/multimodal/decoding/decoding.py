@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from sensorium.multimodal.decoding.audio import decode_audio
+from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import WHITE, Colour, decode_image
 from sensorium.multimodal.decoding.video import ChooseFrames, decode_video
-from sensorium.multimodal.decoding.work_budget import WorkBudget
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.errors import InvariantError, RequestError, at
 
 _VERSION = 1
 _SAMPLING = ("fps", "num_frames")
@@ -33,20 +33,25 @@ def resolve_decode_options(
     given = media_io_kwargs if media_io_kwargs is not None else {}
     if not isinstance(given, Mapping) or not given.keys() <= _CHECKS.keys():
         known = ", ".join(_CHECKS)
-        raise RequestError(f"media_io_kwargs: options by modality ({known}), not {given!r:.100}")
+        raise RequestError(
+            f"must map modalities ({known}) to options, not {given!r:.100}",
+            path=("media_io_kwargs",),
+        )
     options = given.get(modality)
-    if not isinstance(options, Mapping | None):
-        raise RequestError(f"media_io_kwargs: {modality}: options by name, not {options!r:.100}")
-    checks = _CHECKS[modality]
-    resolved: DecodeOptions = {"version": _VERSION, **dict.fromkeys(checks)}
-    for name, value in (options or {}).items():
-        canonical = _ALIASES.get(name, name)
-        if canonical not in checks:
-            known = ", ".join(checks) or "none"
-            raise RequestError(f"media_io_kwargs: no such option of {modality}: {name} ({known})")
-        if value is not None:
-            resolved[canonical] = checks[canonical](f"media_io_kwargs: {modality}: {name}", value)
-    return _complete(modality, resolved)
+    with at("media_io_kwargs", modality):
+        if not isinstance(options, Mapping | None):
+            raise RequestError(f"must map names to values, not {options!r:.100}")
+        checks = _CHECKS[modality]
+        resolved: DecodeOptions = {"version": _VERSION, **dict.fromkeys(checks)}
+        for name, value in (options or {}).items():
+            canonical = _ALIASES.get(name, name)
+            if canonical not in checks:
+                known = ", ".join(checks) or "none"
+                raise RequestError(f"unknown option {name} (known: {known})")
+            if value is not None:
+                with at(str(name)):
+                    resolved[canonical] = checks[canonical](value)
+        return _complete(modality, resolved)
 
 
 def take_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
@@ -58,8 +63,10 @@ def take_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -
     asked = {name: kwargs.pop(name) for name in _SAMPLING if kwargs.get(name) is not None}
     if asked and not any(options[name] for name in _SAMPLING):
         for name, value in asked.items():
-            options[name] = _CHECKS["video"][name](f"mm_processor_kwargs: {name}", value)
-        _complete("video", options)
+            with at("mm_processor_kwargs", name):
+                options[name] = _CHECKS["video"][name](value)
+        with at("mm_processor_kwargs"):
+            _complete("video", options)
     if options["fps"] is not None:
         kwargs["fps"] = options["fps"]  # some processors count time by it
     return kwargs
@@ -96,31 +103,31 @@ def _complete(modality: str, options: DecodeOptions) -> DecodeOptions:
     if modality == "image" and options["background"] is None:
         options["background"] = list(WHITE)
     if modality == "video" and None not in (options["fps"], options["num_frames"]):
-        raise RequestError("media_io_kwargs: video: fps or num_frames, not both")
+        raise RequestError("either fps or num_frames may be given, not both")
     return options
 
 
-def _check_colour(name: str, value: object) -> list[int]:
+def _check_colour(value: object) -> list[int]:
     is_colour = isinstance(value, list | tuple) and len(value) == 3
     if not is_colour or not all(type(part) is int and 0 <= part <= 255 for part in value):  # type: ignore[attr-defined]
-        raise RequestError(f"{name}: three whole numbers from 0 to 255, not {value!r:.100}")
+        raise RequestError(f"must be three whole numbers from 0 to 255, not {value!r:.100}")
     return list(cast("list[int]", value))
 
 
-def _check_fps(name: str, value: object) -> float:
+def _check_fps(value: object) -> float:
     is_number = type(value) in (int, float)
     if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-        raise RequestError(f"{name}: a number above 0, not {value!r:.100}")
+        raise RequestError(f"must be a number above 0, not {value!r:.100}")
     return float(cast("float", value))
 
 
-def _check_num_frames(name: str, value: object) -> int:
+def _check_num_frames(value: object) -> int:
     if type(value) is not int or value <= 0:
-        raise RequestError(f"{name}: a whole number above 0, not {value!r:.100}")
+        raise RequestError(f"must be a whole number above 0, not {value!r:.100}")
     return value
 
 
-_CHECKS: dict[str, dict[str, Callable[[str, object], object]]] = {
+_CHECKS: dict[str, dict[str, Callable[[object], object]]] = {
     "image": {"background": _check_colour},
     "audio": {},
     "video": {"fps": _check_fps, "num_frames": _check_num_frames},

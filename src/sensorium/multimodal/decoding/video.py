@@ -1,4 +1,9 @@
-"""Encoded videos to the frames that were chosen, and what processors want to know of them.
+"""Which frames of a clip a model sees: its processor's own rule, asked before anything is decoded.
+
+Processors that sample nothing by themselves would take every frame of a clip: they get a bounded
+number, spread by that same rule.
+
+Encoded videos to the frames that were chosen, and what processors want to know of them.
 
 The clip is looked through once without decoding, to count its frames; then decoded in order up to
 the last chosen frame. How many pixels that will be is checked before the first one is decoded. Only
@@ -11,6 +16,7 @@ length would have given. An error in the middle is refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +30,8 @@ from sensorium.multimodal.decoding.av_container import (
     open_container,
     refuse_if_longer,
 )
+from sensorium.multimodal.decoding.guards import WorkBudget, estimate_frames_s
 from sensorium.multimodal.decoding.images import check_num_pixels
-from sensorium.multimodal.decoding.work_budget import WorkBudget, estimate_frames_s
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
 
@@ -34,9 +40,81 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
+
+_DEFAULT_NUM_FRAMES = 32
+
+
+def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
+    """`options` may hold the `fps` or the `num_frames` that the request asks for.
+
+    The rule is asked as the processor itself would ask it, with its own settings beside those of
+    the request. Where it fails (for a clip of fewer frames than it wants, or if it can't have both
+    a rate and a number) it is asked for a number of frames that there are, and if that fails too,
+    the frames are spread evenly.
+    """
+    asked: dict[str, Any] = {
+        name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
+    }
+    own = {"fps": video_processor.fps, "num_frames": video_processor.num_frames}
+    if not asked and not (video_processor.do_sample_frames or any(own.values())):
+        asked = {"num_frames": _DEFAULT_NUM_FRAMES}
+
+    def choose_frames(metadata: Mapping[str, Any]) -> Sequence[int]:
+        num_frames = _count_frames(metadata, **(asked or own))
+        if _takes(video_processor.sample_frames, asked):
+            for arguments in ({**own, **_limit(metadata, asked)}, {"num_frames": num_frames}):
+                indices = _ask(video_processor, metadata, arguments)
+                if indices is not None:
+                    return indices
+        return _spread(metadata["total_num_frames"], num_frames)
+
+    return choose_frames
+
+
+def _takes(sample_frames: Callable[..., object], asked: Mapping[str, object]) -> bool:
+    """Arguments without a name are taken by all rules, and not heeded."""
+    return inspect.signature(sample_frames).parameters.keys() >= asked.keys()
+
+
+def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """To what the clip has: some rules would list as many frames as they are asked for."""
+    most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
+    return {name: min(value, most[name]) for name, value in asked.items()}
+
+
+def _ask(
+    video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> list[int] | None:
+    """`None` if the rule can't do it."""
+    from transformers.video_utils import VideoMetadata
+
+    try:
+        chosen = video_processor.sample_frames(VideoMetadata(**metadata), **arguments)
+    except (ValueError, TypeError, ZeroDivisionError):  # too few frames, or a setting is missing
+        return None
+    indices: list[int] = np.asarray(chosen).tolist()
+    is_within = bool(indices) and indices[0] >= 0 and indices[-1] < metadata["total_num_frames"]
+    return indices if is_within and indices == sorted(indices) else None
+
+
+def _count_frames(
+    metadata: Mapping[str, Any], *, fps: float | None = None, num_frames: int | None = None
+) -> int:
+    total: int = metadata["total_num_frames"]
+    if num_frames is not None:
+        return min(num_frames, total)
+    if fps is None:
+        return min(_DEFAULT_NUM_FRAMES, total)
+    return max(1, int(min(metadata["duration"] * fps, total)))
+
+
+def _spread(total_num_frames: int, num_frames: int) -> list[int]:
+    return [index * total_num_frames // num_frames for index in range(num_frames)]
+
+
 _KIND = "a video"
 _UNKNOWN_FPS = 24.0  # what Transformers assumes
-SseChunks = npt.NDArray[np.uint8]  # [frames, height, width, 3]
+Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]
 Metadata = dict[str, Any]  # the fields of Transformers' `VideoMetadata`
 # Indices in rising order, each below `total_num_frames`; one may come several times.
 ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
@@ -48,7 +126,7 @@ def decode_video(
     choose_frames: ChooseFrames,
     limits: MediaLimits,
     budget: WorkBudget | None = None,
-) -> tuple[SseChunks, Metadata]:
+) -> tuple[Frames, Metadata]:
     """The chosen frames of the first video track."""
     budget = budget or WorkBudget()
     metadata = _read_metadata(data, limits, budget)
@@ -151,9 +229,9 @@ def _check_work(
 
 def _read_frames(
     data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
-) -> tuple[SseChunks | None, int]:
+) -> tuple[Frames | None, int]:
     """The frames, and how many were decoded: all of them without frames, if it ended too early."""
-    kept: SseChunks | None = None
+    kept: Frames | None = None
     num_kept = num_decoded = num_pixels = 0
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
         for frame in container.decode(_get_stream(container, limits)):
@@ -181,7 +259,7 @@ def _read_frames(
     return None, num_decoded
 
 
-def _to_pixels(frame: VideoFrame, kept: SseChunks | None) -> SseChunks:
+def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
     """Upright, and of the size of the frames before it: a clip may change its size on its way."""
     # A matrix without an angle gives the lowest or another integer, depending on the processor.
     num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0

@@ -1,11 +1,194 @@
-"""One item on its way from a host: what the client called that host, and the time that is left."""
+"""Why media was not loaded: an error for the client, and a word for the counters.
+
+Texts may repeat what the client itself sent. They never hold a resolved address, the target of a
+redirect, a path on disk or another library's words.
+
+Counts what loading media cost, and what it refused.
+
+How many bytes the fetches of all requests may hold, and which request gives way.
+
+Used on one event loop only. The bodies that a request has received count until all its fetches
+have ended. When too many bytes are held, the request that holds most of them is refused: a request
+with a small picture never pays for one with a hundred large videos.
+
+Invariant: `num_bytes` is the sum over all requests, those that were refused but have not ended
+included.
+
+One item on its way from a host: what the client called that host, and the time that is left.
+
+Which fetches may run at the same time, so that no request waits for the fetches of another.
+
+Used on one event loop only. A request always has a fetch under way if it wants one, however many
+others do; what it wants beyond that comes out of a room that all requests share. How many requests
+there are is bounded by the server.
+
+Invariants:
+  1. A request that waits for a turn has at least one fetch under way.
+  2. No request has more than `max_per_request` fetches under way.
+  3. Fetches beyond the first of each request number at most `max_shared`.
+  4. A free turn goes to the request with the fewest fetches under way, then to the one that has
+     waited longest.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
 
-from sensorium.multimodal.fetching.fetch_memory import RequestBytes
-from sensorium.multimodal.fetching.refusal import RefusalReason, RefusedMediaError
+from sensorium.types.errors import MediaFetchError
+
+RefusalReason = Literal[
+    "malformed",
+    "size",
+    "empty",
+    "local_file",
+    "scheme",
+    "domain",
+    "dns",
+    "address",
+    "connection",
+    "tls",
+    "protocol",
+    "status",
+    "redirects",
+    "content_type",
+    "content_encoding",
+    "deadline",
+]
+
+
+class RefusedMediaError(MediaFetchError):
+    """A `MediaFetchError` that knows under which reason it is counted."""
+
+    def __init__(self, message: str, reason: RefusalReason) -> None:
+        super().__init__(message)
+        self.reason: RefusalReason = reason
+
+
+def refuse_above(max_bytes: int, num_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise RefusedMediaError(f"the media is larger than {max_bytes} bytes", "size")
+
+
+SourceKind = Literal["bytes", "data", "file", "http"]  # given in process; by the kind of a URL
+_Event = Literal["fetch", "response_cache_hit", "revalidation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchStatistics:
+    """`num_fetches`: requests to hosts, those after redirects included. `num_bytes`: of the bodies
+    that came. `num_response_cache_hits`: answers that needed no request. `num_revalidations`:
+    answers that a host confirmed without sending them again. `refusals`: items, by reason.
+    `loaded_bytes`: of all items that were loaded, by kind of source, those of responses that were
+    kept included.
+    """
+
+    num_fetches: int
+    num_bytes: int
+    num_response_cache_hits: int
+    num_revalidations: int
+    refusals: Mapping[RefusalReason, int]
+    loaded_bytes: Mapping[SourceKind, int]
+
+
+class FetchCounters:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._events: Counter[_Event] = Counter()
+        self._refusals: Counter[RefusalReason] = Counter()
+        self._loaded_bytes: Counter[SourceKind] = Counter()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, event: _Event) -> None:
+        with self._lock:
+            self._events[event] += 1
+
+    def add_bytes(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes
+
+    def add_loaded(self, kind: SourceKind, num_bytes: int) -> None:
+        with self._lock:
+            self._loaded_bytes[kind] += num_bytes
+
+    def add_refusal(self, reason: RefusalReason) -> None:
+        with self._lock:
+            self._refusals[reason] += 1
+
+    def statistics(self) -> FetchStatistics:
+        with self._lock:
+            return FetchStatistics(
+                num_fetches=self._events["fetch"],
+                num_bytes=self._num_bytes,
+                num_response_cache_hits=self._events["response_cache_hit"],
+                num_revalidations=self._events["revalidation"],
+                refusals=dict(self._refusals),
+                loaded_bytes=dict(self._loaded_bytes),
+            )
+
+
+class FetchMemory:
+    """The bytes that all requests hold while they fetch."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._requests: dict[RequestBytes, None] = {}
+
+    def join(self, end: Callable[[], object]) -> RequestBytes:
+        """Return the account of a new request. `end` is called if the request has to give way."""
+        request = RequestBytes(self, end)
+        self._requests[request] = None
+        return request
+
+    def leave(self, request: RequestBytes) -> None:
+        """Forget a request, with all that it held."""
+        del self._requests[request]
+        self.num_bytes -= request.num_bytes
+
+    def make_room(self) -> None:
+        """Refuse the largest requests until the rest holds no more than it may."""
+        staying = [request for request in self._requests if not request.is_refused]
+        num_bytes = sum(request.num_bytes for request in staying)
+        for request in sorted(staying, key=lambda each: each.num_bytes, reverse=True):
+            if num_bytes <= self.max_bytes:
+                return
+            num_bytes -= request.num_bytes
+            request.refuse()
+
+
+class RequestBytes:
+    """The bytes that one request holds."""
+
+    def __init__(self, memory: FetchMemory, end: Callable[[], object]) -> None:
+        self.num_bytes = 0
+        self.is_refused = False
+        self._memory = memory
+        self._end = end
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have come for this request."""
+        self.num_bytes += num_bytes
+        self._memory.num_bytes += num_bytes
+        if self._memory.num_bytes > self._memory.max_bytes:
+            self._memory.make_room()
+
+    def refuse(self) -> None:
+        """End the fetches of this request."""
+        self.is_refused = True
+        self._end()
+
+    def release(self) -> None:
+        """Count nothing of this request any more. Call this once."""
+        self._memory.leave(self)
 
 
 class RequestDeadline:
@@ -68,3 +251,89 @@ def refuse_late_request(host: str, deadline: RequestDeadline) -> RefusedMediaErr
         "of one request together",
         "deadline",
     )
+
+
+class FetchShares:
+    """The turns of all requests that fetch at this moment."""
+
+    def __init__(self, *, max_per_request: int = 8, max_shared: int = 256) -> None:
+        self.max_per_request = max_per_request
+        self.max_shared = max_shared
+        self.num_shared = 0  # fetches under way beyond the first of each request
+        self._waiting: dict[RequestShare, None] = {}  # requests that wait, the longest first
+
+    def join(self) -> RequestShare:
+        """Return the share of a new request."""
+        return RequestShare(self)
+
+    def may_begin(self, share: RequestShare) -> bool:
+        """Return True if the request may begin another fetch now."""
+        if share.num_active == 0:
+            return True
+        return share.num_active < self.max_per_request and self.num_shared < self.max_shared
+
+    def set_waiting(self, share: RequestShare, *, is_waiting: bool) -> None:
+        """Note whether any fetch of the request waits for its turn."""
+        if is_waiting:
+            self._waiting.setdefault(share)
+        else:
+            self._waiting.pop(share, None)
+
+    def give_turns(self) -> None:
+        """Let fetches begin that waited, as far as there is room."""
+        while ready := [share for share in self._waiting if self.may_begin(share)]:
+            # `min` takes the first of equals, which has waited longest.
+            min(ready, key=lambda share: share.num_active).begin_next()
+
+
+class RequestShare:
+    """The turns of one request. A fetch runs inside `async with share`."""
+
+    def __init__(self, shares: FetchShares) -> None:
+        self.num_active = 0
+        self._shares = shares
+        self._queue: deque[asyncio.Future[None]] = deque()  # its fetches that wait
+
+    async def __aenter__(self) -> None:
+        if self._shares.may_begin(self):
+            self._add(1)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        self._shares.set_waiting(self, is_waiting=True)
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():  # the turn came together with the end
+                self._end()
+            elif turn in self._queue:
+                self._queue.remove(turn)
+                self._shares.set_waiting(self, is_waiting=bool(self._queue))
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def begin_next(self) -> None:
+        """Give a turn to the fetch that has waited longest."""
+        turn = self._queue.popleft()
+        # Behind the others: the next free turn is theirs first.
+        self._shares.set_waiting(self, is_waiting=False)
+        self._shares.set_waiting(self, is_waiting=bool(self._queue))
+        if not turn.done():  # else it was cancelled, and its task has not run since
+            self._add(1)
+            turn.set_result(None)
+
+    def _end(self) -> None:
+        self._add(-1)
+        self._shares.give_turns()
+
+    def _add(self, change: int) -> None:
+        before = max(0, self.num_active - 1)
+        self.num_active += change
+        self._shares.num_shared += max(0, self.num_active - 1) - before

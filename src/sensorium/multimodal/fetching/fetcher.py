@@ -1,4 +1,9 @@
-"""Fetches the http(s) media of requests: which fetch runs when, and until when.
+"""An event loop in a thread of its own, on which all fetches wait for their hosts.
+
+A fetch that waits costs a socket and a coroutine, but no thread: however many hosts are slow, the
+threads that render, decode and tokenise are free for others.
+
+Fetches the http(s) media of requests: which fetch runs when, and until when.
 
 Owns the event loop of all fetches and the shares of requests in it. Thread-safe.
 
@@ -12,26 +17,72 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from sensorium.multimodal.fetching.fetch import Fetch, RequestDeadline, refuse_late_request
-from sensorium.multimodal.fetching.fetch_loop import FetchLoop
-from sensorium.multimodal.fetching.fetch_memory import FetchMemory, RequestBytes
-from sensorium.multimodal.fetching.fetch_shares import FetchShares, RequestShare
-from sensorium.multimodal.fetching.http_client import HttpClient
-from sensorium.multimodal.fetching.media_url import parse_media_url
+from sensorium.multimodal.fetching.fetch import (
+    Fetch,
+    FetchMemory,
+    FetchShares,
+    RequestBytes,
+    RequestDeadline,
+    RequestShare,
+    refuse_late_request,
+)
+from sensorium.multimodal.fetching.http_client import HttpClient, parse_media_url
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import LoadedMedia, MediaBytes
 from sensorium.types.errors import CapacityError, RequestError
+
+T = TypeVar("T")
+
+
+class FetchLoop:
+    """A running event loop that takes coroutines from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._stop: asyncio.Event | None = None
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), name="media-fetch", daemon=True
+        )
+        self._thread.start()
+        self._loop = started.result()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start the coroutine on the loop. Cancelling the future cancels it there.
+
+        Raise `RuntimeError` if the loop was closed.
+        """
+        with self._lock:  # what is submitted before `close` is cancelled by it, never forgotten
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("the loop for fetches was closed")
+
+    def close(self) -> None:
+        """Cancel everything that runs on the loop, and wait until the thread has ended."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            if is_first and self._stop is not None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        self._stop = asyncio.Event()
+        started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()  # then `asyncio.run` cancels what is left, and waits for its end
+
 
 Address = tuple[str, str]  # a URL and a modality
 # So many items of the largest size may be in memory while they, or others of their requests, are
 # still being fetched.
 _NUM_LARGEST_ITEMS = 32
-T = TypeVar("T")
 
 
 class Fetcher:

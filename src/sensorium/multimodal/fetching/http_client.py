@@ -1,4 +1,20 @@
-"""Gets media over http(s): follows redirects, keeps responses, and trusts no host.
+"""Reads http(s) URLs into one spelling.
+
+Whatever is checked and connected to comes from the `httpx.URL` that is made here, so that no two
+parsers can differ.
+
+Connections to checked addresses only.
+
+httpcore asks this backend for each connection, so there is no way around the check; TLS keeps the
+name of the URL, since only the dialled address is replaced. Waits have no timeouts of their own:
+the deadline of the fetch cancels them.
+
+One request to one host, and its answer with the body still to come.
+
+A connection serves one request. Nothing of the environment, no cookie, no credential and no proxy
+has a part in it; the head of the answer is bounded by httpcore (100 KiB), its body by the reader.
+
+Gets media over http(s): follows redirects, keeps responses, and trusts no host.
 
 Owns the order of checks. Used on one event loop; the caller cancels a fetch whose time is over.
 Invariants:
@@ -10,30 +26,210 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import httpcore
 import httpx
 
-from sensorium.multimodal.fetching.address_guard import AddressGuard, Resolve
-from sensorium.multimodal.fetching.fetch import Fetch
-from sensorium.multimodal.fetching.fetch_statistics import FetchCounters
-from sensorium.multimodal.fetching.hosts import AllowedDomains
-from sensorium.multimodal.fetching.http_exchange import Answer, open_exchange
-from sensorium.multimodal.fetching.media_url import parse_media_url
-from sensorium.multimodal.fetching.pinned_connection import Connect, PinnedBackend
-from sensorium.multimodal.fetching.response_cache import CachedResponse, ResponseCache
-from sensorium.multimodal.fetching.response_checks import (
+from sensorium.multimodal.fetching.addresses import (
+    AddressGuard,
+    AllowedDomains,
+    Resolve,
+    canonical_host,
+)
+from sensorium.multimodal.fetching.fetch import Fetch, FetchCounters
+from sensorium.multimodal.fetching.responses import (
+    CachedResponse,
+    ResponseCache,
+    SharedFetches,
     check_before_body,
     check_content_type,
     read_body,
 )
-from sensorium.multimodal.fetching.shared_fetches import SharedFetches
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.types.errors import RequestError
+
+
+def parse_media_url(source: str | httpx.URL) -> httpx.URL:
+    """An http(s) URL without a fragment, its host canonical; `RequestError` for anything else."""
+    try:
+        url = httpx.URL(source)
+        host = canonical_host(url.raw_host.decode("ascii"))
+        if url.scheme not in ("http", "https") or url.userinfo or not _is_port(url.port):
+            raise ValueError
+        return url.copy_with(host=host, fragment=None)
+    except (httpx.InvalidURL, ValueError):  # ValueError: also of idna and of encodings
+        raise RequestError(
+            "the media URL is malformed: http(s)://host[:port]/path, without a user, is expected"
+        ) from None
+
+
+def _is_port(port: int | None) -> bool:
+    return port is None or 0 < port < 2**16
+
+
+Connect = Callable[[str, int, float], Awaitable[httpcore.AsyncNetworkStream]]
+_MAX_ADDRESSES = 8
+_MAX_HEAD_BYTES = 256 * 1024
+_CONNECT_ERRORS = (OSError, httpcore.ConnectError, httpcore.ConnectTimeout)
+
+
+async def connect_socket(address: str, port: int, timeout_s: float) -> httpcore.AsyncNetworkStream:
+    """Connect to an address, which is dialled as it is: no name is looked up."""
+    return await httpcore.AnyIOBackend().connect_tcp(address, port, timeout=timeout_s)
+
+
+class PinnedBackend(httpcore.AsyncNetworkBackend):
+    """The network of one exchange, which makes one connection at most."""
+
+    def __init__(self, *, guard: AddressGuard, connect: Connect, fetch: Fetch) -> None:
+        self._guard = guard
+        self._connect = connect
+        self._fetch = fetch
+        self._stream: httpcore.AsyncNetworkStream | None = None
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ARG002
+        local_address: str | None = None,  # noqa: ARG002
+        socket_options: Iterable[Any] | None = None,  # noqa: ARG002
+    ) -> httpcore.AsyncNetworkStream:
+        addresses = (await self._guard.look_up(host, port, self._fetch))[:_MAX_ADDRESSES]
+        for num_left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+            # A dead address may not use up the time of those behind it.
+            timeout_s = self._fetch.remaining_s() / num_left
+            try:
+                self._stream = await self._connect(address, port, timeout_s)
+            except _CONNECT_ERRORS:
+                continue
+            return PinnedStream(self._stream, self._fetch)
+        if not self._fetch.remaining_s():
+            raise self._fetch.expired()
+        raise self._fetch.refusal("no connection could be made", "connection")
+
+    async def close(self) -> None:
+        """Close the connection, also one that httpcore has no hold of yet or no longer."""
+        if self._stream is not None:
+            await self._stream.aclose()
+
+
+class PinnedStream(httpcore.AsyncNetworkStream):
+    """A stream that gives a bounded number of bytes until `expect_body`: httpcore bounds the head
+    of an answer, but not how many interim answers may come before it.
+    """
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream, fetch: Fetch) -> None:
+        self._stream = stream
+        self._fetch = fetch
+        self._num_head_bytes_left: float = _MAX_HEAD_BYTES
+
+    def expect_body(self) -> None:
+        self._num_head_bytes_left = math.inf
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002
+        if self._num_head_bytes_left <= 0:
+            raise httpcore.RemoteProtocolError
+        # Also yields to other fetches when the bytes are there already.
+        received = await self._stream.read(max_bytes)
+        self._num_head_bytes_left -= len(received)
+        return received
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
+        await self._stream.write(buffer)
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,  # noqa: ARG002
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            encrypted = await self._stream.start_tls(ssl_context, server_hostname)
+        except (httpcore.ConnectError, OSError, ValueError) as error:
+            # ValueError: a name that TLS can't carry.
+            if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                raise self._fetch.refusal("its certificate can't be verified", "tls") from None
+            raise self._fetch.refusal("no TLS connection could be made", "tls") from None
+        return PinnedStream(encrypted, self._fetch)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+# The same for every request and modality, which is what makes a cached answer good for all.
+_HEADERS = {
+    "User-Agent": "sensorium",
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`headers`: by lower-case name, repeated ones joined by commas."""
+
+    status: int
+    headers: Mapping[str, str]
+    chunks: AsyncIterable[bytes]
+
+
+@asynccontextmanager
+async def open_exchange(
+    url: httpx.URL,
+    validators: Mapping[str, str],
+    *,
+    backend: PinnedBackend,
+    ssl_context: ssl.SSLContext | None,
+    fetch: Fetch,
+) -> AsyncIterator[Answer]:
+    """What goes wrong on the wire, also while the body is read inside, is refused as media."""
+    host, port = url.raw_host, url.port or _DEFAULT_PORTS[url.scheme]
+    origin = httpcore.Origin(scheme=url.raw_scheme, host=host, port=port)
+    target = httpcore.URL(scheme=url.raw_scheme, host=host, port=port, target=url.raw_path)
+    headers = {"Host": url.netloc.decode("ascii"), **_HEADERS, **validators}
+    sent = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
+    try:
+        async with (
+            httpcore.AsyncHTTPConnection(
+                origin, ssl_context=ssl_context, network_backend=backend
+            ) as connection,
+            connection.stream("GET", target, headers=sent) as response,
+        ):
+            response.extensions["network_stream"].expect_body()
+            yield Answer(
+                status=response.status,
+                headers=_join_headers(response.headers),
+                chunks=response.aiter_stream(),
+            )
+    except (httpcore.NetworkError, httpcore.TimeoutException):
+        raise fetch.refusal("the connection broke", "connection") from None
+    except httpcore.ProtocolError:
+        raise fetch.refusal("the answer is not complete, valid HTTP", "protocol") from None
+    finally:
+        await backend.close()
+
+
+def _join_headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in pairs:
+        name, value = raw_name.decode("ascii").lower(), raw_value.decode("latin-1")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
+
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -85,7 +281,7 @@ class HttpClient:
 
     async def _ask(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes | httpx.URL:
         """The content of `url`, or where to ask for it instead."""
-        cached = self._cache.touch(str(url))
+        cached = self._cache.get(str(url))
         if cached is not None and cached.fresh_until > self._clock():
             check_content_type(cached.headers, modality, fetch)
             self._counters.add("response_cache_hit")

@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeGuard
 
-from sensorium.multimodal.fetching.address_guard import Resolve, resolve_host
-from sensorium.multimodal.fetching.data_url import decode_data_url
-from sensorium.multimodal.fetching.fetch_statistics import (
+from sensorium.multimodal.fetching.addresses import AllowedDomains, Resolve, resolve_host
+from sensorium.multimodal.fetching.fetch import (
     FetchCounters,
     FetchStatistics,
+    RefusedMediaError,
     SourceKind,
+    refuse_above,
 )
-from sensorium.multimodal.fetching.hosts import AllowedDomains
-from sensorium.multimodal.fetching.local_file import read_local_file
-from sensorium.multimodal.fetching.refusal import RefusedMediaError, refuse_above
-from sensorium.multimodal.fetching.response_cache import ResponseCache
-from sensorium.multimodal.fetching.response_checks import MODALITIES
+from sensorium.multimodal.fetching.local_media import decode_data_url, read_local_file
+from sensorium.multimodal.fetching.responses import MODALITIES, ResponseCache
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import LoadedMedia, MediaBytes
 from sensorium.types.errors import CapacityError, RequestError
@@ -34,9 +32,9 @@ from sensorium.utils.pausing import Pausing, run_through, when_all_end
 if TYPE_CHECKING:
     import ssl
 
-    from sensorium.multimodal.fetching.fetch_shares import FetchShares
+    from sensorium.multimodal.fetching.fetch import FetchShares
     from sensorium.multimodal.fetching.fetcher import Fetcher
-    from sensorium.multimodal.fetching.pinned_connection import Connect
+    from sensorium.multimodal.fetching.http_client import Connect
 
 MediaSource = bytes | bytearray | memoryview | str
 _Address = tuple[str, str]  # a URL and a modality
@@ -232,8 +230,7 @@ class MediaLoader:
                 raise RuntimeError(_CLOSED)
             if self._fetcher is None:
                 from sensorium.multimodal.fetching.fetcher import Fetcher
-                from sensorium.multimodal.fetching.http_client import HttpClient
-                from sensorium.multimodal.fetching.pinned_connection import connect_socket
+                from sensorium.multimodal.fetching.http_client import HttpClient, connect_socket
 
                 client = HttpClient(
                     self._limits,

@@ -1,33 +1,50 @@
-"""What the parent and a worker of the pool say to each other. Blocks of bytes go beside these."""
+"""What a worker of the pool runs: made once by a factory in the worker, called once per job.
+
+What the parent and a worker of the pool say to each other. Blocks of bytes go beside these.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
 import msgspec
 
-from sensorium.types.errors import (
-    CapacityError,
-    FailedRequestError,
-    MediaFetchError,
-    MissingMediaError,
-    ModelError,
-    RequestError,
-    SensoriumError,
-)
+from sensorium.types.errors import CapacityError, ErrorRecord, RequestError, make_record
+
+if TYPE_CHECKING:
+    from sensorium.types.multimodal import MultiModalKwargsItem
+
+
+class CostlyJobError(Exception):
+    """A job is more work than it was given time for: it is to be run as a long one."""
+
+    def __init__(self, cost_s: float) -> None:
+        super().__init__(f"about {cost_s:.1f} s of work")
+        self.cost_s = cost_s
+
+
+class Handler(Protocol):
+    """Made by `factory(settings: bytes)`. Called from one thread."""
+
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
+        """A reply and tensors, which may be none. `block` is writable, the worker's own, and not
+        kept after the call. The message of a `RequestError` or a `CapacityError` reaches the
+        caller; of any other error only that there was one. A handler that sees that the job is
+        more than `max_cost_s` of work raises `CostlyJobError` instead of doing it.
+        """
+        ...
+
+    def close(self) -> None:
+        """The worker ends. Not called when it is killed."""
+        ...
+
 
 NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
 NO_MEMORY = "it needs more memory to be processed than an item may take"
 _MAX_MESSAGE_LENGTH = 2000
-_KINDS: dict[str, type[SensoriumError]] = {
-    kind.__name__: kind
-    for kind in (
-        RequestError,
-        FailedRequestError,
-        MediaFetchError,
-        MissingMediaError,
-        ModelError,
-        CapacityError,
-    )
-}
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -63,10 +80,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From the worker: the job failed alone. `kind` is the name of an error of ours."""
+    """From the worker: the job failed alone."""
 
-    kind: str
-    message: str
+    error: ErrorRecord
 
 
 class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -75,11 +91,7 @@ class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cost_s: float
 
 
-class Acknowledge(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """To the worker: its last reply was consumed."""
-
-
-Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly | Acknowledge
+Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -94,10 +106,6 @@ def decode_message(frame: bytes) -> Message:
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:
-    """Its kind (or the nearest that we know) and its message, and no more of it."""
-    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
-    return Failure(kind, str(error)[:_MAX_MESSAGE_LENGTH])
-
-
-def make_error(failure: Failure) -> SensoriumError:
-    return _KINDS.get(failure.kind, RequestError)(failure.message)
+    """Return the message about an error, cut to a length that a frame can hold."""
+    record = make_record(error)
+    return Failure(replace(record, message=record.message[:_MAX_MESSAGE_LENGTH]))

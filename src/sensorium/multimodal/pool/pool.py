@@ -123,8 +123,7 @@ class ProcessPool:
         worker (`None`: as long as it may work), and longer is a `CapacityError` too. `cost_s` is an
         estimate of the work; without one, a worker that finds it long puts the job back. The
         handler gets the blocks as one; they must not change until the job is settled.
-        `on_reply` runs in a thread of the pool, before the worker is told that its reply was
-        consumed; what it returns is the future's result.
+        `on_reply` runs in a thread of the pool, and what it returns is the future's result.
         """
         if len(job) > _MAX_JOB_BYTES:
             raise InvariantError(f"a job of {len(job)} bytes; {_MAX_JOB_BYTES} at most")

@@ -27,7 +27,6 @@ from sensorium.multimodal.pool.channel import (
     map_privately,
 )
 from sensorium.multimodal.pool.messages import (
-    Acknowledge,
     Costly,
     Failure,
     Job,
@@ -43,7 +42,6 @@ from sensorium.multimodal.pool.messages import (
 _LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other things
 _LAST_WORDS_S = 1.0  # for what an ended worker has said and nobody has read yet
 _END_S = 10.0  # from the end of its connection to that of a process
-_ACKNOWLEDGE_S = 30.0  # for a few bytes: only a worker that no longer reads keeps them waiting
 # How a process ends that ran into a fault of its own, with the sign that `subprocess` gives it.
 _CRASHES = frozenset(
     -number
@@ -138,14 +136,6 @@ class WorkerProcess:
         if not isinstance(message, Reply | Failure | Costly):
             raise WorkerLostError(f"{type(message).__name__} out of turn")
         return message, block
-
-    def acknowledge(self) -> None:
-        """If it is gone, the next job will tell."""
-        try:
-            deadline = time.monotonic() + _ACKNOWLEDGE_S
-            self._channel.send(encode_message(Acknowledge()), deadline=deadline)
-        except OSError:
-            self._process.kill()
 
     def close(self, grace_s: float) -> None:
         """Let it end by itself, or kill it after that time. It has ended when this returns."""

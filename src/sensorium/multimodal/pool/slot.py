@@ -20,7 +20,6 @@ from sensorium.multimodal.pool.messages import (
     Costly,
     Failure,
     Reply,
-    make_error,
 )
 from sensorium.multimodal.pool.process import WorkerInterruptedError, WorkerLostError, WorkerProcess
 from sensorium.types.errors import CapacityError, FailedRequestError, RequestError, SensoriumError
@@ -193,10 +192,8 @@ class Slot:
         else:
             if isinstance(message, Costly):
                 self._queue.add_as_long(job, message.cost_s)
-                return
-            _settle(job, message, block)
-            if isinstance(message, Reply):
-                process.acknowledge()
+            else:
+                _settle(job, message, block)
 
     def _try_again(self, job: PoolJob, error: WorkerLostError) -> None:
         job.num_lost += 1
@@ -233,7 +230,7 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
     if job.future.done():
         return
     if isinstance(message, Failure):
-        job.fail(make_error(message))
+        job.fail(message.error.make_error())
         return
     result, error = _call_back(job.on_reply, message, block)
     if error is None:

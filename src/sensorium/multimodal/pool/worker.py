@@ -1,4 +1,11 @@
-"""The process of one worker: makes its handler, then answers one job after another.
+"""Runs a long job at a low priority, so that it takes what the rest of the machine leaves.
+
+Linux weighs threads by their nice value only within one scheduling group, and by default makes a
+group of every session (`autogroup`). A worker is a session of its own, so both values are set: the
+thread's, and the group's for as long as the job runs. A thread can't raise its priority again
+without privileges; that is why the job gets a thread of its own.
+
+The process of one worker: makes its handler, then answers one job after another.
 
 Run by `process.WorkerProcess`, never imported by the parent. Light on purpose: torch is loaded by
 the handler, or with the first tensors that it gives. Ends when its parent does.
@@ -14,18 +21,21 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
-from sensorium.multimodal.pool.handler import CostlyJobError, Handler
 from sensorium.multimodal.pool.messages import (
     NO_MEMORY,
     NOT_PROCESSED,
-    Acknowledge,
     Costly,
-    Failure,
+    CostlyJobError,
+    Handler,
     Job,
     Ready,
     Reply,
@@ -35,7 +45,6 @@ from sensorium.multimodal.pool.messages import (
     encode_message,
     make_failure,
 )
-from sensorium.multimodal.pool.priority import run_at_low_priority
 from sensorium.types.errors import (
     CapacityError,
     FailedRequestError,
@@ -46,6 +55,50 @@ from sensorium.utils.loading import without_collection
 
 if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
+
+
+_NICE = 10  # about a tenth of a core that others want too
+_AUTOGROUP = "/proc/self/autogroup"
+_RETRY_S = 0.03
+_MAX_TRIES = 50
+_Result = TypeVar("_Result")
+
+
+def run_at_low_priority(function: Callable[[], _Result]) -> _Result:
+    """Return what the function returns, and raise what it raises."""
+    with (
+        _lowering_group(),
+        ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor,
+    ):
+        return executor.submit(function).result()
+
+
+def _lower_this_thread() -> None:
+    with suppress(OSError):  # a sandbox may forbid it; the job still has to be done
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+@contextmanager
+def _lowering_group() -> Iterator[None]:
+    _set_group_priority(_NICE)
+    try:
+        yield
+    finally:
+        _set_group_priority(0)
+
+
+def _set_group_priority(nice: int) -> None:
+    for _ in range(_MAX_TRIES):
+        try:
+            with open(_AUTOGROUP, "w") as file:
+                file.write(str(nice))
+        except BlockingIOError:  # without privileges, Linux takes one change in 0.1 s, of anybody
+            time.sleep(_RETRY_S)
+        except OSError:  # not every kernel has such groups
+            return
+        else:
+            return
+
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MAX_REASON_LENGTH = 2000
@@ -127,12 +180,9 @@ def _limit_threads() -> None:
 def _serve(channel: Channel, handler: Handler) -> None:
     frame, block = channel.receive()
     message = decode_message(frame)
-    if isinstance(message, Acknowledge):
-        handler.acknowledge()
-    elif isinstance(message, Job):
-        _answer(channel, handler, message, block)
-    else:
+    if not isinstance(message, Job):
         raise ChannelError(f"{type(message).__name__} out of turn")
+    _answer(channel, handler, message, block)
 
 
 def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview) -> None:
@@ -145,10 +195,10 @@ def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview)
     except (RequestError, CapacityError) as error:
         frame, buffers = encode_message(make_failure(error)), []
     except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
-        frame, buffers = encode_message(Failure(RequestError.__name__, NO_MEMORY)), []
+        frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
     except Exception:  # a job fails alone; its caller hears no internals
         _logger.exception("a job of the pool failed")
-        frame, buffers = encode_message(Failure(FailedRequestError.__name__, NOT_PROCESSED)), []
+        frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)
 
 

@@ -83,7 +83,7 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
 
 
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
-    """SseChunks, or a pair of frames and a mapping."""
+    """Frames, or a pair of frames and a mapping."""
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
     return media if is_pair else (media, None)  # type: ignore[return-value]
 

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
-from sensorium.multimodal.decoding.frame_sampling import make_frame_chooser
-from sensorium.multimodal.decoding.video import ChooseFrames
+from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.item_cost import (
     ItemCost,

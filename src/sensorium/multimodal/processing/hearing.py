@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -21,6 +20,7 @@ import torch
 
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
+from sensorium.utils.lru import LruCache
 
 # The end that may go unheard: less than a syllable, and more than what coders pad a sound with.
 _TOLERANCE_S = 0.05
@@ -48,7 +48,7 @@ class Hearing:
 
     def __init__(self, processor: MultiModalProcessor) -> None:
         self._processor = processor
-        self._windows: OrderedDict[str, _Window] = OrderedDict()  # by options, oldest first
+        self._windows: LruCache[str, _Window] = LruCache(_MAX_OPTION_SETS)  # by options
 
     def check(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> None:
         """Raise a `RequestError` if the end of a sound of this length would not be heard."""
@@ -108,10 +108,10 @@ class Hearing:
 
     def _get_window(self, processor_kwargs: Mapping[str, Any]) -> _Window:
         key = repr(sorted(processor_kwargs.items()))
-        window = self._windows.setdefault(key, _Window())
-        self._windows.move_to_end(key)
-        if len(self._windows) > _MAX_OPTION_SETS:
-            self._windows.popitem(last=False)
+        window = self._windows.get(key)
+        if window is None:
+            window = _Window()
+            self._windows.put(key, window)
         return window
 
     def _is_heard(

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from sensorium.multimodal.decoding.work_budget import CostlyItemError
+from sensorium.multimodal.decoding.guards import CostlyItemError
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply

@@ -11,10 +11,9 @@ import msgspec
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.decoding.memory_limit import limit_memory_growth
-from sensorium.multimodal.decoding.work_budget import CostlyItemError
+from sensorium.multimodal.decoding.guards import CostlyItemError, limit_memory_growth
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.pool.handler import CostlyJobError
+from sensorium.multimodal.pool.messages import CostlyJobError
 from sensorium.multimodal.processing.cost_guard import OwnOptions
 from sensorium.multimodal.processing.dummy_files import make_dummy_file
 from sensorium.multimodal.processing.item_messages import (
@@ -124,9 +123,6 @@ class ItemHandler:
         # Not leased on its way: should it be evicted before it is used, it is processed again.
         self._store.release(reference)
         return reply, {}
-
-    def acknowledge(self) -> None:
-        pass
 
     def close(self) -> None:
         if self._store is not None:

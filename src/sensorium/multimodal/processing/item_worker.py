@@ -16,10 +16,9 @@ import torch
 from PIL import Image
 
 from sensorium.multimodal.decoding.decoding import decode
-from sensorium.multimodal.decoding.frame_sampling import make_frame_chooser
-from sensorium.multimodal.decoding.image_size import read_image_size
-from sensorium.multimodal.decoding.video import ChooseFrames
-from sensorium.multimodal.decoding.work_budget import WorkBudget
+from sensorium.multimodal.decoding.guards import WorkBudget
+from sensorium.multimodal.decoding.images import read_image_size
+from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions
 from sensorium.multimodal.processing.hearing import Hearing

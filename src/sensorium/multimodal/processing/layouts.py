@@ -8,14 +8,12 @@ tensors learns of any of it. Safe to use from several threads.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from concurrent.futures import Future
-from threading import Lock
 
 import msgspec
 from PIL import Image
 
-from sensorium.multimodal.decoding.image_size import read_image_size
+from sensorium.multimodal.decoding.images import read_image_size
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
@@ -25,6 +23,7 @@ from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import Flight, SingleFlight
 from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.multimodal import ItemLayout, ProcessedItem
+from sensorium.utils.lru import LruCache
 
 # Processors that were held against themselves over many sizes: tests/integration/test_layouts.py.
 SIZED_PROCESSORS = frozenset(
@@ -64,9 +63,9 @@ class SizeLayouts:
         self._hasher = hasher
         self._backend = backend
         self._limits = limits
-        self._lock = Lock()
-        self._layouts: OrderedDict[str, ItemLayout] = OrderedDict()  # least recently used first
-        self._num_characters = 0
+        self._layouts: LruCache[str, ItemLayout] = LruCache(
+            _MAX_CHARACTERS, lambda _, layout: len(layout.text)
+        )
         self._flights: SingleFlight[str, FinishedItem] = SingleFlight()
 
     def get(
@@ -81,10 +80,10 @@ class SizeLayouts:
         if size is None:
             return None
         key = self._name(size, job)
-        layout = self._find(key)
+        layout = self._layouts.get(key)
         if layout is None:
             layout = self._process(key, size, job, cancelled)
-            self._keep(key, layout)
+            self._layouts.put(key, layout)
         return layout
 
     def _name(self, size: tuple[int, int], job: ItemJob) -> str:
@@ -113,19 +112,3 @@ class SizeLayouts:
         if not isinstance(result, ProcessedItem) or result.layout is None:
             raise InvariantError("a blank image was processed to no layout")
         return result.layout
-
-    def _find(self, key: str) -> ItemLayout | None:
-        with self._lock:
-            layout = self._layouts.get(key)
-            if layout is not None:
-                self._layouts.move_to_end(key)
-            return layout
-
-    def _keep(self, key: str, layout: ItemLayout) -> None:
-        with self._lock:
-            if key not in self._layouts:
-                self._layouts[key] = layout
-                self._num_characters += len(layout.text)
-            while self._num_characters > _MAX_CHARACTERS:
-                _, oldest = self._layouts.popitem(last=False)
-                self._num_characters -= len(oldest.text)

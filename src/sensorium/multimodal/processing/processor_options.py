@@ -46,29 +46,30 @@ _MOST = {
 }
 _MOST_OF_OTHERS = 256  # of colours, say
 _MAX_DEPTH = 8
+_PATH = ("mm_processor_kwargs",)
 
 
 def check_processor_kwargs(
     processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any]
 ) -> None:
-    """A `RequestError` names the option that is not known, or asks for too much."""
+    """Raise a `RequestError` if an option is not known, or asks for too much."""
     known = processor.option_names
     for name, value in processor_kwargs.items():
         if not isinstance(name, str):
-            raise RequestError(f"mm_processor_kwargs: names are text, not {name!r}")
+            raise RequestError(f"names are text, not {name!r}", path=_PATH)
         if name in _RESERVED or (known and name not in known):
             takes = ", ".join(sorted(known - _RESERVED))
-            raise RequestError(f"mm_processor_kwargs: unknown option {name!r} (known: {takes})")
+            raise RequestError(f"unknown option {name!r} (known: {takes})", path=_PATH)
         for path, number in _walk(name, value, depth=0):
             most = _get_most(path, processor)
             if not abs(number) <= most:  # nor is what is no number
-                raise RequestError(f"mm_processor_kwargs: {path} may be {most} at most")
+                raise RequestError(f"{path} may be {most} at most", path=_PATH)
 
 
 def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
     """All numbers in a value, with their names."""
     if depth > _MAX_DEPTH:
-        raise RequestError(f"mm_processor_kwargs: {path} is nested too deep")
+        raise RequestError(f"{path} is nested too deep", path=_PATH)
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _walk(f"{path}.{key}", entry, depth=depth + 1)

@@ -11,9 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from sensorium.multimodal.decoding.image_header import read_header_size
-from sensorium.multimodal.decoding.images import check_num_pixels
-from sensorium.multimodal.decoding.work_budget import estimate_frames_s, estimate_sound_s
+from sensorium.multimodal.decoding.guards import estimate_frames_s, estimate_sound_s
+from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
 

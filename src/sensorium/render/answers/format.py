@@ -80,7 +80,9 @@ class ModelAnswerFormat:
         try:
             return StructuredOutputsParams(grammar=lark.write())
         except RequestError as error:
-            raise RequestError(f"tools are too large for a call to be demanded: {error}") from error
+            raise RequestError(
+                f"too large for a call to be demanded: {error.message}", path=("tools",)
+            ) from error
 
     def make_constraint_after_reasoning(
         self, wanted: StructuredOutputsParams

@@ -117,7 +117,7 @@ def _write_pythonic(lark: Lark, tools: Tools, is_single: bool) -> str:
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
         if not all(map(_is_python_name, name.split("."))):
-            raise RequestError(f"tools[{index}].function.name is no name in Python")
+            raise RequestError("is not a name in Python", path=("tools", index, "function", "name"))
         arguments = _write_keywords(lark, tool, index)
         head = lark.write_text(f"{name}(")
         calls.append(lark.add(f"call_{index}", f'{head} {arguments} ")"'))
@@ -137,8 +137,10 @@ def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
     entries = []
     for key, schema in (parameters.get("properties") or {}).items():
         if not _is_python_name(key):
-            path = f"tools[{index}].function.parameters"
-            raise RequestError(f"{path} has {key[:100]!r}, which is no name in Python")
+            raise RequestError(
+                f"has {key[:100]!r}, which is not a name in Python",
+                path=("tools", index, "function", "parameters"),
+            )
         schema = {**schema, **shared} if isinstance(schema, Mapping) else schema
         value = lark.write_json(schema, is_lenient=_is_lenient(tool))
         entry = lark.write_text(f"{key}=") + " " + lark.add_new("value", value)

@@ -26,8 +26,7 @@ from sensorium.server.http.admin import make_admin_router
 from sensorium.server.http.bodies.body_intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context
 from sensorium.server.http.connections.loop_lag import measure_loop_lag
-from sensorium.server.http.errors import ErrorResponse, get_phrase
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import ErrorResponse, FailureLog, get_phrase
 from sensorium.server.http.health import make_health_router
 from sensorium.server.http.http_options import HttpOptions
 from sensorium.server.http.middleware.admission import Admission, get_limit

@@ -18,12 +18,11 @@ from sensorium.server.http.bodies.body_intake import BodyIntake
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.generation import Generation
 from sensorium.server.http.http_options import HttpOptions
-from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.middleware.authentication import get_uuid_scope
-from sensorium.server.http.openai.structured import find_constraint_path
 from sensorium.server.http.protocol.generating import GeneratingRequest
 from sensorium.server.http.protocol.reading import read_request
 from sensorium.server.http.protocol.token_wire import GenerateRequest
+from sensorium.server.http.wire_paths import WirePaths
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.trace import make_trace
 from sensorium.types.outputs import RequestOutput
@@ -86,12 +85,10 @@ async def receive_call(
     prepare: Callable[[_Wire], Work],
     *,
     id_prefix: str,
-    field: str,
+    make_paths: Callable[[_Wire], WirePaths],
     takes_msgpack: bool = False,
 ) -> Call[_Wire]:
-    """Read and check the request. `prepare` makes prompts and parameters of it, `field` has
-    what the model reads.
-    """
+    """Read and check the request. `prepare` makes prompts and parameters of it."""
 
     def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
         request = read_request(kind, body)
@@ -103,13 +100,7 @@ async def receive_call(
     request, (prompts, params) = await read_body(
         http_request, parse, intake=context.bodies, takes_msgpack=takes_msgpack
     )
-    http_request.state.input = RequestInput(
-        name=field,
-        value=getattr(request, field),
-        structured_path=find_constraint_path(request)
-        if isinstance(request, GeneratingRequest)
-        else None,
-    )
+    http_request.state.paths = make_paths(request)
     generation = Generation(
         engine=context.engine,
         metrics=context.metrics,

@@ -1,16 +1,19 @@
-"""From what went wrong to what the client is told: a status, and OpenAI's error object."""
+"""Makes responses of errors: a status, and OpenAI's error object. Counts and logs them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
-from sensorium.server.http.input_paths import MEDIA_LABEL
+from sensorium.server.http.wire_paths import WirePaths
+from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -18,17 +21,17 @@ from sensorium.types.errors import (
     MediaFetchError,
     MissingMediaError,
     RequestError,
+    describe,
+    format_path,
 )
 
+logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
-# A field's path at the beginning of a text: messages[0].content[1].image_url.url
-_PATH = re.compile(r"[a-z_]+(?:\[\d+\]|\.[A-Za-z_]+)*(?=[ :])")
-_PROMPT_FIELD = re.compile(r"prompt field '(\w+)'")
 _INTERNAL_TEXT = "the server failed; its log has the reason under this request's id"
 
 
 class ApiError(Exception):
-    """What the HTTP layer itself refuses. `reason` is what the metrics call it."""
+    """A refusal of the HTTP layer itself. `reason` is its label in the metrics."""
 
     def __init__(
         self,
@@ -49,23 +52,21 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection: there is nobody to answer."""
+    """The client has closed its connection, so there is no one to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorResponse:
-    """`reason`: as the metrics call it (`None`: nothing was refused). `is_bug`: the log has to have
-    it.
-    """
+    """An error as a client gets it, with what the metrics and the log make of it."""
 
     status: int
     message: str
-    param: str | None = None
+    param: str | None = None  # the path of the field that is wrong
     code: str | None = None
-    reason: str | None = "bad_request"
-    missing: tuple[str, ...] | None = None
+    reason: str | None = "bad_request"  # the label in the metrics; `None`: it is not counted
+    missing: tuple[str, ...] | None = None  # uuids or hashes of media that must be sent
     headers: Mapping[str, str] = field(default_factory=dict)
-    is_bug: bool = False
+    is_bug: bool = False  # it is written into the log
 
     def make_body(self) -> bytes:
         entry = {
@@ -84,8 +85,8 @@ class ErrorResponse:
         )
 
 
-def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> ErrorResponse:
-    """`fields` are the names of the request's fields: texts that begin with one name it."""
+def make_error_response(error: Exception, paths: WirePaths | None = None) -> ErrorResponse:
+    """Return the response for an error. `paths` are those of the request, once it was read."""
     if isinstance(error, ApiError):
         return ErrorResponse(
             status=error.status,
@@ -96,13 +97,13 @@ def make_answer(error: Exception, *, fields: frozenset[str] = frozenset()) -> Er
             headers=error.headers,
         )
     if isinstance(error, CapacityError):
-        return _make_capacity_answer(error)
+        return _make_capacity_response(error)
     if isinstance(error, RequestError):
-        return _make_request_answer(error, fields)
+        return _make_request_response(error, paths)
     return ErrorResponse(status=500, message=_INTERNAL_TEXT, reason="internal", is_bug=True)
 
 
-def _make_capacity_answer(error: CapacityError) -> ErrorResponse:
+def _make_capacity_response(error: CapacityError) -> ErrorResponse:
     is_lost = isinstance(error, EngineLostError)
     return ErrorResponse(
         status=503,
@@ -113,11 +114,12 @@ def _make_capacity_answer(error: CapacityError) -> ErrorResponse:
     )
 
 
-def _make_request_answer(error: RequestError, fields: frozenset[str]) -> ErrorResponse:
-    message = str(error)
-    param = find_param(message, fields)
+def _make_request_response(error: RequestError, paths: WirePaths | None) -> ErrorResponse:
     if isinstance(error, FailedRequestError):
-        return ErrorResponse(status=500, message=message, reason="internal", is_bug=True)
+        return ErrorResponse(status=500, message=str(error), reason="internal", is_bug=True)
+    path = error.path if paths is None else paths.find(error.path)
+    message = describe(error.message, path if error.path else ())
+    param = format_path(path) or None
     if isinstance(error, MissingMediaError):
         return ErrorResponse(
             status=409,
@@ -134,20 +136,33 @@ def _make_request_answer(error: RequestError, fields: frozenset[str]) -> ErrorRe
     return ErrorResponse(status=400, message=message, param=param)
 
 
-def find_param(message: str, fields: frozenset[str]) -> str | None:
-    """The field that a text speaks of, if it begins with one."""
-    named = _PROMPT_FIELD.match(message)
-    if named is not None:
-        return named.group(1)
-    found = _PATH.match(message)
-    if found is None or MEDIA_LABEL.match(message):
-        return None
-    path = found.group()
-    return path if re.split(r"[.\[]", path, maxsplit=1)[0] in fields else None
+class FailureLog:
+    """The one place through which errors go: it counts them, and logs those that are bugs."""
+
+    def __init__(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+
+    def report(self, error: Exception, state: Mapping[str, Any]) -> ErrorResponse:
+        """Count and log an error, and return the response for it.
+
+        `state` is that of the HTTP request. It has `request_id` and, once the body was read, the
+        `paths` of its fields.
+        """
+        response = make_error_response(error, state.get("paths"))
+        if response.reason is not None:
+            self._metrics.count_refusal(response.reason)
+        if response.is_bug:
+            logger.error("request %s failed", state["request_id"], exc_info=error)
+        return response
+
+    def make_reporter(self, request: Request) -> Callable[[Exception], bytes]:
+        """Return a function that reports a failure after the status was sent."""
+        state: Mapping[str, Any] = request.scope["state"]
+        return lambda error: self.report(error, state).make_body()
 
 
 def _get_type(status: int) -> str:
-    """As OpenAI calls them."""
+    """Return OpenAI's name for the kind of an error."""
     known = {
         401: "authentication_error",
         403: "permission_error",

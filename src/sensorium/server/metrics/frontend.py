@@ -13,7 +13,7 @@ from sensorium.server.metrics.totals import Totals
 
 if TYPE_CHECKING:
     from sensorium.engine.build.perception import Caches, Perception
-    from sensorium.multimodal.fetching.fetch_statistics import FetchStatistics
+    from sensorium.multimodal.fetching.fetch import FetchStatistics
     from sensorium.multimodal.pool.pool import PoolStatistics
     from sensorium.types.sampling import SamplingParams
 

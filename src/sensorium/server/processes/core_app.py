@@ -22,7 +22,7 @@ from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.families import FAMILIES
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
@@ -49,7 +49,7 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
     with blame_checkpoint(options.model):
         loaded = load_source(source)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
-        receiver = build_receiver(media, store)
+        receiver = build_receiver(store)
         built = build_core(source, loaded, options=engine_options, receiver=receiver)
         switched_off: dict[str, str] = {}
         if built.needs_trial:

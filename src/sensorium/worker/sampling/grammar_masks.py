@@ -36,7 +36,7 @@ class StepMasks:
 
     masks: Mapping[str, Words] = field(default_factory=dict)
     late_ids: frozenset[str] = frozenset()
-    failures: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, RequestError] = field(default_factory=dict)
 
     def is_without(self, request_id: str) -> bool:
         """Whether no token can be chosen for it in this step."""
@@ -48,10 +48,11 @@ class Progress:
     """What new tokens mean: `completed_ids` have said all that their grammar allows."""
 
     completed_ids: frozenset[str] = frozenset()
-    failures: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, RequestError] = field(default_factory=dict)
 
 
 _NO_MASKS = StepMasks()
+_PATH = ("structured_outputs",)
 _NO_PROGRESS = Progress()
 
 
@@ -62,7 +63,7 @@ class _Entry:
         self.request = request
         self.matcher: Matcher | None = None
         self.mask: Words | None = None
-        self.failure: str | None = None
+        self.failure: RequestError | None = None
         self.num_consumed = 0
         self.is_ready = False
         self.is_late = False
@@ -83,7 +84,7 @@ class GrammarMasks:
         if request.sampling_params.structured_outputs is None:
             return
         if self._compiler is None:
-            raise RequestError("structured_outputs: this engine has no tokenizer to follow them")
+            raise RequestError("this engine has no tokenizer to follow a grammar", path=_PATH)
         entry = self._entries[request.request_id] = _Entry(request)
         entry.jobs = (self._compilers.submit(self._prepare, entry, ()),)
 
@@ -143,7 +144,7 @@ class GrammarMasks:
             matcher.consume((token_id,))
             entry.num_consumed += 1
             if matcher.error is not None:
-                failures[entry.request.request_id] = _describe(entry, matcher.error)
+                failures[entry.request.request_id] = _make_error(entry, matcher.error)
             elif matcher.is_complete:
                 completed.append(entry.request.request_id)
             elif entry.num_consumed != state.params.max_tokens:
@@ -200,10 +201,10 @@ class GrammarMasks:
                 entry.mask = compiler.make_mask()
                 self._fill(entry)
         except RequestError as error:
-            entry.failure = str(error)
+            entry.failure = error
         except Exception as error:  # of this request alone: a tokenizer that can't be loaded
             logger.exception("a grammar could not be compiled")
-            entry.failure = f"structured_outputs: {error}"
+            entry.failure = RequestError(str(error), path=_PATH)
         entry.is_ready = True
 
     def _fill_all(self, queue: deque[_Entry]) -> None:
@@ -216,14 +217,14 @@ class GrammarMasks:
                 self._fill(entry)
             except Exception as error:  # of this request alone
                 logger.exception("a mask could not be filled")
-                entry.failure = _describe(entry, str(error))
+                entry.failure = _make_error(entry, str(error))
             entry.is_ready = True
 
     def _fill(self, entry: _Entry) -> None:
         matcher = _get_matcher(entry)
         matcher.fill_mask(entry.mask)  # type: ignore[arg-type]
         if matcher.error is not None:
-            entry.failure = _describe(entry, matcher.error)
+            entry.failure = _make_error(entry, matcher.error)
 
     @cached_property
     def _compilers(self) -> ThreadPoolExecutor:
@@ -236,14 +237,14 @@ class GrammarMasks:
 
 def _get_matcher(entry: _Entry) -> Matcher:
     if entry.matcher is None:
-        raise RequestError("structured_outputs: a token before its grammar")
+        raise RequestError("a token came before its grammar", path=_PATH)
     return entry.matcher
 
 
-def _describe(entry: _Entry, error: str) -> str:
+def _make_error(entry: _Entry, error: str) -> RequestError:
     params = entry.request.sampling_params.structured_outputs
-    kind = "" if params is None else f".{params.kind}"
-    return f"structured_outputs{kind} can't be followed any further: {error}"
+    path = _PATH if params is None else (*_PATH, params.kind)
+    return RequestError(f"can't be followed any further: {error}", path)
 
 
 def _get_num_fillers() -> int:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.cache.lru import ByteLru, LruEntry
+from sensorium.multimodal.cache.item_table import ByteLru, LruEntry
 from sensorium.types.errors import InvariantError
 
 
@@ -16,6 +16,12 @@ def get(lru: ByteLru[LruEntry], key: str) -> LruEntry:
     return entry
 
 
+def use(lru: ByteLru[LruEntry], key: str) -> None:
+    entry = get(lru, key)
+    lru.pin(entry)
+    lru.unpin(entry)
+
+
 def make_lru(*keys: str, capacity_bytes: int = 30) -> ByteLru[LruEntry]:
     lru: ByteLru[LruEntry] = ByteLru(capacity_bytes)
     for key in keys:
@@ -25,7 +31,7 @@ def make_lru(*keys: str, capacity_bytes: int = 30) -> ByteLru[LruEntry]:
 
 def test_the_least_recently_used_goes_first() -> None:
     lru = make_lru("a", "b", "c")
-    lru.touch("a")
+    use(lru, "a")
     assert add(lru, "d") == ["b"]
     assert {entry.key for entry in lru} == {"a", "c", "d"}
 
@@ -109,9 +115,8 @@ def test_a_key_is_not_added_twice() -> None:
         add(lru, "a")
 
 
-def test_touching_what_is_pinned_or_not_there_does_nothing() -> None:
+def test_a_use_of_what_is_pinned_does_not_make_it_evictable() -> None:
     lru = make_lru("a", "b", "c")
     lru.pin(get(lru, "c"))
-    lru.touch("c")
-    lru.touch("x")
+    use(lru, "c")
     assert add(lru, "d", 20) == ["a", "b"]

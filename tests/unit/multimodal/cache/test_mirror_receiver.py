@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import InvariantError
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
 

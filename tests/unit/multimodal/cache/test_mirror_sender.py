@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sensorium.multimodal.cache.interface import ItemHandle
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
+from sensorium.multimodal.cache.mirror import MirrorReceiver, MirrorSender
 from sensorium.types.errors import InvariantError
 from sensorium.types.transfer import MissingItems, Transfer
 
@@ -341,7 +340,6 @@ def test_threads_may_render_at_once() -> None:
     def render_many(seed: int) -> None:
         for n in range(200):
             handles = render(sender, f"{(seed + n) % 7}", f"{(seed * n) % 5}")
-            sender.touch(f"{n % 7}")
             sender.release(handles)
 
     with ThreadPoolExecutor(4) as threads:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from sensorium.multimodal.cache import shm_segment
-from sensorium.multimodal.cache.shm_segment import ShmSegment
+from sensorium.multimodal.cache import shm_memory
+from sensorium.multimodal.cache.shm_memory import ShmSegment
 from sensorium.types.errors import CapacityError, InvariantError, ModelError
 
 
@@ -38,7 +38,7 @@ def test_memory_outlives_the_one_who_made_it() -> None:
 def test_more_than_the_system_has_is_an_error_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shm_segment, "get_free_system_bytes", lambda: 2 * 2**30)
+    monkeypatch.setattr(shm_memory, "get_free_system_bytes", lambda: 2 * 2**30)
     message = r"needs 3\.0 GiB, and the system has 2\.0 GiB .* smaller mm_processor_cache_gb"
     with pytest.raises(ModelError, match=message):
         ShmSegment.create(3 * 2**30)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sensorium.multimodal.cache.shm_index import MAX_MEMBERS, SlotState
+from sensorium.multimodal.cache.shm_memory import MAX_MEMBERS, SlotState
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import CapacityError, InvariantError, ModelError, RequestError
 from sensorium.types.multimodal import ItemLayout, ProcessedItem

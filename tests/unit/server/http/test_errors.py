@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.errors import find_param
+from sensorium.server.http.wire_paths import WirePaths
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
     FailedRequestError,
+    FieldPath,
     InvariantError,
     MediaFetchError,
     MissingMediaError,
@@ -49,10 +50,16 @@ def _no_fault() -> Iterator[None]:
 
 INPUT = "what the model reads"
 FAULTS = [
-    (RequestError("messages[0].content is odd"), 400, "messages[0].content", None),
-    (RequestError("prompt field 'cache_salt' must be str"), 400, "cache_salt", None),
+    (RequestError("is odd", ("messages", 0, "content")), 400, "messages[0].content", None),
+    (RequestError("must be str", ("cache_salt",)), 400, "cache_salt", None),
     (RequestError("a chat template refuses this"), 400, INPUT, None),
-    (MediaFetchError("image 0: no such host"), 422, INPUT, "media_not_fetched"),
+    (RequestError("it is too long", ("prompt",)), 400, INPUT, None),
+    (
+        MediaFetchError("no such host", ("multi_modal_data", "image", 0)),
+        422,
+        INPUT,
+        "media_not_fetched",
+    ),
     (MissingMediaError("gone", ("abc",)), 409, INPUT, "media_not_cached"),
     (CapacityError("full"), 503, None, "no_capacity"),
     (EngineLostError("the engine has died"), 503, None, "engine_lost"),
@@ -120,23 +127,27 @@ def test_media_that_fails_is_named_by_its_place(faulty: RunningServer) -> None:
     first = [{"type": "text", "text": "a"}, make_part("image_url"), sound]
     second = [make_part("video_url"), make_part("image_url")]
     messages = [{"role": "user", "content": content} for content in (first, "text", second)]
-    for label, param in (
-        ("image 0", "messages[0].content[1]"),
-        ("image 1", "messages[2].content[1]"),
-        ("audio 0", "messages[0].content[2]"),
-        ("video 0", "messages[2].content[0]"),
-        ("video 7", "messages"),
-    ):
-        early.error = RequestError(f"{label}: is broken")
-        response = faulty.chat(messages=messages)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    for field in ("multi_modal_data", "multi_modal_uuids"):
+        for item, param in (
+            (("image", 0), "messages[0].content[1]"),
+            (("image", 1), "messages[2].content[1]"),
+            (("audio", 0), "messages[0].content[2]"),
+            (("video", 0), "messages[2].content[0]"),
+            (("video", 7), "messages"),
+            (("video",), "messages"),
+        ):
+            early.error = RequestError("it is broken", (field, *item))
+            response = faulty.chat(messages=messages)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert error["message"] == f"{param}: it is broken"
 
 
 def test_a_bug_is_logged_under_the_request_id(
     faulty: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     early.error = KeyError("secret of ours")
-    with caplog.at_level(logging.ERROR, logger="sensorium.server.http.failures"):
+    with caplog.at_level(logging.ERROR, logger="sensorium.server.http.errors"):
         response = faulty.chat()
     (record,) = caplog.records
     assert response.headers["x-request-id"] in record.getMessage()
@@ -274,14 +285,44 @@ def test_unknown_routes_and_methods_are_errors_of_the_same_shape(server: Running
 
 
 @pytest.mark.parametrize(
-    ("text", "param"),
+    ("path", "place"),
     [
-        ("messages[0].content[1].image_url.url: odd", "messages[0].content[1].image_url.url"),
-        ("temperature must be", "temperature"),
-        ("image 0: can't be decoded", None),
-        ("stopped", None),
-        ("", None),
+        ((), ("features",)),
+        (("prompt",), ("token_ids",)),
+        (("prompt_token_ids", 3), ("token_ids",)),
+        (("multi_modal_data", "image", 0), ("content_parts", 2)),
+        (("multi_modal_uuids", "image", 1), ("features",)),
+        (("multi_modal_data",), ("features",)),
+        (("mm_kwargs", "image", 0), ("features", "kwargs_data", "image", 0)),
+        (("structured_outputs", "json"), ("guided_json",)),
+        (("messages", 0, "content"), ("messages", 0, "content")),
     ],
 )
-def test_a_text_names_a_field_only_if_it_begins_with_one(text: str, param: str | None) -> None:
-    assert find_param(text, frozenset({"messages", "temperature", "stop"})) == param
+def test_paths_of_the_engine_are_found_in_the_request(path: FieldPath, place: FieldPath) -> None:
+    paths = WirePaths(
+        input=("features",),
+        prompt=("token_ids",),
+        media={"image": [("content_parts", 2)]},
+        structured=("guided_json",),
+        fields={"mm_kwargs": ("features", "kwargs_data")},
+    )
+    assert paths.find(path) == place
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "stream"),
+    [
+        ("chat/completions", "generate_response", False),
+        ("chat/completions", "generate_chunk", True),
+        ("completions", "generate_responses", False),
+        ("completions", "generate_chunk", True),
+    ],
+)
+def test_too_many_tokens_to_derender_are_named_by_their_field(
+    server: RunningServer, route: str, name: str, stream: bool
+) -> None:
+    halves = [{"index": index, "token_ids": [1] * (2**17 + 1)} for index in range(2)]
+    given: Any = {"choices": halves}
+    body = {name: [given] if name.endswith("s") else given, "stream": stream}
+    response = server.post(f"/v1/{route}/derender", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)

@@ -9,7 +9,7 @@ from sensorium.core.scheduler import Scheduler
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.core_process.payload_store import PayloadStore
 from sensorium.multimodal.cache.interface import ReceiverCache
-from sensorium.multimodal.cache.mirror_receiver import MirrorReceiver
+from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
 

@@ -9,8 +9,8 @@ import pytest
 
 from sensorium.engine.build.perception import Caches, Perception
 from sensorium.multimodal.cache.interface import SenderCache
-from sensorium.multimodal.cache.mirror_sender import MirrorSender
-from sensorium.multimodal.cache.processor_only import ProcessorOnlyCache
+from sensorium.multimodal.cache.item_table import ItemTable
+from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.fetching.loader import MediaLoader
@@ -37,7 +37,7 @@ class NoBackend:
 def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perception:
     limits = MediaLimits()
     loader = MediaLoader(limits)
-    readonly = ProcessorOnlyCache(CAPACITY)
+    readonly = ItemTable(CAPACITY)
 
     def make_pipeline() -> MediaPipeline:
         return MediaPipeline(

@@ -46,7 +46,7 @@ def derender_chat(
     response: WireGenerateResponse | None = getattr(request, name)
     if response is None:
         raise ApiError(f"{name} is missing", param=name)
-    check_num_tokens(response)
+    check_num_tokens(name, response)
     options = request.chat_request or ChatOptions()
     derender = _ChatDerender(request, response, options, context)
     return derender.make_chunk() if request.stream else derender.make_answer()

@@ -26,7 +26,7 @@ from sensorium.server.http.protocol.derender import (
     WireGenerateResponse,
 )
 from sensorium.server.http.protocol.logprobs import ChatLogprobs
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import RequestError, at
 from sensorium.types.sampling import SamplingParams
 
 _Struct = TypeVar("_Struct")
@@ -121,10 +121,8 @@ class ChoiceReader:
 
 
 def _resume(reading: Reading, state: ChoiceState) -> AnswerReader:
-    try:
+    with at("stream_state"):
         return reading.format.resume(reading.context, state.answer)
-    except RequestError as error:
-        raise ApiError(f"stream_state: {error}", param="stream_state") from error
 
 
 def _read_logprobs(choice: WireGenerateChoice, path: str) -> ChatLogprobs | None:
@@ -141,14 +139,14 @@ def convert(value: Any, kind: type[_Struct], path: str) -> _Struct:
         raise ApiError(f"{path}: {error}", param=path) from error
 
 
-def check_num_tokens(*responses: WireGenerateResponse) -> None:
+def check_num_tokens(field: str, *responses: WireGenerateResponse) -> None:
+    """Raise a `RequestError` if the answers in a field have more tokens than one call may have."""
     num_tokens = sum(
         len(choice.token_ids or ()) for response in responses for choice in response.choices
     )
     if num_tokens > MAX_TOKENS:
-        raise ApiError(
-            f"there are {num_tokens} tokens: {MAX_TOKENS} at most in one call",
-            param="generate_response",
+        raise RequestError(
+            f"has {num_tokens} tokens; at most {MAX_TOKENS} are allowed in one call", path=(field,)
         )
 
 

@@ -74,7 +74,7 @@ class _CompletionDerender:
         responses = self._request.generate_responses
         if responses is None:
             raise ApiError(f"{_RESPONSES} is missing", param=_RESPONSES)
-        check_num_tokens(*responses)
+        check_num_tokens(_RESPONSES, *responses)
         counts = _list_counts(self._request.prompt_tokens, len(responses))
         prompts = _list_prompts(self._request.prompt_token_ids, len(responses))
         choices: list[CompletionChoice] = []
@@ -102,7 +102,7 @@ class _CompletionDerender:
         response = self._request.generate_chunk
         if response is None:
             raise ApiError(f"{_CHUNK} is missing", param=_CHUNK)
-        check_num_tokens(response)
+        check_num_tokens(_CHUNK, response)
         (count,) = _list_counts(self._request.prompt_tokens, 1)
         (prompt,) = _list_prompts(self._request.prompt_token_ids, 1)
         streamed = read_chunk(self._reading, response, self._request.stream_state, prompt)

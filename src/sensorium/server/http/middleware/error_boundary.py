@@ -6,8 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sensorium.server.http.errors import ClientGoneError
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import ClientGoneError, FailureLog
 from sensorium.types.errors import CapacityError
 
 

@@ -21,8 +21,7 @@ from sensorium.server.http.calls import (
     receive_call,
 )
 from sensorium.server.http.connections.disconnect import run_until_disconnect
-from sensorium.server.http.errors import ApiError
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import ApiError, FailureLog
 from sensorium.server.http.openai.chat_answers import (
     ChatAnswers,
     get_chat_finish_reason,
@@ -31,6 +30,7 @@ from sensorium.server.http.openai.chat_answers import (
 )
 from sensorium.server.http.openai.logprobs import make_chat_logprobs, make_prompt_logprobs
 from sensorium.server.http.openai.sampling import make_chat_params
+from sensorium.server.http.openai.structured import find_constraint_path
 from sensorium.server.http.openai.usage import make_usage
 from sensorium.server.http.protocol.answers import (
     ChatChoice,
@@ -42,6 +42,7 @@ from sensorium.server.http.protocol.answers import (
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.streaming.sse import EventStream
 from sensorium.server.http.streaming.streaming import SseChunks
+from sensorium.server.http.wire_paths import WirePaths, make_chat_paths
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 
 
@@ -58,7 +59,7 @@ async def answer_chat(http_request: Request, context: Context, failures: Failure
         ChatCompletionRequest,
         prepare,
         id_prefix="chatcmpl",
-        field="messages",
+        make_paths=find_chat_paths,
     )
     answers = make_chat_answers(context.answers, call.request)
     if call.request.stream:
@@ -67,6 +68,11 @@ async def answer_chat(http_request: Request, context: Context, failures: Failure
     (output,) = await run_until_disconnect(http_request.receive, call.generation.finish())
     answer = _make_answer(call, answers, output)
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
+    """Return where the fields stand that errors of the engine are about."""
+    return make_chat_paths(request.messages, find_constraint_path(request))
 
 
 def make_chat(

@@ -18,20 +18,21 @@ from sensorium.server.http.calls import (
     receive_call,
 )
 from sensorium.server.http.connections.disconnect import run_until_disconnect
-from sensorium.server.http.errors import ApiError
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import ApiError, FailureLog
 from sensorium.server.http.openai.logprobs import (
     get_text_length,
     make_completion_logprobs,
     make_prompt_logprobs,
 )
 from sensorium.server.http.openai.sampling import make_completion_params
+from sensorium.server.http.openai.structured import find_constraint_path
 from sensorium.server.http.openai.usage import make_usage
 from sensorium.server.http.protocol.answers import Completion, CompletionChoice
 from sensorium.server.http.protocol.completions import CompletionRequest
 from sensorium.server.http.protocol.logprobs import CompletionLogprobs
 from sensorium.server.http.streaming.sse import EventStream
 from sensorium.server.http.streaming.streaming import SseChunks
+from sensorium.server.http.wire_paths import WirePaths, make_prompt_paths
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import TextPrompt
 
@@ -47,7 +48,7 @@ async def answer_completion(
         CompletionRequest,
         prepare_completion,
         id_prefix="cmpl",
-        field="prompt",
+        make_paths=find_prompt_paths,
     )
     tokenizer = context.engine.tokenizer
     if call.request.stream:
@@ -67,6 +68,11 @@ async def answer_completion(
         sensorium_trace=call.make_trace() if call.has_trace else UNSET,
     )
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def find_prompt_paths(request: CompletionRequest) -> WirePaths:
+    """Return where the fields stand that errors of the engine are about."""
+    return make_prompt_paths(find_constraint_path(request))
 
 
 def prepare_completion(request: CompletionRequest) -> Work:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.calls import Context
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import FailureLog
 from sensorium.server.http.openai.chat import answer_chat
 from sensorium.server.http.openai.completions import answer_completion
 from sensorium.server.http.openai.models import get_model, list_models

@@ -15,7 +15,7 @@ from sensorium.server.http.protocol.fields import (
     as_integer,
 )
 from sensorium.server.http.protocol.generating import GeneratingRequest
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import RequestError, at, map_at
 
 PromptEntry = str | list[int]
 _KINDS = "text, token ids, or a list of either"
@@ -40,26 +40,25 @@ def _split(value: object) -> list[PromptEntry]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise RequestError(f"prompt must be {_KINDS}, and not empty")
+        raise RequestError(f"must be {_KINDS}, and not empty", path=("prompt",))
     if isinstance(as_integer(value[0]), int):
-        return [_read_token_ids(value, "prompt")]
+        with at("prompt"):
+            return [_read_token_ids(value)]
     for index, entry in enumerate(value):
         if type(entry) is not type(value[0]) or not isinstance(entry, str | list):
-            raise RequestError(f"prompt[{index}] must be of one kind: {_KINDS}")
-    return [
-        _read_token_ids(entry, f"prompt[{index}]") if isinstance(entry, list) else entry
-        for index, entry in enumerate(value)
-    ]
+            raise RequestError(f"must be of one kind: {_KINDS}", path=("prompt", index))
+    with at("prompt"):
+        return map_at(lambda e: _read_token_ids(e) if isinstance(e, list) else e, value)
 
 
-def _read_token_ids(ids: list[Any], path: str) -> list[int]:
+def _read_token_ids(ids: list[Any]) -> list[int]:
     if not ids:
-        raise RequestError(f"{path} must not be empty")
+        raise RequestError("must not be empty")
     token_ids: list[int] = []
     for index, entry in enumerate(ids):
         token_id = as_integer(entry)
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
-            raise RequestError(f"{path}[{index}] must be a token id")
+            raise RequestError("must be a token id", path=(index,))
         token_ids.append(token_id)
     return token_ids
 

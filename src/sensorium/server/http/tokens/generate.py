@@ -4,7 +4,6 @@ is loaded here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,7 @@ from starlette.responses import Response
 from sensorium.server.http.bodies.encoding import make_response, wants_msgpack
 from sensorium.server.http.calls import Call, Context, Work, get_finish_reason, receive_call
 from sensorium.server.http.connections.disconnect import run_until_disconnect
-from sensorium.server.http.errors import ApiError
-from sensorium.server.http.failures import FailureLog
-from sensorium.server.http.input_paths import MEDIA_LABEL, RequestInput
+from sensorium.server.http.errors import ApiError, FailureLog
 from sensorium.server.http.openai.logprobs import make_chat_logprobs, make_prompt_logprobs
 from sensorium.server.http.openai.usage import make_usage
 from sensorium.server.http.protocol.fields import MAX_TOKEN_ID, as_integer
@@ -32,7 +29,8 @@ from sensorium.server.http.protocol.token_wire import (
 from sensorium.server.http.streaming.sse import EventStream
 from sensorium.server.http.streaming.streaming import SseChunks
 from sensorium.server.http.tokens.features import read_features
-from sensorium.types.errors import RequestError
+from sensorium.server.http.wire_paths import WirePaths
+from sensorium.types.errors import FieldPath, at
 from sensorium.types.outputs import CompletionDelta, RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
@@ -42,7 +40,14 @@ _MODALITIES = {
     **{f"{name}_url": name for name in ("image", "video", "audio")},
     "input_audio": "audio",
 }
-_ABOUT_PROMPT = re.compile(r"the prompt |token id")
+# Fields of the engine -> their places in a request.
+_FIELDS: dict[str, FieldPath] = {
+    "mm_hashes": ("features", "mm_hashes"),
+    "mm_placeholders": ("features", "mm_placeholders"),
+    "mm_kwargs": ("features", "kwargs_data"),
+    "mm_layouts": ("features", "kwargs_data"),
+    **{name: ("sampling_params", name) for name in WireSamplingParams.model_fields},
+}
 
 
 async def answer_generate(
@@ -54,10 +59,9 @@ async def answer_generate(
         GenerateRequest,
         _prepare,
         id_prefix="gen",
-        field="token_ids",
+        make_paths=_make_paths,
         takes_msgpack=True,
     )
-    http_request.state.input = _make_input(call.request)
     if call.request.request_id is not None:
         call.generation.request_id = call.request.request_id
     if call.request.stream:
@@ -79,10 +83,8 @@ def _prepare(request: GenerateRequest) -> Work:
 
 def _make_params(given: WireSamplingParams) -> SamplingParams:
     values = ((name, getattr(given, name)) for name in WireSamplingParams.model_fields)
-    try:
+    with at("sampling_params"):
         return SamplingParams(**{name: value for name, value in values if value is not None})
-    except RequestError as error:
-        raise RequestError(f"sampling_params.{error}") from error
 
 
 def _make_prompt(request: GenerateRequest) -> Prompt:
@@ -131,29 +133,15 @@ def _read_parts(parts: Sequence[ContentPart]) -> TextPrompt:
     return {"multi_modal_data": media, "multi_modal_uuids": uuids} if media else {}
 
 
-def _make_input(request: GenerateRequest) -> RequestInput:
-    """Only what paths are made of: a request holds its media no longer than the engine does."""
+def _make_paths(request: GenerateRequest) -> WirePaths:
+    """Return where the fields stand that errors of the engine are about."""
+    media: dict[str, list[FieldPath]] = {}
+    for index, part in enumerate(request.content_parts or ()):
+        media.setdefault(_MODALITIES[part.type], []).append(("content_parts", index))
+    name = "token_ids" if not media else "content_parts"
     if request.features is not None:
-        return _GenerateInput(name="features", value=())
-    modalities = [_MODALITIES.get(part.type) for part in request.content_parts or ()]
-    return _GenerateInput(name="content_parts" if modalities else "token_ids", value=modalities)
-
-
-class _GenerateInput(RequestInput):
-    """`value`: the modalities of the parts, in their order."""
-
-    def find_path(self, message: str) -> str:
-        found = MEDIA_LABEL.match(message)
-        if found is None or self.name != "content_parts" or not isinstance(self.value, list):
-            return "token_ids" if _ABOUT_PROMPT.match(message) else self.name
-        own = [index for index, kind in enumerate(self.value) if kind == found.group(1)]
-        number = int(found.group(2))
-        return f"content_parts[{own[number]}]" if number < len(own) else self.name
-
-    def qualify(self, path: str) -> str:
-        root = re.split(r"[.\[]", path, maxsplit=1)[0]
-        is_inner = root in WireSamplingParams.model_fields
-        return f"sampling_params.{path}" if is_inner else path
+        name = "features"
+    return WirePaths(input=(name,), prompt=("token_ids",), media=media, fields=_FIELDS)
 
 
 def _make_answer(call: Call[GenerateRequest], output: RequestOutput) -> GenerateResponse:

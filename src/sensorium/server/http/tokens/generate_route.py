@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.calls import Context
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import FailureLog
 from sensorium.server.http.openapi import GENERATING_ERRORS, make_body, make_responses
 from sensorium.server.http.protocol.token_wire import GenerateRequest
 from sensorium.server.http.tokens.generate import answer_generate

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from sensorium.server.http.calls import Context
 from sensorium.server.http.derender.routes import answer_chat_derender, answer_completion_derender
-from sensorium.server.http.failures import FailureLog
+from sensorium.server.http.errors import FailureLog
 from sensorium.server.http.openapi import RENDERING_ERRORS, make_body, make_responses
 from sensorium.server.http.protocol.derender import DerenderChatRequest, DerenderCompletionRequest
 from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest

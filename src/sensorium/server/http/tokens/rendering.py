@@ -19,17 +19,16 @@ from sensorium.server.http.bodies.body import read_body
 from sensorium.server.http.bodies.encoding import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, Work, check_model, set_uuid_scope
 from sensorium.server.http.connections.disconnect import run_until_disconnect
-from sensorium.server.http.input_paths import RequestInput
-from sensorium.server.http.openai.chat import make_chat
+from sensorium.server.http.openai.chat import find_chat_paths, make_chat
 from sensorium.server.http.openai.chat_answers import make_chat_answers
-from sensorium.server.http.openai.completions import prepare_completion
+from sensorium.server.http.openai.completions import find_prompt_paths, prepare_completion
 from sensorium.server.http.openai.sampling import make_chat_params
-from sensorium.server.http.openai.structured import find_constraint_path
 from sensorium.server.http.protocol.reading import read_request
 from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
 from sensorium.server.http.protocol.token_wire import RenderedRequest
 from sensorium.server.http.threads import run_in_thread
 from sensorium.server.http.tokens.features_out import make_features
+from sensorium.server.http.wire_paths import WirePaths
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 
@@ -47,7 +46,7 @@ async def render_chat(http_request: Request, context: Context) -> Response:
         return [make_chat(request, answers, is_trusted=is_trusted)], params
 
     request, (prompts, params) = await _receive(
-        http_request, context, ChatRenderRequest, prepare, field="messages"
+        http_request, context, ChatRenderRequest, prepare, make_paths=find_chat_paths
     )
     rendering = _Rendering(context, request, params, is_msgpack=wants_msgpack(http_request))
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -60,7 +59,11 @@ async def render_chat(http_request: Request, context: Context) -> Response:
 
 async def render_completion(http_request: Request, context: Context) -> Response:
     request, (prompts, params) = await _receive(
-        http_request, context, CompletionRenderRequest, prepare_completion, field="prompt"
+        http_request,
+        context,
+        CompletionRenderRequest,
+        prepare_completion,
+        make_paths=find_prompt_paths,
     )
     rendering = _Rendering(context, request, params, is_msgpack=wants_msgpack(http_request))
     request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -82,7 +85,7 @@ async def _receive(
     kind: type[_Wire],
     prepare: Callable[[_Wire], Work],
     *,
-    field: str,
+    make_paths: Callable[[_Wire], WirePaths],
 ) -> tuple[_Wire, Work]:
     def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
         request = read_request(kind, body)
@@ -90,9 +93,7 @@ async def _receive(
         return request, prepare(request)
 
     request, (prompts, params) = await read_body(http_request, parse, intake=context.bodies)
-    http_request.state.input = RequestInput(
-        name=field, value=getattr(request, field), structured_path=find_constraint_path(request)
-    )
+    http_request.state.paths = make_paths(request)
     return request, (set_uuid_scope(prompts, http_request), params)
 
 

@@ -14,7 +14,6 @@ from sensorium.server.http.bodies.encoding import make_response
 from sensorium.server.http.calls import Context, check_model, set_uuid_scope
 from sensorium.server.http.connections.disconnect import run_until_disconnect
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.input_paths import RequestInput
 from sensorium.server.http.openai.chat import make_chat
 from sensorium.server.http.protocol.chat import ChatCompletionRequest
 from sensorium.server.http.protocol.reading import read_request
@@ -25,6 +24,7 @@ from sensorium.server.http.protocol.tokenize import (
     TokenizeResponse,
 )
 from sensorium.server.http.threads import run_in_thread
+from sensorium.server.http.wire_paths import make_chat_paths, make_prompt_paths
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
@@ -44,8 +44,9 @@ _CHAT_FIELDS = (
 async def answer_tokenize(http_request: Request, context: Context) -> Response:
     request = await _receive(http_request, context, TokenizeRequest)
     prompt = _make_prompt(request, is_trusted=context.options.trust_request_chat_template)
-    name = "messages" if request.prompt is None else "prompt"
-    http_request.state.input = RequestInput(name=name, value=getattr(request, name))
+    is_chat = request.prompt is None
+    paths = make_chat_paths(request.messages) if is_chat else make_prompt_paths()
+    http_request.state.paths = paths
     (scoped,) = set_uuid_scope([prompt], http_request)
     work = _tokenize(context, request, scoped)
     return await run_until_disconnect(http_request.receive, work)

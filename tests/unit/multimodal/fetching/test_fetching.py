@@ -1,0 +1,178 @@
+"""Fetches on their event loop: who waits for whom, look-ups, and the end of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from sensorium.multimodal.fetching.addresses import LookUps
+from sensorium.multimodal.fetching.fetch import Fetch, RequestDeadline
+from sensorium.multimodal.fetching.fetcher import FetchLoop
+from sensorium.multimodal.fetching.responses import SharedFetches
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.types.errors import CapacityError, MediaFetchError
+
+KEY = ("http://host/", "image")
+WAIT_S = 60.0
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Source:
+    """What is fetched; `answers` are those to successive fetches."""
+
+    def __init__(self) -> None:
+        self.answers: list[asyncio.Future[MediaBytes]] = []
+
+    async def fetch(self) -> MediaBytes:
+        answer: asyncio.Future[MediaBytes] = asyncio.get_running_loop().create_future()
+        self.answers.append(answer)
+        return await answer
+
+
+def test_callers_of_one_url_share_a_fetch_and_each_gets_its_own_error() -> None:
+    async def run() -> None:
+        shared, source = SharedFetches(), Source()
+        tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(3)]
+        await settle()
+        assert (len(source.answers), shared.num_waiting) == (1, 3)
+        source.answers[0].set_exception(MediaFetchError("gone"))
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(error) for error in errors] == ["gone"] * 3
+        assert len(set(map(id, errors))) == 3
+        again = asyncio.ensure_future(shared.get(KEY, source.fetch))
+        await settle()
+        source.answers[1].set_result(MediaBytes(b"picture"))
+        assert (await again).data == b"picture"
+        assert shared.num_waiting == 0
+
+    asyncio.run(run())
+
+
+def test_a_fetch_whose_owner_leaves_is_begun_anew_by_one_of_the_others() -> None:
+    async def run() -> None:
+        shared, source = SharedFetches(), Source()
+        tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(3)]
+        await settle()
+        tasks[0].cancel()
+        await settle()
+        assert source.answers[0].cancelled()
+        assert len(source.answers) == 2
+        source.answers[1].set_result(media := MediaBytes(b"picture"))
+        assert [await task for task in tasks[1:]] == [media, media]
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+
+    asyncio.run(run())
+
+
+def test_one_that_only_waits_can_leave_without_harm() -> None:
+    async def run() -> None:
+        shared, source = SharedFetches(), Source()
+        tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(2)]
+        await settle()
+        tasks[1].cancel()
+        await settle()
+        source.answers[0].set_result(media := MediaBytes(b"picture"))
+        assert await tasks[0] is media
+        assert shared.num_waiting == 0
+
+    asyncio.run(run())
+
+
+def test_slow_look_ups_hold_up_no_other_one() -> None:
+    """A hundred names whose servers are silent, and one that is not."""
+    is_over = threading.Event()
+
+    def resolve(host: str, _: int) -> Sequence[str]:
+        if host == "slow":
+            is_over.wait(WAIT_S)
+        return [host]
+
+    async def run() -> None:
+        look_ups = LookUps(resolve)
+        slow = [asyncio.ensure_future(look_ups.find("slow", 80)) for _ in range(100)]
+        await settle()
+        assert await look_ups.find("quick", 80) == ["quick"]
+        assert not any(task.done() for task in slow)
+        is_over.set()
+        assert await asyncio.gather(*slow) == [["slow"]] * 100
+
+    asyncio.run(run())
+
+
+def test_a_look_up_that_was_left_behind_keeps_its_place_until_it_ends() -> None:
+    is_over = threading.Event()
+
+    def resolve(host: str, _: int) -> Sequence[str]:
+        if host == "slow":
+            is_over.wait(WAIT_S)
+        return [host]
+
+    async def run() -> None:
+        look_ups = LookUps(resolve, max_threads=1)
+        left = asyncio.ensure_future(look_ups.find("slow", 80))
+        await settle()
+        left.cancel()
+        await settle()
+        late = asyncio.ensure_future(look_ups.find("quick", 80))
+        await settle()
+        assert not late.done()
+        is_over.set()
+        assert await late == ["quick"]
+
+    asyncio.run(run())
+
+
+def test_a_system_without_threads_is_no_fault_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        look_ups = LookUps(lambda host, _: [host], max_threads=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(CapacityError, match="no thread"):
+                await look_ups.find("host", 80)
+        assert await look_ups.find("host", 80) == ["host"]
+
+    asyncio.run(run())
+
+
+def test_closing_a_loop_cancels_what_runs_on_it_and_ends_its_thread() -> None:
+    loop = FetchLoop()
+    begun: Future[None] = Future()
+
+    async def wait() -> None:
+        begun.set_result(None)
+        await asyncio.Event().wait()
+
+    waiting = loop.submit(wait())
+    begun.result(WAIT_S)
+    loop.close()
+    loop.close()
+    with pytest.raises(CancelledError):
+        waiting.result(WAIT_S)
+    assert not loop._thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.submit(wait())
+
+
+def test_an_expired_fetch_names_the_limit_that_ended_it() -> None:
+    request = RequestDeadline(7.0)
+    assert "within 5 s" in str(Fetch("host", 5.0, request=request).expired())
+    late = Fetch("host", 9.0, request=request)
+    assert late.remaining_s() <= 7.0
+    assert str(late.expired()) == (
+        "media from host: not delivered within 7 s, the limit for all media of one request together"
+    )
+    assert late.expired().reason == "deadline"
