@@ -27,7 +27,8 @@ from tests.integration.fault_load import (
 )
 from tests.integration.media_bombs import make_bmp, make_webp
 from tests.integration.media_hosts import MediaServer
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.xdist_group("server-faults"), pytest.mark.slow]
 LONG = 900

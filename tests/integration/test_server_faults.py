@@ -29,15 +29,9 @@ from tests.integration.fault_load import (
     wait_until_idle,
 )
 from tests.integration.media_hosts import MediaServer, Visit, reply
-from tests.integration.serving import (
-    START_TIMEOUT_S,
-    ServerProcess,
-    get_descendants,
-    is_alive,
-    kill,
-    wait_until,
-)
-from tests.media_files import make_pixels, write_image
+from tests.support.media import make_pixels, write_image
+from tests.support.server import START_TIMEOUT_S, ServerProcess, get_descendants, is_alive, kill
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-faults")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it

@@ -29,14 +29,8 @@ from tests.integration.fault_load import (
     until,
 )
 from tests.integration.media_hosts import MediaServer
-from tests.integration.serving import (
-    ROOT,
-    ServerProcess,
-    get_command,
-    is_alive,
-    kill,
-    wait_until,
-)
+from tests.support.server import ROOT, ServerProcess, get_command, is_alive, kill
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-stopping")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it

@@ -8,7 +8,10 @@ import pytest
 
 from sensorium.types.scheduling import StepMode
 from tests.parity.cases import FAMILIES
-from tests.parity.driver import (
+from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
+from tests.parity.graph_parts import use_graphs
+from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
+from tests.support.engine import (
     ROOMS,
     Trace,
     assert_nothing_is_left,
@@ -16,9 +19,6 @@ from tests.parity.driver import (
     make_llm,
     run_staggered,
 )
-from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
-from tests.parity.graph_parts import use_graphs
-from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 # Why some steps of a family can't be replayed.
 _EAGER = {

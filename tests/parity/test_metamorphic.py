@@ -10,8 +10,8 @@ import pytest
 
 from sensorium import SamplingParams
 from tests.parity.cases import MAIN_FAMILIES, MODALITIES, Case, make_media
-from tests.parity.driver import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
 from tests.parity.reference import Reference, ReferenceOf
+from tests.support.engine import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
 
 pytestmark = pytest.mark.check("sampling")
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.parity.cases import FAMILIES, MODALITIES, MULTIMODAL_FAMILIES, make_repeated_case
-from tests.parity.driver import (
+from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
+from tests.support.engine import (
     ROOMS,
     Trace,
     assert_nothing_is_left,
@@ -17,7 +18,6 @@ from tests.parity.driver import (
     make_llm,
     run_staggered,
 )
-from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 
 @pytest.mark.check("alone")

@@ -14,7 +14,8 @@ from attacks.costly_media import (
     send,
 )
 from attacks.neighbours import Neighbours
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("mini")
 BOUND_S = 60.0

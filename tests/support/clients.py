@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from tests.media_files import (
+from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,
