@@ -17,6 +17,7 @@ from tests.support.engine import (
     assert_nothing_is_left,
     get_kv_bytes,
     make_llm,
+    make_probe,
     run_staggered,
 )
 
@@ -59,7 +60,7 @@ def test_preempted_requests_give_the_reference_tokens(
     reference = reference_of(family)
     expected = [*reference.expected, *reversed(reference.expected)]
     longest = max(len(entry.prompt_token_ids) for entry in expected) + NUM_TOKENS
-    kv_bytes = partial(get_kv_bytes, make_llm(reference.directory, block_size=1))
+    kv_bytes = partial(get_kv_bytes, make_probe(reference.directory))
     recorders = use_graphs(monkeypatch)
     for room in ROOMS:
         llm = make_llm(

@@ -16,6 +16,7 @@ from tests.support.engine import (
     get_kv_bytes,
     get_largest_item,
     make_llm,
+    make_probe,
     run_staggered,
 )
 
@@ -126,7 +127,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
 ) -> None:
     reference = reference_of(family)
     prompts = [entry.prompt for entry in reference.expected]
-    size = get_largest_item(make_llm(reference.directory), prompts)
+    size = get_largest_item(make_probe(reference.directory), prompts)
     llm = make_llm(reference.directory, encoder_cache_size=size, max_num_batched_tokens=64)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
@@ -165,9 +166,7 @@ def test_preempted_requests_give_the_reference_tokens(
             block_size=1,
             max_num_batched_tokens=budget,
             enable_prefix_caching=enable_prefix_caching,
-            kv_cache_memory_bytes=get_kv_bytes(
-                make_llm(reference.directory, block_size=1), longest + room
-            ),
+            kv_cache_memory_bytes=get_kv_bytes(make_probe(reference.directory), longest + room),
         )
         trace = Trace(llm)
         outputs = run_staggered(llm, [entry.prompt for entry in expected], GREEDY, steps_between=1)
