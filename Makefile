@@ -27,7 +27,7 @@ help:
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
 	@echo "make test-resolve  whether there are wheels of all dependencies for the other architecture (x86_64, aarch64)"
-	@echo "make check    formatting, lint, types, layers, sizes"
+	@echo "make check    formatting, lint, types, layers, sizes, words"
 	@echo "make format   let ruff format and mend what it can"
 	@echo "make bench    all benchmarks, with records in benchmarks/records"
 	@echo "make serve    the server, with the embedded model (PORT=8077: on another port)"
@@ -37,12 +37,16 @@ setup: $(READY)
 
 # torch comes first and alone: its pinned version has a CPU build on platforms without CUDA.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..."; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@echo "1 of 3: making the virtual environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "2 of 3: installing PyTorch, which is large and may take some minutes"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	@echo "3 of 3: installing Sensorium and its other dependencies, which may take a minute"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+	@echo "Ready: $(BIN)/sensorium"
 
 # These three need nothing that is installed here: they make environments of their own.
 constraints:
@@ -89,6 +93,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/check_words.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -22,7 +22,7 @@ MANIFEST = ROOT / "src/sensorium/embedded/sensorium-mini/manifest.json"
 
 
 def count_equal(record: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Cases that both have, those whose tokens are equal, and the others."""
+    """Count the cases that both records have and those with equal tokens, and list the others."""
     common = [key for key in record["answers"] if key in other["answers"]]
     different = [
         key for key in common if not _is_equal(record["answers"][key], other["answers"][key])
@@ -31,7 +31,7 @@ def count_equal(record: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
 
 
 def _is_equal(one: list[Any], other: list[Any]) -> bool:
-    """Token for token; by the text where tokens were not recorded."""
+    """Compare token by token, or by text where tokens were not recorded."""
     return one[0] == other[0] and (None in (one[1], other[1]) or one[1] == other[1])
 
 

@@ -1,4 +1,4 @@
-"""What attacks cost the neighbours: how long three honest clients wait, with and without each one.
+"""Measures what attacks cost the neighbours: how long three honest clients wait beside each one.
 
 One server on the embedded model for each attack. Quiet and attacked windows take turns, so that
 both see the same machine; in each window three clients ask side by side, one with text, one with a

@@ -1,4 +1,4 @@
-"""What one request with many media items costs the core: per step, and in all.
+"""Measures what a request with many media items costs the core, per step and in all.
 
 One running request with 32, 1,024 and 32,768 items. Each window of its prefill holds the same
 number of items; windows from the middle half of the prefill are timed, the sizes in turn, so that
@@ -77,7 +77,7 @@ def make_scheduler(num_items: int, *, max_num_batched_tokens: int = WINDOW) -> S
 
 
 def answer(output: SchedulerOutput) -> ModelRunnerOutput:
-    """What a worker would say; its token is always the same."""
+    """Return what a worker would answer; its token is always the same."""
     sampled = {entry.request_id: 7 for entry in output.scheduled if entry.is_sampled}
     return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
 
@@ -98,7 +98,7 @@ class Subject:
         self.request = self.scheduler.requests[core_request.request_id]
 
     def step(self) -> float:
-        """One step; its schedule and update in microseconds."""
+        """Run one step and return its schedule and update in microseconds."""
         start = perf_counter_ns()
         output = self.scheduler.schedule()
         middle = perf_counter_ns()
@@ -108,7 +108,7 @@ class Subject:
         return (middle - start + perf_counter_ns() - restart) / 1e3
 
     def move_to_middle(self) -> None:
-        """Be in the middle half of the prefill."""
+        """Go on until the middle half of the prefill."""
         num_tokens = self.request.num_prompt_tokens
         if self.request.num_computed_tokens + WINDOW > num_tokens * 3 // 4:
             self._begin()
@@ -116,7 +116,7 @@ class Subject:
             self.step()
 
     def move_to_decode(self) -> None:
-        """Be behind the prefill, with tokens left to make."""
+        """Go on until behind the prefill, with tokens left to make."""
         if self.request.num_output_tokens >= DECODE_TOKENS - 1:
             self._begin()
         while self.request.num_output_tokens == 0:

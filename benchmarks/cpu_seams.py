@@ -1,4 +1,4 @@
-"""Whether joined products and packed encoders pay on a CPU: ours against Transformers' way.
+"""Measures whether joined products and packed encoders pay on a CPU, against Transformers' way.
 
 The decoder has four layers of the shape of Qwen2.5-VL-3B's, or it is the embedded model's; the
 tower has two blocks of the 3B shape and one picture of 448 × 448. All in float32. Both ways take

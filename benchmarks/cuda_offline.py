@@ -34,8 +34,9 @@ from random_qwen import IMAGE_PAD, Prompt, make_model, make_prompts, make_reques
 from records import write_record
 from sensorium import ModelError
 from sensorium.engine.build.builder import build_engine_core
-from sensorium.engine.build.config import EngineOptions, resolve_limits
+from sensorium.engine.build.config import resolve_limits
 from sensorium.engine.build.memory import get_free_bytes, plan_memory
+from sensorium.engine.build.options import EngineOptions
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.models.adapter import ModelAdapter
 from sensorium.multimodal.cache.mirror import MirrorReceiver
@@ -56,7 +57,7 @@ def _synchronize(device: str) -> None:
 
 @torch.inference_mode()
 def run_reference(model: Any, device: str, prompts: list[Prompt]) -> tuple[float, list[list[int]]]:
-    """Tokens per second of `generate`, one prompt after the other, and the tokens."""
+    """Return tokens per second of `generate`, one prompt after the other, and the tokens."""
     outputs = []
     _synchronize(device)
     start = perf_counter()
@@ -142,8 +143,9 @@ def add_prompt(core: EngineCore, prompt: Prompt) -> str:
 
 
 def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step with one prompt, by its number of tokens: on the device, of the host
-    until all is launched, and all.
+    """Return the milliseconds of a step with one prompt: its number of tokens -> times.
+
+    The times are those on the device, those of the host until all is launched, and all.
     """
     runner, event = cast(Any, core.runner), cast(Any, torch.cuda.Event)
     forward, compute_logits = runner._forward, runner._adapter.logits
@@ -185,7 +187,7 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
 
 
 def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, list[list[int]]]:
-    """Tokens per second, the median milliseconds of a step that only decodes, and the tokens."""
+    """Return tokens per second, the median milliseconds of a decoding step, and the tokens."""
     outputs: dict[str, list[int]] = {}
     decode_ms = []
     start = perf_counter()

@@ -1,4 +1,4 @@
-"""Starts a real server for a benchmark, and reads what it tells of itself.
+"""Starts a real server for a benchmark, and reads its output and metrics.
 
 It is run as a user runs it: the installed console script, or what that script does.
 """
@@ -33,7 +33,7 @@ def get_command() -> list[str]:
 
 
 class LiveServer:
-    """`log` gets what it says on both streams. `started`: of the monotonic clock."""
+    """A server in processes of its own, with a log of both of its output streams."""
 
     def __init__(self, model: str, *flags: str, log: Path, command: str = "serve") -> None:
         self.log = log
@@ -55,7 +55,7 @@ class LiveServer:
             )
 
     def wait_for_url(self) -> str:
-        """When it says that it is ready, with the port that it chose."""
+        """Wait until the server is ready, and return its address with the port that it chose."""
         deadline = self.started + _START_S
         while time.monotonic() < deadline:
             text = self.log.read_text()
@@ -81,7 +81,7 @@ class LiveServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Its children end with it, whatever happened."""
+        """End the server and its children, whatever happened."""
         try:
             self.stop()
         finally:
@@ -99,7 +99,7 @@ def is_healthy(url: str) -> bool:
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """By name and labels, without those that all series have."""
+    """Return samples by name and labels, without the labels that all series have."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     samples: dict[str, float] = {}

@@ -37,7 +37,7 @@ VOCAB_SIZE = 16_000
 
 
 def make_model(directory: Path) -> int:
-    """A Llama of about 100M parameters; their number."""
+    """Make a Llama of about 100M parameters and return their number."""
     tokenizer = make_tokenizer(["<|endoftext|>"], eos="<|endoftext|>", pad="<|endoftext|>")
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -68,7 +68,7 @@ def make_prompts(count: int, *, seed: int) -> list[list[int]]:
 
 
 def run_reference(model: Any, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """Tokens per second, and the tokens."""
+    """Return tokens per second of `model.generate`, and the tokens."""
     outputs = []
     start = perf_counter()
     for prompt in prompts:

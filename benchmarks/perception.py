@@ -1,4 +1,4 @@
-"""What perceiving an item costs: again, for the first time, and on its way to the core.
+"""Measures what perceiving an item costs: again, for the first time, and on its way to the core.
 
 hit: from an OpenAI message with a 1.9 MB PNG as a data URL, which the cache has, to features ready;
 against decoding the base64 (pybase64) and digesting (sha256) those bytes alone.
@@ -42,7 +42,7 @@ from PIL import Image
 
 from records import write_record
 from sensorium import SamplingParams
-from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.options import MediaOptions
 from sensorium.engine.build.perception import (
     Caches,
     Perception,
@@ -100,7 +100,7 @@ def main() -> None:
 def take_turns(
     rounds: int, *, in_a_row: int = 1, **steps: Callable[[], object]
 ) -> dict[str, float]:
-    """The median time of each, in milliseconds: all of them `in_a_row`, then all of them again."""
+    """Return the median milliseconds of each: all of them `in_a_row`, then all of them again."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -123,7 +123,7 @@ def make_png(width: int, height: int, *, noise: int = 256) -> bytes:
 
 @contextmanager
 def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, Perception]]:
-    """A frontend without an engine."""
+    """Build a frontend without an engine."""
     directory = str(make_family("qwen2_5_vl", ROOT / "build" / "tiny-models"))
     media = MediaOptions(mm_processor_kwargs={"size": USUAL_SIZE}, **options)
     processor = MultiModalProcessor(directory, load_config(directory, trust_remote_code=False))
@@ -218,7 +218,7 @@ def measure_cold(rounds: int) -> Figures:
 
 
 class ReadyHandler:
-    """Has a result of `ITEM_BYTES` at hand; puts it into the store, or sends it back."""
+    """A handler with a ready result of `ITEM_BYTES` that it stores or sends back."""
 
     def __init__(self, settings: bytes) -> None:
         self._kwargs = _make_tensors()
@@ -250,7 +250,7 @@ def _make_tensors() -> MultiModalKwargsItem:
 
 
 class Route:
-    """From a process of the pool over the caches to the core's hands."""
+    """The way of an item from a process of the pool over the caches to the core."""
 
     def __init__(self, cache_type: str) -> None:
         capacity_gb = 8 * ITEM_BYTES / 2**30  # so that most items come where others have been
@@ -318,7 +318,7 @@ while True:
 
 @contextmanager
 def echoing() -> Iterator[zmq.Socket[bytes]]:
-    """A socket to a process that answers each message with an empty one."""
+    """Open a socket to a process that answers each message with an empty one."""
     with (
         tempfile.TemporaryDirectory() as directory,
         zmq.Context() as context,

@@ -12,19 +12,19 @@ _ROLES = {"core_main": "core", "frontend_main": "frontend", "pool": "pool worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """`uss_kib`: memory that is this process's alone; `pss_kib`: with its share of the rest."""
+    """What one process used at one moment, as Linux counts it."""
 
     seconds: float
     role: str
     pid: int
-    uss_kib: int
-    pss_kib: int
+    uss_kib: int  # memory that no other process shares
+    pss_kib: int  # the same, with this process's share of the rest
     num_fds: int
     num_threads: int
 
 
 def list_tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all below it."""
     children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -35,7 +35,7 @@ def list_tree(pid: int) -> list[int]:
 
 
 def get_cpu_seconds(pid: int) -> float:
-    """In user and system mode, of a process and of its children that have ended."""
+    """Return seconds in user and system mode, of a process and of its children that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -49,7 +49,7 @@ def sample_tree(pid: int, *, seconds: float) -> list[ProcessSample]:
 
 
 def _sample(pid: int, root: int, seconds: float) -> ProcessSample | None:
-    """`None`: it has ended meanwhile."""
+    """Return a sample of the process, or `None` if it has ended meanwhile."""
     try:
         sizes = _read_sizes(pid)
         return ProcessSample(
@@ -81,7 +81,7 @@ def _get_role(pid: int) -> str:
 def summarise(
     samples: Sequence[ProcessSample], *, windows: Sequence[tuple[float, float]]
 ) -> dict[str, dict[str, list[float]]]:
-    """Medians by role, in each window of seconds: the sum over the processes of a role."""
+    """Return medians by role in each window of seconds, summed over the processes of a role."""
     summary: dict[str, dict[str, list[float]]] = {}
     for role in sorted({sample.role for sample in samples}):
         own = [sample for sample in samples if sample.role == role]

@@ -22,8 +22,9 @@ _PACKAGES = ("torch", "transformers", "numpy", "tokenizers", "flashinfer-python"
 def write_record(
     name: str, figures: dict[str, Any], *, path: Path | None = None, commit: str | None = None
 ) -> Path:
-    """Put `figures` into `records/NAME.json` or `path`, replacing the last record there. `commit`
-    is for machines that have the tree but not its history.
+    """Write the figures to `records/NAME.json` or `path`, replacing the last record there.
+
+    `commit` is for machines that have the tree but not its history.
     """
     path = path or RECORDS / f"{name}.json"
     script = f"benchmarks/{Path(sys.argv[0]).name}"
@@ -57,7 +58,7 @@ def _gpu() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-    """What git says; nothing where there is no git or no repository."""
+    """Return the output of git, or nothing where there is no git or no repository."""
     if shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(Path(__file__).parent.parent), *arguments]

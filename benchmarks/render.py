@@ -57,12 +57,12 @@ _seeds = count()
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """`pid`: of the process above all of the server's. `kinds`: what it can answer."""
+    """A server to measure, and what it can answer."""
 
     name: str
     url: str
-    pid: int | None = None
-    kinds: tuple[str, ...] = KINDS
+    pid: int | None = None  # the parent of all processes of the server
+    kinds: tuple[str, ...] = KINDS  # what it can answer
     figures: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ def make_model(directory: Path) -> Path:
 
 
 def make_picture() -> str:
-    """Another one with every call, as the base64 of a data URL."""
+    """Make another picture with every call, as the base64 of a data URL."""
     generator = np.random.default_rng(next(_seeds))
     waves = generator.normal(size=(HEIGHT // 16, WIDTH // 16, 3)) * 60 + 128
     pixels = np.kron(waves, np.ones((16, 16, 1))) + generator.normal(size=(HEIGHT, WIDTH, 3)) * 8
@@ -104,7 +104,7 @@ def make_body(picture: str, kind: str) -> bytes:
 
 
 async def post_all(target: Target, bodies: list[bytes], kind: str, num_clients: int) -> int:
-    """How many bytes came back. Raises for whatever is no render."""
+    """Return how many bytes came back, and raise for whatever is no render."""
     headers = {"content-type": "application/json"}
     if kind == "msgpack":
         headers["accept"] = _MSGPACK
@@ -125,7 +125,7 @@ async def post_all(target: Target, bodies: list[bytes], kind: str, num_clients: 
 
 
 def check_answer(target: Target, kind: str) -> None:
-    """That it is what it is called: tokens, and pixels where there should be some."""
+    """Check that an answer has tokens, and pixels where there should be some."""
     headers = {"content-type": "application/json"}
     if kind == "msgpack":
         headers["accept"] = _MSGPACK

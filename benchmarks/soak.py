@@ -1,4 +1,4 @@
-"""A server at saturation for minutes: nothing may be lost, be wrong, grow or stand still.
+"""Keeps a server at saturation for minutes: nothing may be lost, be wrong, grow or hang.
 
 A real server on a tiny model with pictures, video and sound, and with caches so small that they
 evict all the time. Clients ask without a pause: good requests of all kinds, half of them streamed;
@@ -144,7 +144,7 @@ def soak(
 
 
 async def _warm_up(url: str, maker: RequestMaker) -> None:
-    """The first items wait for the processes that perceive them."""
+    """Let a few clients ask first, because the first items wait for the pool to start."""
     await SoakClients(url, maker, seed=1).run(num_clients=4, seconds=3.0)
 
 
@@ -154,7 +154,7 @@ def _start_bare_loop() -> subprocess.Popen[str]:
 
 
 def get_in_flight(metrics: dict[str, float]) -> dict[str, float]:
-    """What must be 0 when nobody asks."""
+    """Return the series that must be 0 when no request runs."""
     pinned = "sensorium:encoder_cache_used_embeds", "sensorium:encoder_cache_evictable_embeds"
     names = (
         "sensorium:http_requests_in_flight",
@@ -171,7 +171,7 @@ def get_in_flight(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def wait_until_idle(url: str) -> dict[str, float]:
-    """The metrics, when nothing is in flight or it is no use to wait any longer."""
+    """Return the metrics when nothing is in flight, or when waiting is of no use any more."""
     deadline = time.monotonic() + _IDLE_S
     while True:
         metrics = read_metrics(url)
@@ -183,7 +183,7 @@ def wait_until_idle(url: str) -> dict[str, float]:
 
 
 def list_faults(run: SoakRun) -> list[str]:
-    """What must not be, whatever the machine: answers, counts and rests."""
+    """List what must not happen on any machine: wrong answers, wrong counts, things left over."""
     faults = list(run.counts.mistakes)
     faults += [f"{value:g} {name}" for name, value in get_in_flight(run.after).items() if value]
     for name, number, slack in _list_counts(run):
@@ -197,8 +197,9 @@ def list_faults(run: SoakRun) -> list[str]:
 
 
 def _list_counts(run: SoakRun) -> list[tuple[str, int, int]]:
-    """Parts of series' names, what they must count together, and how much more they may: those who
-    left may have been answered.
+    """Return parts of series' names, their expected sums, and how much more they may be.
+
+    More is allowed because requests of clients that left may have been answered.
     """
     counts = run.counts
     num_good = counts.num_statuses[200]

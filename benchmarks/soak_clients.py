@@ -26,7 +26,7 @@ TokenIds = list[list[int]]
 
 
 class AnswerError(Exception):
-    """An answer that is not what was to be expected."""
+    """An answer is not the expected one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class SoakClients:
                 self.counts.mistakes.append(f"{request.kind}: {type(error).__name__}: {error}")
 
     async def _ask_and_leave(self, client: httpx.AsyncClient, request: SoakRequest) -> None:
-        """At any moment: it may also be answered before. Whatever comes then must be right."""
+        """Leave at any moment; an answer that comes before must be right."""
         stay_s = self._random.random() ** 2 * _LONGEST_STAY_S
         try:
             async with asyncio.timeout(stay_s):
@@ -123,7 +123,7 @@ class SoakClients:
 
 
 def read_answer(content: bytes) -> tuple[TokenIds, list[str]]:
-    """The tokens and the ends of its completions."""
+    """Return the tokens and the finish reasons of an answer's completions."""
     answer = json.loads(content)
     token_ids = [choice["token_ids"] for choice in answer["choices"]]
     _check_usage(answer["usage"], token_ids)
@@ -131,7 +131,7 @@ def read_answer(content: bytes) -> tuple[TokenIds, list[str]]:
 
 
 def read_stream(content: bytes) -> tuple[TokenIds, list[str]]:
-    """As `read_answer`."""
+    """Read a streamed answer and return what `read_answer` returns."""
     frames = content.decode().removesuffix("\n\n").split("\n\n")
     if not frames[-1] == "data: [DONE]":
         raise AnswerError(f"the stream ends with {frames[-1][:200]!r}")

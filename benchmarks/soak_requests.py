@@ -25,15 +25,14 @@ _RATE = 16_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakRequest:
-    """`key`: requests with the same one must get the same tokens (`None`: nothing is known of
-    them). `status`: what is expected.
-    """
+    """A request of the soak test, with the status that is expected."""
 
     kind: str
     path: str
     content: bytes
+    # Requests with the same key must get the same tokens; None: their tokens are not compared.
     key: str | None = None
-    status: int = 200
+    status: int = 200  # what is expected
     is_streamed: bool = False
     num_completions: int = 1
 
@@ -136,7 +135,7 @@ class RequestMaker:
         return self._make_chat("sampled", _describe(2), num_completions=2, **options)
 
     def _make_prompts(self) -> SoakRequest:
-        """Two in one call."""
+        """Make a call with two prompts."""
         body = {"prompt": ["the fox", "a river"], "max_tokens": 6, "temperature": 0}
         return self._make("prompts", COMPLETIONS, body, key="prompts", num_completions=2)
 

@@ -74,7 +74,7 @@ SCRIPTS = {
 
 
 def make_llama(directory: Path) -> None:
-    """About 10M parameters."""
+    """Make a Llama with about 10M parameters."""
     tokenizer = make_tokenizer(["<|endoftext|>"], eos="<|endoftext|>", pad="<|endoftext|>")
     config = transformers.LlamaConfig(
         vocab_size=8000,
@@ -91,7 +91,7 @@ def make_llama(directory: Path) -> None:
 
 
 def run(script: str, directory: Path) -> dict[str, float]:
-    """Seconds from the start of the process to each line that it prints, and of the processor."""
+    """Return the seconds until each line that a process prints, and its processor time."""
     times: dict[str, float] = {}
     start = perf_counter()
     with subprocess.Popen(

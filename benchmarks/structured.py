@@ -1,7 +1,7 @@
-"""What following a grammar costs a batch: decoded tokens per second with a schema and without.
+"""Measures what a grammar costs a batch: decoded tokens per second with a schema and without.
 
 Both kinds run in turn, several rounds, on the same engine; a round's requests all decode the same
-number of tokens. The schema is an endless list, so that nobody ends early.
+number of tokens. The schema is an endless list, so that no request ends early.
 
 python benchmarks/structured.py [--model DIR] [--batch N] [--tokens N] [--rounds N] [--record]
 
@@ -45,7 +45,7 @@ def make_params(num_tokens: int, seed: int, *, has_schema: bool) -> SamplingPara
 
 
 def measure(llm: LLM, *, batch: int, num_tokens: int, has_schema: bool) -> float:
-    """Tokens per second."""
+    """Return the tokens per second of one round."""
     params = [make_params(num_tokens, seed, has_schema=has_schema) for seed in range(batch)]
     began = time.perf_counter()
     outputs = llm.generate(["A list:"] * batch, params, use_tqdm=False)

@@ -1,11 +1,10 @@
-"""From `sensorium serve` to the first 200 of /health, beside a bare import of torch and
-transformers.
+"""Measures the time from `sensorium serve` to the first 200 of /health.
 
-Each run is fresh processes; both kinds run in turn, after one round that is not counted; the
-figures are medians. The server is the installed console script on a tiny model with its defaults.
-`stages`, in seconds after the start: the core and the frontend are started by the parent; then
-each of them has imported and built what it needs. `first image`: the answer to a request that is
-sent as soon as the server is healthy.
+A bare import of torch and transformers stands beside it. Each run is fresh processes; both kinds
+run in turn, after one round that is not counted; the figures are medians. The server is the
+installed console script on a tiny model with its defaults. `stages`, in seconds after the start:
+the core and the frontend are started by the parent; then each of them has imported and built what
+it needs. `first image`: the answer to a request that is sent as soon as the server is healthy.
 
 python benchmarks/time_to_healthy.py [--rounds N] [--record]
 

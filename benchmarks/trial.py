@@ -1,4 +1,4 @@
-"""What the trial of a model of an unknown type costs at start, on this machine.
+"""Measures what the trial of a model of an unknown type costs at start.
 
 Two types that are in no list: Qwen3 (text) and ViP-LLaVA (text and images), each tiny and with
 about 100M parameters, of random weights. A run is a fresh interpreter that builds an `LLM` on the

@@ -1,4 +1,4 @@
-"""What a warm-up is worth, and what a server without an engine weighs.
+"""Measures what a warm-up is worth, and the memory of a server without an engine.
 
 Starts real servers on this machine, in turn with warm-up and with --no-warmup: the time until they
 are healthy, and the latency of the first request of a kind beside the median of the following ones,
@@ -43,7 +43,7 @@ Times = dict[str, float]
 
 
 def make_bodies(route: str) -> dict[str, tuple[str, Any]]:
-    """A path and a body by the kind of request; every picture is a new one."""
+    """Return a path and a body for each kind of request; every picture is a new one."""
     url = f"data:image/png;base64,{base64.b64encode(make_image(next(_seeds))).decode()}"
     content = [
         {"type": "image_url", "image_url": {"url": url}},
@@ -60,7 +60,7 @@ def make_bodies(route: str) -> dict[str, tuple[str, Any]]:
 
 
 def time_request(url: str, path: str, body: Any) -> float:
-    """In milliseconds, over a connection of its own."""
+    """Return the milliseconds of a request over a connection of its own."""
     host = url.removeprefix("http://")
     content = json.dumps(body).encode()
     begun = time.monotonic()
@@ -98,7 +98,7 @@ def time_server(model: str, way: str, *, command: str, route: str, num_requests:
 
 
 def weigh(model: str, command: str, *, route: str) -> dict[str, Any]:
-    """In MiB, by role and together, once pools are there and an image was rendered or answered."""
+    """Return memory in MiB by role and in all, once the pools have answered an image."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "server.log"
         with LiveServer(model, *_FLAGS, log=log, command=command) as server:

@@ -1,5 +1,6 @@
-"""Holds source files and functions to their size limits; exceptions stand here and may only
-shrink.
+"""Holds source files, functions and pages to their size limits.
+
+Exceptions stand here and may only become fewer.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sensorium.engine.build.catalog import HEADER, OTHERS, get_rows
-from sensorium.models.families import FAMILIES
+from sensorium.cli.models import HEADER, OTHERS, get_rows
+from sensorium.types.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -22,8 +22,9 @@ TABLE = ROOT / "build" / "parity.json"
 _HEAD = """\
 # Models
 
-Made by `scripts/make_models_doc.py` from the code and from a run of the tests; `make test` checks it. `sensorium models`
-prints the first table, `sensorium models MODEL` says what one model takes and needs, or why it can't be run.
+Made by `scripts/make_models_doc.py` from the code and from a run of the tests; `make test` checks
+it. `sensorium models` prints the first table, `sensorium models MODEL` says what one model takes
+and needs, or why it can't be run.
 
 ## Families
 """
@@ -68,11 +69,13 @@ cache has. Asking for more is refused.
 
 ## Parity
 
-What the tests compare with Transformers, on tiny random models in float32: the number of tests that passed. Every family has its
-processor outputs, prompts, decoder inputs and logits compared stage by stage, then greedy tokens: alone, staggered with budgets of
-7, 24 and 4096 tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted; and once more with steps
-that are replayed from fixed memory, as CUDA graphs are. Most are also sampled under neighbours and put under a random stress; where that column is
-empty, a close relative stands for the family (`make test-slow` has more of them). *Controls* are deliberate mistakes that must change tokens.
+What the tests compare with Transformers, on tiny random models in float32: the number of tests that
+passed. Every family has its processor outputs, prompts, decoder inputs and logits compared stage by
+stage, then greedy tokens: alone, staggered with budgets of 7, 24 and 4096 tokens, with cached
+prefixes and encoder outputs, with a full encoder cache and preempted; and once more with steps that
+are replayed from fixed memory, as CUDA graphs are. Most are also sampled under neighbours and put
+under a random stress; where that column is empty, a close relative stands for the family
+(`make test-slow` has more of them). *Controls* are deliberate mistakes that must change tokens.
 """
 
 

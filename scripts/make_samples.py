@@ -100,7 +100,7 @@ class _Drawing:
         angle: float = 0.0,
         inner: float | None = None,
     ) -> None:
-        """`inner`: how near the corners between the corners of a star are."""
+        """Draw a polygon or a star, with inner corners at the share `inner` of its radius."""
         reaches = [1.0] if inner is None else [1.0, inner]
         num_points = num_corners * len(reaches)
         points = []

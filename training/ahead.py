@@ -1,7 +1,8 @@
-"""Steps made ready ahead of their use, by a thread: while the device goes backward through one
-step, the next one is sent, its pictures drawn and its sounds heard, on a stream of their own.
+"""A thread that makes training steps ready ahead of their use.
 
-So the loop itself sends nothing: sending would wait for all that the device has still to do.
+While the device goes backward through one step, the next one is sent, its pictures are drawn and
+its sounds computed, on a stream of their own. The loop itself sends nothing: sending would wait for
+all that the device has still to do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Ahead:
             self._ready.put(error)
 
     def _send(self, batch: Batch) -> Batch:
-        """All but the sounds, of which the spectra are there by now."""
+        """Send all but the sounds, because their spectra are on the device already."""
         return {
             name: value.pin_memory().to(self._device, non_blocking=True)
             if torch.is_tensor(value) and name != "sounds"
@@ -71,7 +72,7 @@ class Ahead:
 
 
 def _as_tensors(batch: Batch) -> Batch:
-    """Small arrays travel as such between processes: a shared tensor costs a file each."""
+    """Turn small arrays into tensors; a tensor that is shared between processes costs a file."""
     return {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         for name, value in batch.items()

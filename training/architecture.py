@@ -101,7 +101,7 @@ def make_config(tokenizer: Any) -> Any:
 
 
 def make_processor(tokenizer: Any) -> Any:
-    """Pictures and frames come out at the sizes that the model was trained on, whatever goes in."""
+    """Make a processor that brings every picture and frame to sizes that training had."""
     import transformers as tf
 
     picture = UNIT * UNIT * MAX_PICTURE_TOKENS
@@ -122,7 +122,7 @@ def make_processor(tokenizer: Any) -> Any:
 
 
 def save_stock(directory: Path, model: Any, tokenizer: Any) -> None:
-    """A checkpoint like any other."""
+    """Save a checkpoint that stock Transformers loads."""
     model.generation_config.do_sample = False
     model.generation_config._from_model_config = False
     model.generation_config.eos_token_id = tokenizer.eos_token_id

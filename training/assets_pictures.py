@@ -82,7 +82,7 @@ SHA256 = {
 
 
 def fetch_package(package: str, folder: Path) -> tarfile.TarFile:
-    """The npm package's archive, fetched unless it is in `folder` already, checked either way."""
+    """Fetch an npm package's archive if the folder lacks it, and check its digest."""
     folder.mkdir(parents=True, exist_ok=True)
     name, _, version = package.rpartition("@")
     path = folder / f"{name.lstrip('@').replace('/', '-')}-{version}.tgz"
@@ -104,7 +104,7 @@ def _read(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def draw_emoji(package: str, folder: Path) -> np.ndarray:
-    """Every concept in one style, uint8 [concept, 96, 96, 4], not premultiplied."""
+    """Draw every concept in one style: uint8 [concept, 96, 96, 4], not premultiplied."""
     import resvg_py
 
     with fetch_package(package, folder) as archive:
@@ -131,7 +131,7 @@ def draw_emoji(package: str, folder: Path) -> np.ndarray:
 
 
 def draw_glyphs(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Cells uint8 [font, character, 48, 64], and advances [font, characters and the space]."""
+    """Draw cells uint8 [font, character, 48, 64] and return them with the advances."""
     cells = np.zeros((len(FONTS), len(CHARACTERS), LINE_HEIGHT, CELL_WIDTH), np.uint8)
     advances = np.zeros((len(FONTS), len(CHARACTERS) + 1), np.float32)
     for number, (family, weight) in enumerate(FONTS):

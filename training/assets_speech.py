@@ -114,7 +114,7 @@ def fetch_wheel(requirement: str, file: str, sha256: str, downloads: Path, *opti
 
 
 class DebianArchive:
-    """Packages of one architecture, which need not be this machine's; changes nothing of apt's."""
+    """Packages of one architecture, fetched without changing anything of this machine's apt."""
 
     def __init__(self, architecture: str, state: Path) -> None:
         (state / "lists" / "partial").mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def lay_out_recordings(folder: Path, downloads: Path) -> None:
 
 
 def encoder_of(checkpoint: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whisper's encoder, by the names that `audio_tower` of Qwen2.5-Omni's thinker has for it."""
+    """Return Whisper's encoder under the names of Qwen2.5-Omni's `audio_tower`."""
     encoder = {}
     for name, weight in checkpoint.items():
         if name.startswith("encoder.") and name != "encoder.positional_embedding":

@@ -49,7 +49,7 @@ MAX_SOUND_SAMPLES = 12 * 16_000
 
 @dataclass(frozen=True)
 class Plan:
-    """Samples of each group in a step."""
+    """How many samples of each group a step has."""
 
     picture: int = 256
     text: int = 48
@@ -66,7 +66,7 @@ STEPS_PER_VIDEO = 4
 
 
 class BatchMaker:
-    """Makes batches; the same seed makes the same ones."""
+    """A maker of batches that makes the same ones from the same seed."""
 
     def __init__(self, folder: Path, split: Split, seed: int) -> None:
         self._writer = Writer(folder / "tokenizer")
@@ -76,8 +76,10 @@ class BatchMaker:
         self._spoken: list[tuple[Sample, np.ndarray]] = []
 
     def make_step(self, plan: Plan, number: int, *, with_videos: bool) -> dict[str, Batch]:
-        """What is seen or read, what is heard, and at times videos: each goes through the model
-        at once. All pictures of a step have one size, and stand in the first batch.
+        """Return the batches of one step: pictures and text, sounds, and at times videos.
+
+        Each batch goes through the model at once. All pictures of a step have one size, and stand
+        in the first batch.
         """
         grid = self._choose(PICTURE_GRIDS)
         mixture = plan.mixture
@@ -167,7 +169,7 @@ class BatchMaker:
     def _choose_spoken(
         self, makers: list[tuple[Maker, float]], count: int, num_fresh: int
     ) -> list[tuple[Sample, np.ndarray]]:
-        """Sounds of about one length, some of which were used before."""
+        """Choose sounds of about one length; some of them were used before."""
         wanted = len(self._spoken) + max(num_fresh, count - len(self._spoken))
         while len(self._spoken) < wanted:
             for sample in self._draw(makers, wanted - len(self._spoken), (0, 0)):
@@ -204,7 +206,7 @@ class BatchMaker:
         return batch
 
     def _place(self, waves: list[np.ndarray]) -> np.ndarray:
-        """Each sound begins somewhere within the length that all have."""
+        """Let each sound begin somewhere within the length that all have."""
         room = self._random.randint(1_000, 12_000)
         num_tokens = -(-(max(map(len, waves)) + room) // SAMPLES_PER_TOKEN)
         sounds = np.zeros((len(waves), num_tokens * SAMPLES_PER_TOKEN), np.int16)
@@ -225,7 +227,7 @@ class BatchMaker:
 
 
 def _number_groups(batch: Batch, groups: list[str]) -> torch.Tensor:
-    """The group of each token of an answer."""
+    """Return the group of each token of an answer."""
     numbers = torch.tensor([GROUPS.index(group) for group in groups])
     return numbers[batch["rows"]][batch["turns"]]
 
@@ -253,7 +255,7 @@ class Steps(IterableDataset[dict[str, Batch]]):
 
 
 def _as_arrays(batch: Batch) -> Batch:
-    """All but the sounds, which are large, go through a pipe instead of shared memory."""
+    """Turn all but the sounds into arrays, which go through a pipe; sounds are too large for it."""
     return {
         name: value.numpy() if torch.is_tensor(value) and name != "sounds" else value
         for name, value in batch.items()
@@ -263,7 +265,7 @@ def _as_arrays(batch: Batch) -> Batch:
 def load_steps(
     folder: Path, plan: Plan, *, seed: int, num_workers: int, start: int = 0
 ) -> Iterator[Any]:
-    """Steps from number `start` on."""
+    """Yield the steps from number `start` on."""
     loader = DataLoader(
         Steps(folder, plan, seed, start),
         batch_size=None,

@@ -40,7 +40,7 @@ TASKS: dict[str, tuple[str, str]] = {
 
 
 def make_tables(records: dict[str, dict[str, Any]]) -> str:
-    """Accuracy per task, then the human recordings one by one."""
+    """Return the table of all tasks, and the one of the human recordings."""
     names = list(records)
     header = ["task", "floor / target", "cases", f"{names[0]} [95 %]", *names[1:]]
     rows = []
@@ -58,7 +58,7 @@ def make_tables(records: dict[str, dict[str, Any]]) -> str:
 
 
 def _figure(figures: dict[str, Any]) -> tuple[float, float, float]:
-    """The share of right answers, of wrong words where something was said, and its interval."""
+    """Return the share of right answers, or of wrong words in speech, with its interval."""
     kind = "word_errors" if "word_errors" in figures else "share"
     low, high = figures["word_errors_interval" if kind == "word_errors" else "interval"]
     return figures[kind], low, high
@@ -82,12 +82,14 @@ def format_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def replace_figures(page: str, tables: str) -> str:
-    before, mark, rest = page.partition(BEGIN)
-    _, other_mark, after = rest.partition(END)
+def replace_figures(page: str, tables: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+    """Return the page with the tables between the two marks."""
+    begin, end = marks
+    before, mark, rest = page.partition(begin)
+    _, other_mark, after = rest.partition(end)
     if not mark or not other_mark:
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{tables}{END}{after}"
+        raise ValueError(f"The page lacks {begin} or {end}.")
+    return f"{before}{begin}\n{tables}{end}{after}"
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class Writer:
         self._finder = MentionFinder(encode)
 
     def write(self, sample: Sample, layout: Layout, random: Random) -> Encoded:
-        """One in five questions stands before its media, one in twelve after a system prompt."""
+        """Write a conversation; some questions stand before their media."""
         pieces = _Pieces()
         if random.random() < 1 / 12:
             system = f"<|im_start|>system\n{random.choice(SYSTEM_PROMPTS)}<|im_end|>\n"
@@ -114,7 +114,7 @@ class _Pieces:
         self._append(piece, is_answer=True)
 
     def add_mentions(self, mentions: Iterable[Mention]) -> None:
-        """Of what is added next."""
+        """Note where the names stand that the text added next will have."""
         start = len(self._tokens)
         self._mentions += [(start + at, row, column) for at, row, column in mentions]
 
@@ -141,7 +141,7 @@ class _Pieces:
 
 
 def pad(batch: list[Encoded], writer: Writer) -> dict[str, np.ndarray]:
-    """Tokens [B, T] and positions [3, B, T], all of one length, a multiple of 16.
+    """Pad tokens [B, T] and positions [3, B, T] to one length, a multiple of 16.
 
     The others number places in the flattened tokens: `answer_at` has those before each token of an
     answer, `labels` and `turns` that token and its turn; `..._at` the placeholders of media;

@@ -31,7 +31,7 @@ Asked = list[tuple[dict[str, Any], str]]  # cases with their answers
 
 @dataclass(slots=True)
 class Pass:
-    """All cases, asked once."""
+    """The answers of one pass over all cases, with its costs."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class Pass:
 def load_cases(
     folder: Path, count: int | None = None, tasks: Sequence[str] = ("*",)
 ) -> list[dict[str, Any]]:
-    """At most `count` of each task; only tasks with such names ("human*": a pattern)."""
+    """Return at most `count` cases of each task with a name that fits one of the patterns."""
     seen: dict[str, int] = defaultdict(int)
     cases = []
     for line in (folder / "cases.jsonl").read_text().splitlines():
@@ -66,7 +66,7 @@ def load_cases(
 
 
 def make_content(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The parts of an OpenAI message."""
+    """Return the parts of an OpenAI message."""
 
     def as_url(name: str, kind: str) -> str:
         return f"data:{kind};base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
@@ -89,7 +89,7 @@ def make_content(case: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 async def ask_server(
     cases: list[dict[str, Any]], folder: Path, base_url: str, concurrency: int, passes: list[Pass]
 ) -> None:
-    """Each hundred cases in all passes, then the next: what was asked before is still cached."""
+    """Ask each hundred cases in all passes before the next hundred, while caches hold them."""
     import openai
 
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=600.0)
@@ -131,7 +131,7 @@ async def ask_server(
 def ask_checkpoint(
     cases: list[dict[str, Any]], folder: Path, checkpoint: Path, device: str
 ) -> Iterator[Answer]:
-    """Transformers alone: its processor, its model, its `generate`; only files are read by us."""
+    """Answer with Transformers alone: its processor, its model and its `generate`."""
     import torch
     import transformers as tf
 
@@ -224,7 +224,7 @@ def _part_by_kind(asked: Asked) -> dict[str, Asked]:
 
 
 def add_records(record: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of different tasks, as one."""
+    """Join two records that have different tasks."""
     twice = record["scores"].keys() & other["scores"].keys()
     if twice:
         raise ValueError(f"in both records: {', '.join(sorted(twice))}")

@@ -64,12 +64,12 @@ class Guides(nn.Module):
         save_file(state, folder / _FILE)
 
     def restore(self, folder: Path) -> None:
-        """As they were saved beside the weights."""
+        """Load the heads that were saved beside the weights."""
         self.load_state_dict(load_file(folder / _FILE))
 
 
 def _ask(head: nn.Linear, hidden: Tensor, wanted: Tensor, *, ignored: int = -100) -> Tensor:
-    """The mean loss of a head of several answers of equal size, `wanted` [..., answers]."""
+    """Return the mean loss of a head that gives several answers of equal size."""
     found = head(F.rms_norm(hidden.float(), (hidden.shape[-1],))).float()
     found = found.unflatten(-1, (wanted.shape[-1], -1)).flatten(0, -2)
     return F.cross_entropy(found, wanted.flatten(), ignore_index=ignored)

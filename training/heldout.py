@@ -55,7 +55,7 @@ class Drawer:
         self._renderer = Renderer(folder / "pictures.npz", "cpu", emoji_path=path)
 
     def draw(self, canvases: list[Canvas], size: Size, scale: float) -> np.ndarray:
-        """uint8 [n, height, width, 3]."""
+        """Draw canvases as uint8 [n, height, width, 3]."""
         pixels = self._renderer.render(pack_canvases(canvases), size, scale=scale)
         pixels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).numpy()
@@ -98,7 +98,7 @@ class Author:
     def write(
         self, task: str, sample: Sample, size: Size, speak: Callable[[str], np.ndarray] | None
     ) -> Case:
-        """The first turn is asked."""
+        """Write the files of a sample and return the case, which asks the first turn."""
         self._number += 1
         name = f"{self._number:06d}"
         turn = sample.turns[0]
@@ -121,7 +121,7 @@ class Author:
         return self._speaker.speak(text, self._random, "test")
 
     def take_unseen_emoji(self) -> None:
-        """From now on: Twemoji, of which nothing was seen in training."""
+        """Draw Twemoji from now on, a style that training never showed."""
         self._drawer = Drawer(self._folder, emoji="emoji_unseen.npz")
 
     def make_cases(
@@ -138,7 +138,7 @@ class Author:
         return [(make(self._random, size, "test"), size) for size in sizes]
 
     def _make_unheard(self, task: str, make: Any, count: int) -> list[tuple[Sample, Size]]:
-        """Sentences that most likely stood in no other that training wrote down."""
+        """Make sentences that most likely stood in no longer sentence of training."""
         kept: list[tuple[Sample, Size]] = []
         while len(kept) < count:
             samples = self._make_samples(task, make, 4 * count)

@@ -58,8 +58,10 @@ def find_landmarks(packed: PackedCanvases, grid: tuple[int, int]) -> np.ndarray:
 
 
 def count_so_far(sprites: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
-    """int16 [B, rows * columns, 4]: how many things were met by each middle of one, in the order of
-    tokens: of its shape and colour, of its shape, of its colour, in all; elsewhere zero.
+    """Return how many like things came before the middle of each, in the order of tokens.
+
+    int16 [B, rows * columns, 4]: counts of the same shape and colour, of the same shape, of the
+    same colour, and of all things. Tokens that are no middle have zeros.
     """
     found = np.zeros((len(sprites), grid[0] * grid[1], 4), np.int16)
     kinds = sprites[:, :, 0].astype(int)

@@ -23,7 +23,7 @@ class MentionFinder:
         self._nouns = {*self._shapes, encode(" thing")[-1]}
 
     def find(self, tokens: list[int], canvas: Canvas) -> Iterator[Mention]:
-        """One for each name that only one thing of the picture has."""
+        """Return one mention for each name that only one thing of the picture has."""
         places = [at for at, token in enumerate(tokens) if token in self._nouns]
         things = list(_name_things(canvas)) if places else []
         for at in places:
@@ -40,7 +40,7 @@ class MentionFinder:
 
 
 def _name_things(canvas: Canvas) -> Iterator[tuple[Sprite, int, int]]:
-    """Shapes and colours; none where there is anything else, behind which shapes are decoration."""
+    """Yield each shape with its number and colour, if the picture has nothing but shapes."""
     if all(sprite.kind == "shape" for sprite in canvas.sprites):
         for sprite in canvas.sprites:
             if sprite.width < MAX_THING:

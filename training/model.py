@@ -39,13 +39,13 @@ class Gated(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [B, T, heads, dim], the others [B or 1, T, 1, dim]."""
+    """Rotate `x` [B, T, heads, dim] by cosines and sines [B or 1, T, 1, dim]."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """All [B, T, heads, dim]; keys and values may have fewer heads."""
+    """Attend with [B, T, heads, dim]; keys and values may have fewer heads."""
     if q.shape[2] != k.shape[2]:
         times = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 
 def run_block(x: Tensor, cos: Tensor, sin: Tensor, dim: int, causal: bool, *weights: Any) -> Tensor:
-    """One layer of text or vision; a function of tensors, so that it is compiled once for all.
+    """Run one layer of text or vision, as a function of tensors that is compiled once for all.
 
     The weights are matrices and vectors; a vector that the layer lacks is None.
     """
@@ -95,7 +95,7 @@ class Blocks:
     @classmethod
     @contextmanager
     def as_they_are(cls) -> Iterator[None]:
-        """Without gradients other code would have to be compiled."""
+        """Run blocks without compiling; without gradients other code would have to be compiled."""
         run, cls.run = cls.run, staticmethod(run_block)
         try:
             yield
@@ -308,7 +308,7 @@ class Sound(nn.Module):
         self.proj = nn.Linear(size, config.output_dim)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """`mel` [B, 80, frames], a multiple of four frames, to tokens [B, frames / 4, LM]."""
+        """Turn `mel` [B, 80, frames] with 4 n frames into tokens [B, n, LM]."""
         with torch.no_grad():
             x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)
             x = x + self.places[: x.shape[1]].to(x.dtype)
@@ -335,8 +335,9 @@ class Thinker(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, media: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [B * T, LM], at the end and on the way; `media` are places in the flattened
-        tokens, and what stands there.
+        """Return hidden states [B * T, LM] of the last layer and of layers on the way.
+
+        `media` has places in the flattened tokens, and the embeddings that stand there.
         """
         text = self.model.language_model
         x = text.embed_tokens(tokens).flatten(0, 1)

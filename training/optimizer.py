@@ -17,7 +17,7 @@ _NUM_ROUNDS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """[n, rows, columns] to about the nearest orthogonal ones (Newton-Schulz)."""
+    """Bring matrices [n, rows, columns] near orthogonal ones by Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.bfloat16() if matrices.is_cuda else matrices
@@ -31,7 +31,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """The step of each matrix has the size that AdamW's would have."""
+    """An optimizer that gives each matrix a step of the size that AdamW's would have."""
 
     def __init__(
         self,

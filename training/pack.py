@@ -38,8 +38,10 @@ Array = npt.NDArray[Any]
 
 
 def pack(checkpoint: Path, destination: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, float]:
-    """The relative error of each tensor (root of the mean square, over that of the tensor). What
-    was packed there before is replaced.
+    """Pack a checkpoint and return the relative error of each tensor.
+
+    The error is the root of the mean square, divided by that of the tensor. What was packed in the
+    folder before is replaced.
     """
     if destination.exists() and not (destination / MANIFEST).is_file():
         raise SystemExit(f"{destination} is no packed checkpoint: it is not replaced")
@@ -64,7 +66,7 @@ def pack(checkpoint: Path, destination: Path, *, max_bytes: int = MAX_BYTES) -> 
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Array]:
-    """All of a checkpoint, floating-point ones in float32."""
+    """Read all tensors of a checkpoint, floating-point ones as float32."""
     from safetensors.torch import load_file as load_torch_file  # knows bfloat16
 
     paths = sorted(checkpoint.glob("*.safetensors"))
@@ -88,7 +90,7 @@ def quantize(tensors: dict[str, Array]) -> dict[str, Array]:
 
 
 def quantize_rows(tensor: npt.NDArray[np.float32], name: str = "a tensor") -> tuple[Array, Array]:
-    """Integers from -127 to 127 in the tensor's shape; a scale for each of its first entries."""
+    """Return integers from -127 to 127, and a scale for each row."""
     if not np.isfinite(tensor).all():
         raise SystemExit(f"{name} has values that are no numbers")
     rows = tensor.reshape(len(tensor), -1)
@@ -137,7 +139,7 @@ def _copy_small_files(checkpoint: Path, packed: Path) -> None:
 
 
 def _as_float32(config: Any) -> Any:
-    """A config whose model is in float32, at every level."""
+    """Return a config that has float32 at every level."""
     if not isinstance(config, dict):
         return config
     names = ("dtype", "torch_dtype")

@@ -10,8 +10,9 @@ SECONDS_PER_STEP = 1.0  # two frames at two frames a second
 
 
 def make_positions(segments: list[int | tuple[int, int, int]], length: int) -> np.ndarray:
-    """[3, length]; a segment is a number of plain tokens, or the steps, rows and columns of tokens
-    of a picture or video. What is left is padding.
+    """Return positions [3, length] of a sequence of segments, with padding behind them.
+
+    A segment is a number of plain tokens, or the steps, rows and columns of a picture or video.
     """
     positions = np.zeros((3, length), np.int32)
     at, start = 0, 0

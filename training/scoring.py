@@ -7,19 +7,19 @@ import re
 
 
 def normalize(text: str) -> str:
-    """Case and the last full stop don't count."""
+    """Return the text without case, extra blanks and its last full stop."""
     return re.sub(r"\s+", " ", text).strip().removesuffix(".").lower()
 
 
 def is_right(answer: str, expected: str, *, is_text: bool = False) -> bool:
-    """`is_text`: a text was read, where case counts."""
+    """Return whether the answer is the expected one; case counts where a text was read."""
     if is_text:
         return answer.strip() == expected.strip()
     return normalize(answer) == normalize(expected)
 
 
 def count_word_errors(answer: str, expected: str) -> tuple[int, int]:
-    """Words replaced, missing or too many, and the words there were."""
+    """Count words that were replaced, left out or added, and the words of the expected text."""
     said, heard = normalize(expected).split(), normalize(answer).split()
     row = list(range(len(heard) + 1))
     for number, word in enumerate(said, 1):
@@ -31,7 +31,7 @@ def count_word_errors(answer: str, expected: str) -> tuple[int, int]:
 
 
 def interval(right: int, total: int) -> tuple[float, float]:
-    """Wilson's, of 95 %."""
+    """Return Wilson's interval of 95 % for a share."""
     if not total:
         return 0.0, 1.0
     z = 1.96

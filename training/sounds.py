@@ -25,7 +25,7 @@ class Features:
         self._window = torch.hann_window(WINDOW, device=device)
 
     def compute(self, waves: Tensor) -> Tensor:
-        """[B, samples] from -1 to 1, a multiple of 640, to [B, 80, samples / 160]."""
+        """Turn samples [B, 640 n] from -1 to 1 into spectra [B, 80, 4 n]."""
         padded = F.pad(waves, (0, WINDOW))  # the processor fills up with silence as well
         spectra = torch.stft(
             padded, WINDOW, HOP, window=self._window, pad_mode="reflect", return_complex=True
@@ -37,7 +37,7 @@ class Features:
 
 
 def disturb(waves: Tensor, generator: torch.Generator) -> Tensor:
-    """Another loudness, noise of another colour, an echo."""
+    """Change loudness, and add noise of some colour and an echo."""
     batch, length = waves.shape
 
     def draw(low: float, high: float) -> Tensor:
@@ -57,7 +57,7 @@ def disturb(waves: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def tilt(features: Tensor, generator: torch.Generator) -> Tensor:
-    """Other microphones: a smooth curve over the frequencies; now and then a band is missing."""
+    """Imitate other microphones by a smooth curve over the frequencies, or a missing band."""
     batch, bins, _ = features.shape
     curve = torch.randn(batch, 1, 6, generator=generator, device=features.device) * 0.08
     curve = F.interpolate(curve, bins, mode="linear", align_corners=True).transpose(1, 2)

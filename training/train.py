@@ -54,7 +54,7 @@ class MediaPipeline:
 
     @torch.no_grad()
     def perceive(self, batch: Batch, *, is_clean: bool = False) -> dict[str, Tensor]:
-        """Patches and spectra; disturbed, unless they must be clean."""
+        """Return patches and spectra, disturbed unless they must be clean."""
         perceived = {}
         if "sounds" in batch:
             waves = batch["sounds"].to(self._device, non_blocking=True).float() / 32768.0
@@ -115,7 +115,7 @@ def predict(
 def measure(
     model: Thinker, pipeline: MediaPipeline, batches: list[Batch], autocast: Any
 ) -> dict[str, float]:
-    """How many answers are right, token for token, per task; greedy decoding gives the same."""
+    """Return the share of right answers for each task; greedy decoding gives the same."""
     right: dict[str, list[bool]] = defaultdict(list)
     for batch in batches:
         perceived = pipeline.perceive(batch, is_clean=True)
@@ -150,7 +150,7 @@ def make_test_batches(folder: Path, *, seed: int, count: int, rounds: int) -> li
 
 
 def schedule(progress: float) -> float:
-    """Up in three hundredths of the time, level, then down to nothing."""
+    """Return the rate: up in three hundredths of the time, level, then down to zero."""
     return min(1.0, progress / 0.03) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
 
@@ -275,7 +275,7 @@ class _Loop:
         self._mark("wait")
 
     def _mark(self, phase: str) -> None:
-        """How long each phase takes, in a few early steps, which wait for the device."""
+        """Note how long each phase takes in a few early steps, which wait for the device."""
         if not 20 <= self._number < 32:
             return
         if self._arguments.device.startswith("cuda"):
@@ -286,7 +286,7 @@ class _Loop:
         self._phase, self._phase_started = phase, now
 
     def _weigh(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The mean of each group's answers, by the group's weight."""
+        """Return the mean over each group's answers, weighted by group."""
         labels = batch["labels"].to(logits.device, non_blocking=True)
         groups = batch["groups"].to(logits.device, non_blocking=True)
         losses = F.cross_entropy(logits, labels, reduction="none")

@@ -21,7 +21,7 @@ MAX_MARK_DISTANCE = 9.0
 
 @torch.no_grad()
 def initialize(model: Thinker, seed: int, mark: int) -> None:
-    """What adds to the residual stream begins at zero; where tokens look begins with a plan.
+    """Start what adds to the residual stream at zero, and attention with a plan.
 
     A random vision tower takes long to find out that neighbours belong together: its heads begin
     with looking at neighbours. And its positions are only relative, so that it can't tell where a
@@ -90,7 +90,7 @@ def _look_at_neighbours(attention: Any, frequencies: Tensor, *, distance: int) -
 
 
 def load_whisper(model: Thinker, folder: Path) -> None:
-    """The tower is frozen, but for the projection behind it."""
+    """Load the audio tower, which stays frozen but for the projection behind it."""
     tower = model.model.audio_tower
     state = load_file(folder / WHISPER)
     state = {name.removeprefix("audio_tower."): tensor.float() for name, tensor in state.items()}
@@ -103,7 +103,7 @@ def load_whisper(model: Thinker, folder: Path) -> None:
 
 
 def save_shards(model: nn.Module, folder: Path) -> None:
-    """What was trained, in files `trained-N.safetensors`."""
+    """Save what was trained in files `trained-N.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     num_bytes = 0
@@ -134,7 +134,7 @@ def restore(model: nn.Module, folder: Path) -> None:
 
 
 def make_stock(model: nn.Module, config: Any) -> Any:
-    """The stock model with these weights."""
+    """Return the stock model with these weights."""
     import transformers as tf
 
     stock = tf.Qwen2_5OmniThinkerForConditionalGeneration(config)

@@ -51,7 +51,7 @@ def attack(directory: Path) -> Iterator[None]:
 
 
 def fill(path: Path) -> None:
-    """Write until nothing more fits, of which a disk of `small_disk` has little."""
+    """Write until nothing more fits on the disk, which `small_disk` keeps small."""
     with path.open("ab", buffering=0) as file:
         for _ in range(2 * _NUM_BYTES // _CHUNK_BYTES):
             try:

@@ -86,7 +86,7 @@ class _QuickHandler(BaseHTTPRequestHandler):
         self.wfile.write(picture)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Keep the server's log empty."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class WrongFileError(Exception):
 
 
 def get_cache_directory() -> Path:
-    """`$SENSORIUM_CACHE_DIR/real`, else below `$XDG_CACHE_HOME`, else below `~/.cache`."""
+    """Return `$SENSORIUM_CACHE_DIR/real`, or a folder below `$XDG_CACHE_HOME` or `~/.cache`."""
     if own := os.environ.get("SENSORIUM_CACHE_DIR"):
         return Path(own) / "real"
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -41,8 +41,10 @@ def say(words: str) -> None:
 
 
 def make_once(name: str, recipe: Callable[[Path, Path], None], parent: Path) -> Path:
-    """The folder `name` below `parent`. Where it is missing, `recipe` gets the path of a folder to
-    make and one for what it needs on the way. A folder that is there is complete.
+    """Return the folder `name` below `parent`, made by `recipe` if it is missing.
+
+    The recipe gets the path of the folder to make and one for what it needs on the way. A folder
+    that exists is complete.
     """
     directory = parent / name
     if directory.exists():

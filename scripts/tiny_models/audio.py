@@ -1,4 +1,4 @@
-"""Models that hear."""
+"""Makers of tiny models that take audio."""
 
 from __future__ import annotations
 
@@ -169,8 +169,9 @@ _CONTROL_TOKENS = {
 
 
 def _write_tekken(path: Path) -> None:
-    """A Tekken vocabulary: the control tokens, and the first words of the one that comes with
-    mistral-common.
+    """Write a small Tekken vocabulary.
+
+    It has the control tokens and the first words of the vocabulary in mistral-common.
     """
     import mistral_common
 

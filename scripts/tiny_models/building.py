@@ -57,7 +57,7 @@ def make_tokenizer(
     bos: str | None = None,
     extra: dict[str, str] | None = None,
 ) -> Any:
-    """`extra`: names under which the tokenizer knows special tokens, as in `image_token`."""
+    """Make a tokenizer; `extra` maps attributes such as `image_token` to special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,8 +76,9 @@ def make_tokenizer(
 
 @torch.no_grad()
 def rescale(model: Any, *, embedding_std: float = 1.0, seed: int = 0) -> Any:
-    """Matrices get a standard deviation of 1/sqrt(inputs), so that signals neither vanish nor
-    saturate.
+    """Give matrices a standard deviation of 1/sqrt(inputs).
+
+    Signals then neither vanish nor saturate.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""`python -m sensorium`: the command, of this very interpreter."""
+"""Runs the command with this interpreter: `python -m sensorium`."""
 
 from sensorium.cli import main
 

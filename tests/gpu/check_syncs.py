@@ -55,8 +55,9 @@ def check_decode_syncs(name: str, dtype: torch.dtype, backend: str) -> str:
 
 
 def check_encoder_syncs(name: str) -> str:
-    """A step that encodes adds one wait of ours, whatever the number of items; the model's own
-    encoder may wait as well.
+    """Check that a step that encodes adds one wait of ours, however many items it has.
+
+    The model's own encoder may wait as well.
     """
     need_cuda()
     llm = make_device_llm(name, torch.float32)

@@ -1,5 +1,7 @@
-"""The list of all checks on a GPU. A check returns what it saw, raises `AssertionError` when that
-is wrong, and `UnavailableError` when the machine lacks what it needs.
+"""The list of all checks on a GPU.
+
+A check returns what it saw, raises `AssertionError` when that is wrong, and `UnavailableError` when
+the machine lacks what it needs.
 """
 
 from __future__ import annotations

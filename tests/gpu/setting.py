@@ -137,7 +137,7 @@ def get_reference(name: str, dtype: torch.dtype) -> DeviceReference:
 
 
 def make_device_llm(name: str, dtype: torch.dtype, **options: Any) -> LLM:
-    """`UnavailableError` if the attention backend that is asked for can't be had."""
+    """Make an engine, or raise `UnavailableError` if its attention backend can't be had."""
     values = {"device": get_device(), "dtype": str(dtype).removeprefix("torch.")}
     logging.getLogger("sensorium").setLevel(logging.WARNING)
     try:

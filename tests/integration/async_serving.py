@@ -13,18 +13,16 @@ from PIL import Image
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.build.builder import (
+    Checkpoint,
     Core,
-    LoadedConfig,
-    Source,
     build_core,
     build_frontend,
-    load_source,
+    read_checkpoint,
 )
-from sensorium.engine.build.config import EngineOptions
-from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.build.perception import Perception, build_caches, build_receiver, build_store
+from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
-from sensorium.engine.core_process.core_messages import CoreInfo
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.cache.mirror import MirrorReceiver
@@ -50,8 +48,8 @@ class LocalCore:
     """A core whose process is this one. A new life begins empty, as a new process would."""
 
     def __init__(self, model: str, directory: Path, media: MediaOptions, **options: Any) -> None:
-        self.source = Source(model=model)
-        self.loaded: LoadedConfig = load_source(self.source)
+        self.loading = LoadingOptions(model=model)
+        self.checkpoint: Checkpoint = read_checkpoint(self.loading)
         self.media = media
         self.directory = directory
         self.store = build_store(media)
@@ -66,7 +64,7 @@ class LocalCore:
         store = None if self.store is None else ShmStore.attach(self.store.fd)
         receiver = build_receiver(store)
         self.built: Core = build_core(
-            self.source, self.loaded, options=self.options, receiver=receiver
+            self.loading, self.checkpoint, options=self.options, receiver=receiver
         )
         self.core = self.built.core
         endpoint = f"ipc://{self.directory}/core-{self.life}.sock"
@@ -100,7 +98,7 @@ class LocalCore:
     def make_frontend(self, identity: str, **options: Any) -> tuple[AsyncEngine, Perception]:
         store = None if self.store is None else ShmStore.attach(self.store.fd)
         frontend = build_frontend(
-            self.source, self.loaded, self.media, build_caches(self.media, store)
+            self.loading, self.checkpoint, self.media, build_caches(self.media, store)
         )
         perception = frontend.perception
         inputs = InputProcessor(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
 
@@ -105,7 +106,11 @@ async def ask(app: Any, path: str, body: Any) -> Any:
 def main() -> None:
     model, warmup = sys.argv[1], sys.argv[2] == "warm"
     conversations = json.loads(Path(sys.argv[3]).read_text())
-    options = ServeOptions(model=model, warmup=warmup, media={"mm_processor_pool_size": 1})
+    options = ServeOptions(
+        loading=LoadingOptions(model=model),
+        warmup=warmup,
+        media=MediaOptions(mm_processor_pool_size=1),
+    )
     start = StartFrontend(
         options=options, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
     )

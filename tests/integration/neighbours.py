@@ -86,7 +86,7 @@ class Neighbours:
         processed, tensors = process_with_tensors(self.llm, request_id, prompt, PARAMS)
         payloads = {name: change({**item}) for name, item in tensors.items()}
         add_with_tensors(self.llm, processed.request, payloads)
-        self.llm._outputs.add_request(processed.request, processed.prompt)
+        self.llm._driver.outputs.add_request(processed.request, processed.prompt)
         return request_id
 
     def _clear_caches(self) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sensorium.multimodal.pool.messages import CostlyJobError
+from sensorium.multimodal.pool.channel import CostlyJobError
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 

@@ -22,12 +22,6 @@ from typing import Any, NoReturn
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.server.metrics.memory import CORE
 from sensorium.server.metrics.metric_set import MetricSet, write_as
-from sensorium.server.processes.child import (
-    follow_parent,
-    open_channel,
-    receive_start,
-    report_failure,
-)
 from sensorium.server.processes.control import (
     TO_CORE,
     TO_FRONTEND,
@@ -38,6 +32,10 @@ from sensorium.server.processes.control import (
     StartCore,
     StartFrontend,
     Stop,
+    follow_parent,
+    open_channel,
+    receive_start,
+    report_failure,
 )
 from sensorium.types.errors import ModelError
 from sensorium.types.sampling import GenerationDefaults

@@ -31,7 +31,8 @@ class Supervised:
 
     def start(self, *, grace_s: float = HANG_S, **options: Any) -> None:
         """With much patience, so that nobody is killed who is only slow."""
-        given = {"model": "a-model", "port": 0, "shutdown_timeout": HANG_S, **options}
+        loading = {"model": "a-model"}
+        given = {"loading": loading, "port": 0, "shutdown_timeout": HANG_S, **options}
         with (self.folder / "stderr").open("w") as stderr:
             self._parent = subprocess.Popen(
                 [sys.executable, _PARENT, str(self.folder), json.dumps(given), str(grace_s)],

@@ -1,5 +1,6 @@
-"""The engine of a server, over real sockets to a core: the same tokens as `LLM`, and nothing left
-behind whatever happens.
+"""The engine of a server, over real sockets to a core, gives the same tokens as `LLM`.
+
+Nothing is left behind, whatever happens.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: Lo
     run(core, test)
 
 
-def test_siblings_of_a_completion_that_failed_are_not_started(lru_core: LocalCore) -> None:
+def test_other_completions_of_one_that_failed_are_not_started(lru_core: LocalCore) -> None:
     core = lru_core
 
     async def test(engine: AsyncEngine, _: Perception) -> None:

@@ -28,8 +28,10 @@ def llava(tiny_model: TinyModel) -> LLM:
 
 
 def make_messages(family: str) -> list[dict[str, Any]]:
-    """Two rounds, with media of every kind that the model takes in both, where Transformers can
-    (it gives LLaVA-OneVision fewer tiles where a conversation has two pictures).
+    """Make two rounds, both with media of every kind that the model takes.
+
+    One round has none where Transformers can't: it gives LLaVA-OneVision fewer tiles where a
+    conversation has two pictures.
     """
     media = [
         {"type": modality, modality: make_media(modality, seed=index)}
@@ -213,8 +215,7 @@ def test_closing_a_stream_ends_its_request_and_leaves_nothing(llava: LLM, n: int
     assert llava.core.has_requests
     news.close()
     assert_nothing_is_left(llava)
-    assert llava._streams == {}
-    assert llava._outputs._news == {}
+    assert llava._driver.outputs.changed_ids == ()
     never_started = llava.stream("hello")
     never_started.close()
     assert_nothing_is_left(llava)
@@ -279,7 +280,7 @@ def test_a_stream_ends_when_an_interruption_took_its_request(llava: LLM) -> None
                 pass
     finally:
         llava.core.runner.execute = execute  # type: ignore[method-assign]
-    with pytest.raises(RequestError, match="given up by an interruption"):
+    with pytest.raises(RequestError, match="ended by an interruption"):
         for _ in second:
             pass
     assert_nothing_is_left(llava)

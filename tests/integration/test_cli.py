@@ -99,6 +99,13 @@ def test_chat_prints_the_answer_and_on_demand_its_counts(
     shown = capsys.readouterr()
     assert shown.out == output.outputs[0].text + "\n"
     assert "prompt tokens" not in shown.err
+    steps = [line for line in shown.err.splitlines() if line.startswith(f"Loading {directory}: ")]
+    assert any("loading the weights ... (" in line for line in steps)
+    assert f"{directory} is ready. (" in shown.err
+    chat(monkeypatch, directory, *flags, "what is this?", "--quiet")
+    shown = capsys.readouterr()
+    assert shown.out == output.outputs[0].text + "\n"
+    assert directory not in shown.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("what is this?\n"))
     chat(monkeypatch, directory, *flags, "-v")  # the question comes on stdin
     shown = capsys.readouterr()
@@ -239,9 +246,10 @@ def get_words(message: dict[str, Any]) -> str:
     return str(content if isinstance(content, str) else content[0]["text"])
 
 
-def test_a_reader_who_leaves_is_no_error() -> None:
-    """`sensorium … | head`."""
-    command = [sys.executable, "-c", "from sensorium.cli import main; main()", "--help"]
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["models"]])
+def test_a_reader_who_leaves_is_no_error(words: list[str]) -> None:
+    """The command is used as in `sensorium … | head`."""
+    command = [sys.executable, "-c", "from sensorium.cli import main; main()", *words]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     ours, theirs = os.pipe()
     os.close(ours)  # gone before the first word

@@ -1,5 +1,6 @@
-"""Several completions of one prompt: the same as as many requests, at little more than the cost of
-one prompt.
+"""Several completions of one prompt equal as many requests.
+
+They cost little more than one prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def llm(tiny_model: TinyModel) -> LLM:
 def generate(llm: LLM, prompt: Any, params: SamplingParams) -> RequestOutput:
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     assert_nothing_is_left(llm)
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     return output
 
 
@@ -55,7 +56,7 @@ def test_unseeded_completions_differ(llm: LLM) -> None:
     assert len({c.token_ids for c in output.outputs}) == 3
 
 
-def test_siblings_compute_little_of_the_prompt(tiny_model: TinyModel) -> None:
+def test_other_completions_compute_little_of_the_prompt(tiny_model: TinyModel) -> None:
     llm = make_llm(tiny_model("llama"), block_size=4)
     trace = Trace(llm)
     output = generate(llm, PROMPT, replace(SAMPLED, n=8, max_tokens=1))
@@ -119,16 +120,16 @@ def test_one_completion_without_a_token_fails_the_request(llm: LLM) -> None:
     assert_nothing_is_left(llm)
 
 
-def test_a_refused_request_leaves_no_siblings(llm: LLM) -> None:
+def test_a_refused_request_leaves_no_completions(llm: LLM) -> None:
     params = replace(SAMPLED, n=3, logit_bias={10**6: 1})
     (output,) = llm.generate(PROMPT, params, use_tqdm=False, return_errors=True)
     assert "logit_bias" in str(output.error)
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     assert_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_an_interruption_leaves_no_siblings(tiny_model: TinyModel, call: int) -> None:
+def test_an_interruption_leaves_no_completions(tiny_model: TinyModel, call: int) -> None:
     llm = make_llm(tiny_model("llama"))
     step, num_calls = llm.core.step, 0
 
@@ -142,7 +143,7 @@ def test_an_interruption_leaves_no_siblings(tiny_model: TinyModel, call: int) ->
     llm.core.step = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT, "b"], replace(SAMPLED, n=3), use_tqdm=False)
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     assert_nothing_is_left(llm)
 
 
@@ -152,5 +153,5 @@ def test_an_abort_ends_all_completions(llm: LLM, num_steps: int) -> None:
     for _ in range(num_steps):
         llm._step()
     llm._abort((request_id,))
-    assert len(llm._siblings) == 0
+    assert len(llm._driver.parallel_sampling) == 0
     assert_nothing_is_left(llm)

@@ -1,5 +1,6 @@
-"""Requests that want the same media at the same time: it is processed once, they fail together,
-and one that is given up leaves nothing behind.
+"""Media that several requests want at the same time is processed once.
+
+The requests fail together, and one that is given up leaves nothing behind.
 """
 
 from __future__ import annotations

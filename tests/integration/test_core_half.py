@@ -6,13 +6,14 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sensorium.engine.build import builder
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
@@ -27,11 +28,10 @@ def build(tiny_model: Callable[[str], str]) -> Iterator[Build]:
     """Builds, lets the loop begin and end once, and gives what was said of it."""
     folder = tempfile.mkdtemp(prefix="ch-")  # pytest's own are too long for sockets
 
-    def make(family: str, **more: Any) -> CoreInfo:
+    def make(family: str, *, engine: Mapping[str, Any] = {}, **more: Any) -> CoreInfo:
         options = ServeOptions(
-            model=tiny_model(family),
-            loading={"device": "cpu", "dtype": "float32"},
-            engine={"max_model_len": 512, "max_num_seqs": 4},
+            loading=LoadingOptions(model=tiny_model(family), device="cpu", dtype="float32"),
+            engine=EngineOptions(max_model_len=512, max_num_seqs=4, **engine),
             **more,
         )
         loop, info = build_core_app(StartCore(options=options, socket_dir=folder, life=3))
@@ -60,11 +60,14 @@ def test_a_core_says_what_was_resolved(build: Build) -> None:
 
 
 def test_without_a_mirror_there_is_no_epoch(build: Build) -> None:
-    assert build("llama", media={"mm_processor_cache_gb": 0}).epoch is None
+    assert build("llama", media=MediaOptions(mm_processor_cache_gb=0)).epoch is None
 
 
 def test_the_models_own_defaults_may_be_left_aside(build: Build) -> None:
-    own, none = build("llama").defaults, build("llama", generation_config="none").defaults
+    own, none = (
+        build("llama").defaults,
+        build("llama", engine={"generation_config": "none"}).defaults,
+    )
     assert (own.temperature, none.temperature) == (0.0, 1.0)
     assert own.eos_token_ids == none.eos_token_ids != ()
 
@@ -74,12 +77,14 @@ def test_a_model_of_an_unknown_family_is_tried_first(
 ) -> None:
     monkeypatch.setattr(builder, "ADAPTERS", {})
     caplog.set_level(logging.INFO, "sensorium.engine.build.trial")
-    build("qwen2_vl", media={"mm_processor_pool_size": 1})
+    build("qwen2_vl", media=MediaOptions(mm_processor_pool_size=1))
     assert "trial of text with image" in caplog.text
 
 
 def test_what_can_not_be_loaded_is_the_models_fault(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    start = StartCore(options=ServeOptions(model=str(tmp_path)), socket_dir="/", life=1)
+    start = StartCore(
+        options=ServeOptions(loading=LoadingOptions(model=str(tmp_path))), socket_dir="/", life=1
+    )
     with pytest.raises(ModelError):
         build_core_app(start)

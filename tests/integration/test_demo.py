@@ -1,4 +1,4 @@
-"""`sensorium demo` on a tiny model that answers at random."""
+"""The command `sensorium demo` on a tiny model that answers at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two servers, one of which renders and has no weights: together they answer as one does."""
+"""Two servers answer as one does, although the one that renders has no weights."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.engine.build.builder import Source, build_frontend, load_source
-from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.builder import build_frontend, read_checkpoint
+from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.engine.build.perception import Perception, build_caches, build_store
 from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
@@ -30,11 +30,11 @@ def perceive_with(model: str, *, cache_type: str) -> Iterator[tuple[Perception, 
     media = MediaOptions(
         mm_processor_cache_type=cache_type, mm_processor_cache_gb=0.03, mm_processor_pool_size=1
     )
-    source = Source(model=model)
+    loading = LoadingOptions(model=model)
     store = build_store(media)
     frontend = build_frontend(
-        source,
-        load_source(source),
+        loading,
+        read_checkpoint(loading),
         media,
         build_caches(media, store),
         starts_early=True,

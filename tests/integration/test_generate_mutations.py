@@ -1,5 +1,6 @@
-"""More than a thousand malformed features over HTTP: each is refused with its field, and the engine
-goes on as if nothing had been.
+"""More than a thousand malformed features over HTTP are refused with their fields.
+
+The engine goes on as if nothing had been.
 """
 
 from __future__ import annotations

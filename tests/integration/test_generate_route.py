@@ -1,5 +1,6 @@
-"""Tokens in, tokens out, over HTTP: the same answers as a conversation, with media from elsewhere
-or of the server's own.
+"""Tokens in and tokens out, over HTTP, give the same answers as a conversation.
+
+Media comes from elsewhere, or is the server's own.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def test_what_is_said_to_be_cached_and_is_not_is_listed_as_it_was_written(
 def test_hashes_of_others_stay_apart_from_our_own(
     omni_server: ServerProcess, client: OpenAI, omni_llm: LLM
 ) -> None:
-    """A true name does not help, in either direction, and a wrong item harms nobody."""
+    """A true name does not help, in either direction, and a wrong item harms no other client."""
     question, other = ask(make_image_part(711), "Well?"), ask(make_image_part(712), "Well?")
     body = render(omni_llm, question)
     own_hash = body["features"]["mm_hashes"]["image"][0]
@@ -256,7 +257,7 @@ def test_an_encoder_that_refuses_an_item_refuses_it_alone(
     omni_server: ServerProcess, omni_llm: LLM
 ) -> None:
     """A mask of another length than the placeholders: only the encoder finds out."""
-    from sensorium.multimodal.item_wire import decode_item, encode_item
+    from sensorium.multimodal.item_codec import decode_item, encode_item
 
     body = render(omni_llm, CONVERSATIONS["audio"], rename=lambda _: "deaf", has_layouts=False)
     expected = generate(omni_server, body)

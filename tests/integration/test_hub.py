@@ -1,5 +1,6 @@
-"""Hub ids through the hub's own cache, without a network, in fresh processes: its variables are
-read at import.
+"""Hub ids are resolved through the hub's own cache, without a network.
+
+The processes are fresh ones, because the hub's variables are read at import.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM
+from sensorium.engine.inputs.renderer import Prepared
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.times import ITEM_STAGES, ItemTimes
 from tests.integration.perceiving import (
@@ -100,11 +101,13 @@ def test_what_had_to_be_perceived_again_counts(llm_of: LlmOf) -> None:
     forget_outputs(llm)
     processed = llm.input_processor.process("times", prompt, GREEDY)
     assert get_stages(processed.items[0].times) == ["fetch", "hash"]
-    llm.perception.caches.receiver.clear_cache()  # type: ignore[union-attr]
-    reports = llm._delivery.deliver(processed.request, processed.items)
-    assert get_stages(reports[0].times) == ["fetch", "hash", "decode", "process"]
-    release(llm, processed)
-    llm.core.abort_requests(["times"])
+    llm.core.payloads.receiver.clear_cache()
+    llm._start(Prepared(processed=processed, stages={}))
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs += llm._step()
+    assert get_all_stages(outputs[0]) == [["fetch", "hash", "decode", "process"]]
+    assert outputs[0].stages["transfer"] >= 0
 
 
 def test_an_output_says_when_its_request_ran_and_which_items_were_encoded_before(

@@ -1,4 +1,4 @@
-"""Numbers of other libraries are numbers; what is none is refused, and harms nobody."""
+"""Numbers of other libraries are numbers; what is none is refused, and does no harm."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_they_mean_what_plain_numbers_mean(tiny_model: TinyModel, values: dict[s
     ids=["huge", "huge", "nan", "text", "half a character", "thousands of digits"],
 )
 def test_what_is_no_sensible_number_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"{name} must be"):
+    with pytest.raises(RequestError, match=f"{name}: must be"):
         SamplingParams(**{name: value})
 
 

@@ -1,5 +1,6 @@
-"""A frontend that only knows the wire: what it injects serves later chats where it is trusted, and
-is kept apart where it is not.
+"""A frontend that only uses the wire injects media.
+
+What it injects serves later chats where it is trusted, and is kept apart where it is not.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Decoders that say in ways of their own what their layers attend to: they run like `generate`, or
-are refused with the reason.
+"""Decoders that declare in ways of their own what their layers attend to.
+
+They run like `generate`, or are refused with the reason.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def assert_equal_to_generate(
     use_cache: bool = True,
     **options: Any,
 ) -> None:
-    """Alone, together in chunks, and once more from the prefix cache. `use_cache`: whether
-    Transformers keeps keys and values.
+    """Compare alone, together in chunks, and once more from the prefix cache.
+
+    `use_cache`: whether Transformers keeps keys and values.
     """
     reference = getattr(tf, architecture).from_pretrained(directory).eval()
     reference.generation_config.eos_token_id = None
@@ -203,8 +205,10 @@ def test_rotary_factors_follow_the_length_of_each_request(
 def test_rotary_factors_of_phi_4_multimodal_follow_the_length_of_each_request(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Where a sequence crosses the border its `generate` drops all keys, but hands on the last
-    token only (seen with Transformers 5.22): it is right without a cache.
+    """The reference runs without a cache, because only then it is right.
+
+    Where a sequence crosses the border its `generate` drops all keys, but hands on the last token
+    only (seen with Transformers 5.22).
     """
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     audio = ("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels")

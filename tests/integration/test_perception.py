@@ -1,5 +1,6 @@
-"""Everything is perceived once: what a cache has is neither decoded nor processed again, whoever
-asks, in whatever form it comes, and as often as it comes.
+"""Everything is perceived once: what a cache has is neither decoded nor processed again.
+
+That holds for every caller, in every form of the media, and as often as it comes.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ def test_options_that_ask_for_too_much_are_refused_before_anything_is_done(
     [
         ({"mm_processor_kwargs": {"bogus": 1}}, "unknown option 'bogus'"),
         ({"mm_processor_kwargs": {"size": {"shortest_edge": 10**9}}}, "size"),
-        ({"media_io_kwargs": {"image": {"bogus": 1}}}, "no such option of image: bogus"),
+        ({"media_io_kwargs": {"image": {"bogus": 1}}}, "image: unknown option bogus"),
     ],
 )
 def test_options_for_every_item_are_checked_at_the_start(

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 from sensorium.multimodal.item_codec import as_buffers, encode_header
-from sensorium.multimodal.pool import slot
+from sensorium.multimodal.pool import pool as pool_module
+from sensorium.multimodal.pool.channel import NO_MEMORY, NOT_PROCESSED
 from sensorium.multimodal.pool.jobs import PoolJob
-from sensorium.multimodal.pool.messages import NO_MEMORY, NOT_PROCESSED
 from sensorium.multimodal.pool.pool import PoolReply, ProcessPool
 from sensorium.multimodal.single_flight import SingleFlight
 from sensorium.types.errors import (
@@ -248,7 +248,7 @@ def test_a_job_whose_worker_is_killed_runs_again(make_pool: MakePool, tmp_path: 
 def test_a_job_whose_worker_is_killed_twice_may_be_tried_again(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
-    """Whoever kills a process from outside, it is not the job's fault."""
+    """A process that is killed from outside is not the job's fault."""
     pool = make_pool()
     job = begin(pool, tmp_path, "sleep 300")
     first = pool.get_process_ids()
@@ -303,7 +303,7 @@ def test_a_worker_that_can_not_start_fails_the_jobs_with_its_reason(
     factory: str,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(slot, "_MAX_PAUSE_S", 600.0)  # in which jobs are refused at once
+    monkeypatch.setattr(pool_module, "_MAX_PAUSE_S", 600.0)  # in which jobs are refused at once
     pool = make_pool(factory=factory)
     job = pool.submit(b"double 1", deadline_s=SOON_S)
     with pytest.raises(CapacityError, match=f"^media can't be processed: {reason}") as caught:
@@ -321,7 +321,7 @@ def test_a_worker_that_can_not_start_fails_the_jobs_with_its_reason(
 def test_workers_are_tried_again_when_a_job_comes_later(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot, "_MAX_PAUSE_S", 0.3)
+    monkeypatch.setattr(pool_module, "_MAX_PAUSE_S", 0.3)
     (tmp_path / "broken").touch()
     pool = make_pool(factory="make_servant_unless_broken")
     with pytest.raises(CapacityError, match=r"^media can't be processed: it is broken$"):

@@ -1,5 +1,6 @@
-"""Engines whose media is processed by other processes: the same tokens in the same order, whoever
-dies, and nothing is left running.
+"""Other processes that preprocess media give the same tokens in the same order.
+
+That holds when any of them dies, and nothing is left running.
 """
 
 from __future__ import annotations
@@ -254,8 +255,9 @@ def test_a_worker_that_is_killed_does_no_harm(
 def test_an_engine_that_is_left_by_an_exception_leaves_nothing(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Without a pool: what every engine has. The others are closed by their fixture. Its memory,
-    shared or not, does not wait for the garbage collector.
+    """This engine has no pool, only what every engine has; the others are closed by their fixture.
+
+    Its memory, shared or not, does not wait for the garbage collector.
     """
     path = tmp_path / "picture.png"
     path.write_bytes(make_new_png())

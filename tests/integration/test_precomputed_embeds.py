@@ -1,5 +1,6 @@
-"""Media that comes as its encoder's output: the same answer as the media itself, where an operator
-and the model's family allow it.
+"""Media that comes as its encoder's output gets the same answer as the media itself.
+
+An operator and the model's family have to allow it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from sensorium import LLM, RequestError
-from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds
+from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.outputs import RequestOutput
 from tests.integration.perceiving import (

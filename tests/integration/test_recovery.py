@@ -1,5 +1,6 @@
-"""The core may lose media at any moment: requests go on, and only media that the caller itself left
-out can be missing.
+"""The core may lose media at any moment, and requests go on.
+
+Only media that the caller itself left out can be missing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from sensorium import LLM, RequestError, RequestOutput
+from sensorium import LLM, RequestError, RequestOutput, SamplingParams
+from sensorium.engine.inputs.renderer import Prepared
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
@@ -29,6 +31,7 @@ from tests.integration.perceiving import (
     make_prompt,
     make_uuid_prompt,
     process,
+    release,
 )
 from tests.integration.rendering import make_hash, render
 from tests.support.engine import MAX_STEPS, get_token_ids, make_llm
@@ -73,6 +76,10 @@ def _keep_receivers(llm_of: LlmOf) -> Iterator[None]:
     assert store is not None
     assert not llm.core.has_requests
     llm.core.payloads.receiver = llm.perception.caches.receiver
+
+
+def start(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+    llm._start(llm.renderer.render(prompt, params, request_id="completions"))
 
 
 def run(llm: LLM, request_id: str) -> RequestOutput:
@@ -126,7 +133,7 @@ def test_what_is_lost_on_the_way_to_the_core_is_sent_again(
     assert processed.items[0].handle.is_hit == is_warm
     calls = Calls(monkeypatch, llm)
     lose(llm)
-    output = run(llm, llm._start(processed))
+    output = run(llm, llm._start(Prepared(processed=processed, stages={})))
     assert get_token_ids([output]) == expected
     # Only what the core alone had has to be processed again.
     is_gone = cache_type == "lru" and is_warm
@@ -167,28 +174,27 @@ def test_a_core_that_does_not_see_the_shared_memory_gets_tensors(llm_of: LlmOf) 
 
 @with_losses
 @with_caches
-def test_siblings_get_what_was_lost_after_the_first(
+def test_other_completions_get_what_was_lost_after_the_first(
     llm_of: LlmOf, cache_type: str, lose: Lose
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
     (expected,) = generate(llm_of("off"), prompt)
     params = replace(GREEDY, n=3)
-    processed = llm.input_processor.process("siblings", prompt, params)
-    llm._start(processed)
+    start(llm, prompt, params)
     lose(llm)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert output.error is None
     assert [entry.token_ids for entry in output.outputs] == [expected] * 3
 
 
 @with_caches
-def test_siblings_get_tensors_that_the_caller_brought(llm_of: LlmOf, cache_type: str) -> None:
+def test_other_completions_get_tensors_of_the_caller(llm_of: LlmOf, cache_type: str) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
     (expected,) = generate(llm_of("off"), prompt)
     rendered = render(llm, prompt).make_prompt(make_hash())
-    llm._start(llm.input_processor.process("siblings", rendered, replace(GREEDY, n=3)))
+    start(llm, rendered, replace(GREEDY, n=3))
     restart(llm)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert [entry.token_ids for entry in output.outputs] == [expected] * 3
 
 
@@ -213,38 +219,37 @@ def test_media_that_the_caller_left_out_is_missing_when_it_is_lost(llm_of: LlmOf
 
 def process_hash(llm: LLM, data: bytes) -> str:
     processed = process(llm, make_prompt(data))
-    llm._release(processed.items)
+    release(llm, processed)
     return processed.items[0].handle.mm_hash
 
 
-def test_siblings_of_media_that_is_missing_end_together(llm_of: LlmOf) -> None:
+def test_completions_of_media_that_is_missing_end_together(llm_of: LlmOf) -> None:
     llm, data = llm_of("lru"), make_new_png()
-    generate(llm, make_uuid_prompt(data, "left out by siblings"))
-    prompt = make_uuid_prompt(None, "left out by siblings")
-    llm._start(llm.input_processor.process("siblings", prompt, replace(GREEDY, n=3)))
+    generate(llm, make_uuid_prompt(data, "left out by completions"))
+    prompt = make_uuid_prompt(None, "left out by completions")
+    start(llm, prompt, replace(GREEDY, n=3))
     restart(llm)
-    output = run(llm, "siblings")
+    output = run(llm, "completions")
     assert "is in no cache" in str(output.error)
     assert not llm.core.has_requests
 
 
-def test_a_sibling_that_can_not_start_takes_the_others_along(
+def test_a_completion_that_can_not_start_takes_the_others_along(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_of("lru")
-    deliver = llm._delivery.deliver
-    prompt = make_prompt(make_new_png())
-    llm._start(llm.input_processor.process("siblings", prompt, replace(GREEDY, n=4)))
+    add_request = llm.core.add_request
+    start(llm, make_prompt(make_new_png()), replace(GREEDY, n=4))
     results = iter([None, CapacityError("no room for this one")])
 
-    def deliver_or_fail(request: Any, items: Any) -> Any:
+    def add_or_fail(request: Any, transfer: Any) -> Any:
         error = next(results, None)
         if error is not None:
             raise error
-        return deliver(request, items)
+        return add_request(request, transfer)
 
-    monkeypatch.setattr(llm._delivery, "deliver", deliver_or_fail)
-    output = run(llm, "siblings")
+    monkeypatch.setattr(llm.core, "add_request", add_or_fail)
+    output = run(llm, "completions")
     assert "no room for this one" in str(output.error)
     assert not llm.core.has_requests
 
@@ -336,4 +341,6 @@ def test_whatever_is_lost_and_evicted_meanwhile_the_tokens_are_right(
 
 
 def process_size(llm: LLM, data: bytes) -> int:
-    return process(llm, make_prompt(data)).items[0].handle.num_bytes
+    processed = process(llm, make_prompt(data))
+    release(llm, processed)
+    return processed.items[0].handle.num_bytes

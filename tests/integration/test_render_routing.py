@@ -67,7 +67,7 @@ def _call(
 
 
 class _Watch:
-    """What the renderer was told, and what was decoded."""
+    """What the renderer was called with, and what was decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[bool, bool]] = []

@@ -1,4 +1,4 @@
-"""`sensorium render`: a server of frontends alone, on a checkpoint without weights."""
+"""The server of `sensorium render`: frontends alone, on a checkpoint without weights."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def list_open_files(process_id: int) -> list[str]:
 
 @pytest.mark.slow
 def test_no_weights_are_opened_even_where_there_are_some(tiny_model: Callable[[str], str]) -> None:
-    """And it ends as it is told to, with nothing left."""
+    """The server also ends on a signal, with nothing left."""
     with serve(tiny_model("qwen2_5_omni"), command="render") as running:
         process_ids = running.get_process_ids()
         for process_id in process_ids:

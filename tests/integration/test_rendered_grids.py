@@ -1,5 +1,6 @@
-"""Prompts that were rendered elsewhere, for a model whose encoder believes what an item says of its
-own size, and that takes two kinds of media.
+"""Prompts that were rendered elsewhere, for a model with two kinds of media.
+
+Its encoder believes what an item declares of its own size.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Every field of a prompt that was rendered elsewhere is checked: a bad one is named, and leaves
-nothing behind.
+"""Every field of a prompt that was rendered elsewhere is checked.
+
+A bad one is named, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ BAD: dict[str, tuple[Change, str]] = {
         "takes no smell",
     ),
     "no hashes": (drop_fields("mm_hashes"), "mm_hashes"),
-    "no placeholders": (drop_fields("mm_placeholders"), "mm_placeholders of image"),
-    "too few placeholders": (set_images("mm_placeholders", at(0, SIZE)), "mm_placeholders of im"),
-    "kwargs of another type": (set_field("mm_kwargs", [1]), "'mm_kwargs' must be Mapping"),
+    "no placeholders": (drop_fields("mm_placeholders"), "mm_placeholders.image:"),
+    "too few placeholders": (set_images("mm_placeholders", at(0, SIZE)), "mm_placeholders.im"),
+    "kwargs of another type": (set_field("mm_kwargs", [1]), "mm_kwargs: must be Mapping"),
     "too few kwargs": (set_images("mm_kwargs", None), "mm_kwargs.image: has 1 entries"),
     "stray kwargs": (
         lambda prompt, _: {**prompt, "mm_kwargs": {**prompt["mm_kwargs"], "audio": [None]}},

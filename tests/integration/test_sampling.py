@@ -1,5 +1,6 @@
-"""Penalties, bias and bans through the whole engine: equal to Transformers' `generate`, whatever
-else runs.
+"""Penalties, bias and bans through the whole engine equal those of Transformers' `generate`.
+
+That holds whatever else runs.
 """
 
 from __future__ import annotations

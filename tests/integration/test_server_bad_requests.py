@@ -1,4 +1,4 @@
-"""What a server can't serve it refuses, naming the field; whoever comes next notices nothing."""
+"""What a server can't serve it refuses, naming the field, and the next client notices nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` as the `openai` client uses it: media from everywhere, roles, streams."""
+"""The `openai` client uses `/v1/chat/completions`: media from everywhere, roles, streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/completions` as the `openai` client uses it."""
+"""The `openai` client uses `/v1/completions`."""
 
 from __future__ import annotations
 

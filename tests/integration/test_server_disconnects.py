@@ -1,5 +1,6 @@
-"""Clients that leave, don't read, or bring what can't be decoded: nothing of them is left, and
-nobody else notices.
+"""Clients leave, don't read, or bring what can't be decoded.
+
+Nothing of them is left, and other clients notice nothing.
 """
 
 from __future__ import annotations

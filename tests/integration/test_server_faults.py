@@ -70,7 +70,7 @@ def get_child(server: ServerProcess, word: str) -> int:
 
 
 async def lose_core(server: ServerProcess) -> list[Reply]:
-    """Kill it when all of the load runs; what each client was told."""
+    """Kill the core when all of the load runs, and return what each client got."""
     crowd = Crowd(server, make_load())
     await crowd.wait_until_streaming()
     await crowd.wait_until_running(len(crowd.clients))
@@ -83,7 +83,7 @@ def is_healthy(server: ServerProcess) -> bool:
 
 
 def ask_until_back(server: ServerProcess, questions: Sequence[Any]) -> list[Reply]:
-    """Each frontend hears of the core by itself, so that one may still refuse what others serve."""
+    """Ask until every frontend serves again; each learns of the new core by itself."""
     replies: list[Reply] = []
 
     def are_good() -> bool:

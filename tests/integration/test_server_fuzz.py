@@ -1,8 +1,7 @@
-"""Requests made from the server's own OpenAPI document: whatever they are, they are answered as
-the document says, and leave nothing behind.
+"""Requests made from the server's own OpenAPI document are answered as the document says.
 
-Fixed seeds. The share of requests that are served shows that the document describes what is taken,
-and not only what is refused.
+They leave nothing behind, whatever they are. Seeds are fixed. The share of requests that are served
+shows that the document describes what is taken, and not only what is refused.
 """
 
 from __future__ import annotations

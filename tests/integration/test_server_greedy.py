@@ -1,5 +1,7 @@
-"""A server gives the answers that `LLM` gives: for every modality, however many ask at once, from
-cold caches and from warm ones, with one frontend and with several.
+"""A server gives the answers that `LLM` gives, for every modality.
+
+That holds however many ask at once, from cold caches and from warm ones, with one frontend and with
+several.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sensorium.multimodal.item_wire import decode_item
+from sensorium.multimodal.item_codec import decode_item
 from tests.support.clients import (
     MODEL,
     ask,
@@ -124,7 +124,7 @@ def test_what_is_too_long_is_counted_and_not_rendered(omni_server: ServerProcess
 
 
 def test_render_and_tokenize_are_counted_apart(omni_server: ServerProcess) -> None:
-    """No query and no hit of the main cache; what the core has is asked by nobody."""
+    """The main cache gets no query and no hit, and the core is asked for nothing."""
     before = omni_server.get_metrics()
     messages = ask("see", make_image_part(77), make_audio_part(77))
     for _ in range(2):

@@ -1,5 +1,6 @@
-"""A server is told to stop, or its parent is killed: what runs ends as promised, and nothing that
-it had is left on the machine.
+"""A server that is stopped, or loses its parent, ends as promised.
+
+Nothing that it had is left on the machine.
 """
 
 from __future__ import annotations
@@ -116,8 +117,10 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: P
 def test_who_is_not_done_in_time_is_told_so(
     start: Start, folder: Path, silent_host: MediaServer
 ) -> None:
-    """A stream by an event, a whole answer by its status; also who is still being prepared, or
-    sends its question slowly. An interrupt is a signal too.
+    """A stream ends with an event, a whole answer with its status.
+
+    So do requests that are still being prepared, or that arrive slowly. An interrupt is a signal
+    too.
     """
     flags = ("--allow-private-media-addresses", "--media-deadline", "3600")
     server = start("--shutdown-timeout", "0.5", *flags)
@@ -212,7 +215,7 @@ def test_a_killed_parent_takes_all_with_it_and_its_neighbour_lives(
 def test_a_closed_output_is_no_reason_to_stop_or_to_stay(
     folder: Path, tiny_model: Callable[[str], str]
 ) -> None:
-    """Whoever read the log is gone: requests are served, and a signal still ends it."""
+    """The reader of the log is gone: requests are served, and a signal still ends the server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
@@ -243,7 +246,7 @@ def test_a_closed_output_is_no_reason_to_stop_or_to_stay(
 
 
 class Remote(ServerProcess):
-    """A server of which only the address is known."""
+    """A server that is known by its address alone."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -140,8 +140,9 @@ def test_reasoning_that_the_template_opens_is_told_apart(client: OpenAI) -> None
 def test_a_whole_turn_with_a_demanded_call(
     omni_server: ServerProcess, choice: Any, seed: int
 ) -> None:
-    """Random weights have no wish to call anything, and this model no format for it: the grammar
-    sees to both.
+    """Random weights have no wish to call anything, and this model has no format for it.
+
+    The grammar sees to both.
     """
     options: Any = {"tools": [WEATHER, PING], "temperature": 1.0, "seed": seed}
     options |= {"tool_choice": choice, "parallel_tool_calls": False}

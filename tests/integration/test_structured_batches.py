@@ -1,5 +1,6 @@
-"""A request's grammar is its own affair: neighbours, chunks, preemptions and late masks change
-nobody's tokens.
+"""Neighbours, chunks, preemptions and late masks change no token of a request with a grammar.
+
+The masks of one request are its own.
 """
 
 from __future__ import annotations

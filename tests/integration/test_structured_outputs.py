@@ -1,5 +1,6 @@
-"""Answers follow their grammars, whatever the model would rather say: random weights know nothing
-of JSON.
+"""Answers follow their grammars, whatever the model would rather write.
+
+Random weights have no notion of JSON.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sensorium import LLM, RequestError
-from sensorium.engine.build.builder import Source
 from sensorium.engine.build.catalog import describe_model
+from sensorium.engine.build.options import LoadingOptions
 from tests.integration.odd_models import make_vipllava
 from tests.support.media import make_pixels, write_image
 from tests.support.server import ServerProcess, kill, serve
@@ -127,12 +127,12 @@ def test_offline_it_is_an_error_with_the_reason(blind_model: str) -> None:
 def test_the_description_of_a_model_has_what_is_off(
     blind_model: str, unpreparable_model: str
 ) -> None:
-    text = describe_model(Source(model=unpreparable_model))
+    text = describe_model(LoadingOptions(model=unpreparable_model))
     assert "besides text: -\n" in text
     assert "switched off: image: a small image could not be prepared at start" in text
-    text = describe_model(Source(model=blind_model))
+    text = describe_model(LoadingOptions(model=blind_model))
     assert "not known: a trial at start decides (see --try)" in text
     assert "besides text: image\nswitched off: -\n" in text
-    text = describe_model(Source(model=blind_model, device="cpu"), is_tried=True)
+    text = describe_model(LoadingOptions(model=blind_model, device="cpu"), is_tried=True)
     assert "besides text: -\n" in text
     assert _NOT_FINITE in text

@@ -16,7 +16,7 @@ import sensorium.models.loading as loading
 import sensorium.multimodal.placeholders as placeholders
 from sensorium import ModelError
 from sensorium.core.kv_cache_manager import KVCacheManager
-from sensorium.engine.build.trial_run import TrialRun
+from sensorium.engine.build.trial import TrialRun
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from tests.integration.test_trial import write_decoder

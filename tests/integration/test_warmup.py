@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.inputs.warmup import warm_up
 from sensorium.multimodal import placeholders
+from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
@@ -89,7 +92,7 @@ def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -
 @contextmanager
 def build(model: str, **options: Any) -> Iterator[FrontendApp]:
     """A frontend as its process builds it, without its process."""
-    given = ServeOptions(model=model, is_render_only=True, **options)
+    given = ServeOptions(loading=LoadingOptions(model=model), is_render_only=True, **options)
     start = StartFrontend(
         options=given, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
     )
@@ -124,7 +127,7 @@ def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(
         assert [line.rpartition(" ")[0] + " " for line in lines] == [_LINE, _READONLY_LINE]
         assert all(float(line.rpartition(" ")[2].removesuffix("s")) > 0 for line in lines)
         assert_no_trace(half)
-        assert half.engine.renderer._inputs.draw_seed() == random.Random(0).getrandbits(63)
+        assert half.engine.renderer.inputs.draw_seed() == random.Random(0).getrandbits(63)
 
 
 def test_without_warm_up_nothing_is_said(
@@ -141,7 +144,7 @@ def test_a_model_of_text_alone_has_no_media_to_warm(
     caplog.set_level(logging.INFO)
     with build(tiny_model("llama")) as half:
         assert get_lines(caplog) == []
-        template = half.engine.renderer._chat_renderer._get_template.cache_info()
+        template = half.engine.renderer.chat_renderer._get_template.cache_info()
         assert template.currsize == 1
 
 
@@ -150,7 +153,7 @@ def test_what_no_prompt_may_have_is_not_warmed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     processed = watch_items(monkeypatch)
-    limits = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+    limits = EngineOptions(limit_mm_per_prompt={"video": 0, "audio": 0})
     with build(tiny_model("qwen2_5_omni"), engine=limits):
         assert processed == ["image", "image"]  # for either kind of requests
 
@@ -200,11 +203,13 @@ def test_a_dummy_that_is_over_the_limits_switches_nothing_off(
     tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with build(tiny_model("llava"), media={"media_limits": {"max_pixels": 1000}}) as half:
+    with build(
+        tiny_model("llava"), media=MediaOptions(media_limits=MediaLimits(max_pixels=1000))
+    ) as half:
         lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert lines == [
-            f"{name} warmup failed for image: image 0: it has more than 1000 pixels, which is the "
-            "limit (this one: 168 x 112)"
+            f"{name} warmup failed for image: multi_modal_data.image[0]: it has more than 1000 "
+            "pixels, which is the limit (this one: 168 x 112)"
             for name in ("Multi-modal", "Readonly multi-modal")
         ]
         assert half.engine.modalities == ("image",)
@@ -261,6 +266,6 @@ def test_a_warm_up_can_not_fail_its_caller(
         def fail(*_: object) -> None:
             raise RuntimeError("nothing works")
 
-        monkeypatch.setattr(type(half.engine.renderer._inputs), "rehearse", fail)
-        half.engine.renderer.warmup()
+        monkeypatch.setattr(type(half.engine.renderer.inputs), "for_warmup", fail)
+        warm_up(half.engine.renderer)
     assert "nothing works" in caplog.text

@@ -163,8 +163,10 @@ def make_cases(family: str) -> tuple[Case, ...]:
 
 
 def _is_understood(family: str, case: Case) -> bool:
-    """What Transformers itself can't do is left out: several sounds for Audio Flamingo, pictures
-    beside videos for those who count them as one.
+    """Return whether Transformers itself can run the case.
+
+    It can't run several sounds for Audio Flamingo, nor pictures beside videos for families that
+    count both as one.
     """
     if family == "audioflamingo3":
         return len(case.audio) <= 1

@@ -14,8 +14,9 @@ from tests.support.engine import get_adapter
 
 @torch.inference_mode()
 def get_decoder_inputs(reference: Reference, entry: Expected, *, step: int = 0) -> dict[str, Any]:
-    """The keyword arguments with which the untouched model calls its decoder: for the prompt, or
-    for the n-th token behind it.
+    """Return the keyword arguments with which the untouched model calls its decoder.
+
+    They are those for the prompt, or for the n-th token behind it.
     """
     seen: list[dict[str, Any]] = []
     handle = reference.model.get_decoder().register_forward_pre_hook(

@@ -63,7 +63,7 @@ class Reference:
 
     @cached_property
     def expected(self) -> tuple[Expected, ...]:
-        """`NUM_TOKENS` greedy tokens for every case of the family, end-of-sequence ignored."""
+        """Return `NUM_TOKENS` greedy tokens for every case, past the end of sequence."""
         return tuple(self.compute(case) for case in make_cases(self.family))
 
     def compute(
@@ -173,8 +173,9 @@ ReferenceOf = Callable[[str], Reference]
 
 
 def get_differences(outputs: Sequence[RequestOutput], expected: Sequence[Expected]) -> list[str]:
-    """The names of the cases whose tokens differ. That the prompts are equal and that nothing
-    failed is asserted: a failure is not a difference.
+    """Return the names of the cases that have other tokens than the reference.
+
+    That the prompts are equal and that nothing failed is asserted: a failure is not a difference.
     """
     assert len(outputs) == len(expected)
     names = []

@@ -180,7 +180,7 @@ class Stress:
         return tally
 
     def run_engines(self) -> Iterator[Tally]:
-        """Run one engine after the other, as far as the caller wants."""
+        """Run one engine after the other, until the caller stops asking."""
         for index, order in enumerate(
             np.array_split(self._rng.permutation(NUM_REQUESTS), NUM_ENGINES)
         ):
@@ -324,13 +324,13 @@ def _count_steps(llm: LLM, live: dict[str, _Live]) -> None:
 
 
 def _get_running(llm: LLM, request_id: str) -> list[Request]:
-    child_ids = llm._outputs.get_child_ids((request_id,))
+    child_ids = llm._driver.outputs.get_child_ids((request_id,))
     return [entry for entry in llm.core.scheduler.running if entry.request_id in child_ids]
 
 
 def _abort(llm: LLM, request_id: str, tally: Tally) -> None:
     scheduler = llm.core.scheduler
-    child_ids = llm._outputs.get_child_ids((request_id,))
+    child_ids = llm._driver.outputs.get_child_ids((request_id,))
     children = [
         scheduler.requests[child_id] for child_id in child_ids if child_id in scheduler.requests
     ]

@@ -1,5 +1,6 @@
-"""Log-probabilities of prompts with media are those of one forward pass of Transformers' model:
-placeholders have them like any token.
+"""Log-probabilities of prompts with media are those of one pass of Transformers' model.
+
+Placeholders have them like any token.
 """
 
 from __future__ import annotations

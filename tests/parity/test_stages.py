@@ -51,9 +51,7 @@ def test_items_that_are_processed_one_by_one_equal_the_whole_call(
 
 
 def is_joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
-    """Whether `whole` is the parts in their order along a dimension, padded with zeros in the
-    others.
-    """
+    """Return whether `whole` is the parts in order, padded with zeros in other dimensions."""
     for dimension in range(min(2, whole.ndim)):
         padded = [pad_like(part, whole, dimension) for part in parts]
         if sum(part.shape[dimension] for part in padded) == whole.shape[dimension]:

@@ -40,11 +40,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """`kept`: what the follower has now, in bytes by hash."""
+    """The follower's answer, with the bytes that it holds now for each hash."""
 
     items: EncodedItems | None
     missing: MissingItems | None
-    kept: dict[str, int]
+    kept: dict[str, int]  # mm_hash -> bytes that the follower holds
     epoch: int
 
 
@@ -69,7 +69,7 @@ def write_frame(stream: socket.socket, frame: bytes) -> None:
 
 
 def read_frame(stream: socket.socket) -> bytes | None:
-    """`None` at the end of the stream."""
+    """Return the next frame, or `None` at the end of the stream."""
     size = _read(stream, 4)
     return None if size is None else _read(stream, int.from_bytes(size, "little"))
 
@@ -176,8 +176,9 @@ def _answer(receiver: MirrorReceiver, message: Message) -> Reply:
 
 
 def run_follower(control: socket.socket, descriptor: int) -> NoReturn:
-    """Ends without the interpreter's farewell, which would copy all that is shared with the parent
-    and takes longer than all the rest.
+    """Obey commands, and end the process without the interpreter's shutdown.
+
+    A shutdown would copy all memory that is shared with the parent, and takes longer than the rest.
     """
     try:
         control.close()

@@ -19,7 +19,7 @@ from .strategies import CacheSizes
 
 
 def get_spans(request: EngineCoreRequest, limits: Limits) -> list[tuple[int, int]]:
-    """Ranges that may not be split, told position by position."""
+    """Return the ranges that may not be split, found position by position."""
     if limits.is_encoder_decoder:
         return []
     spans: list[tuple[int, int]] = []
@@ -109,8 +109,9 @@ class SchedulerDriver:
                 del self.open[output.request_id]
 
     def _check_scored(self, output: EngineCoreOutput) -> None:
-        """Each prompt token but the first gets its log-probabilities once, in order, before the
-        first new token.
+        """Check that each prompt token but the first is scored once, in order.
+
+        All of them are scored before the first new token.
         """
         request = self.open[output.request_id]
         scored = self.scored[output.request_id]
@@ -194,8 +195,10 @@ class SchedulerDriver:
         assert not self.encoder_cache.request_cached_ids
 
     def get_step_bound(self) -> int:
-        """The first request moves at least every second step, and is never set back. One that
-        becomes long is, once: then it waits for those that run, and computes everything again.
+        """Return the number of steps after which all requests must be done.
+
+        The first request moves at least every second step, and is never set back. One that becomes
+        long is set back once: it waits for those that run, and computes everything again.
         """
         bound = 2 * sum(self.get_max_tokens(request) for request in self.open.values()) + 2
         if self.limits.long_after is None:

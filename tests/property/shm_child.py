@@ -1,4 +1,4 @@
-"""A process that uses a shared-memory store on command, and may be told to kill itself inside it.
+"""A process that uses a shared-memory store on command, and can be ordered to kill itself in it.
 
 Started as a module it is a nursery: it imports once, and forks a child for every connection it is
 handed. Commands and answers are lines of JSON.

@@ -1,8 +1,9 @@
-"""A worker that obeys `SchedulerOutput` and computes no tensors: a KV slot holds the *name* of what
-its keys and values would depend on, so that a wrong block is seen as a wrong name.
+"""A worker that obeys `SchedulerOutput` and computes no tensors.
 
-It checks whatever a real worker relies on: a request reads only its own content, each embedding
-comes from an entry that is there, and nothing is encoded that is held already.
+A KV slot holds the *name* of what its keys and values would depend on, so that a wrong block is
+seen as a wrong name. It checks whatever a real worker relies on: a request reads only its own
+content, each embedding comes from an entry that is there, and nothing is encoded that is held
+already.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ GARBAGE = -1
 
 
 class Contents:
-    """Names chained over adapter, salt, tokens, media and whether they were computed for a long
-    request; equal names mean equal content.
+    """Names of contents; equal names mean equal content.
+
+    They are chained over adapter, salt, tokens, media and whether they were computed for a long
+    request.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class Contents:
 
 
 def iter_embeds(request: EngineCoreRequest) -> Iterator[tuple[int, int, int]]:
-    """`(position, mm_index, which embedding of the item)` of each position that takes one."""
+    """Yield position, `mm_index` and embedding's index of each position that takes an embedding."""
     for mm_index, feature in enumerate(request.mm_features):
         place = feature.mm_position
         mask = place.is_embed if place.is_embed is not None else (True,) * place.length
@@ -73,7 +76,7 @@ class Row:
     is_long: bool = False
 
     def get_used_items(self) -> set[int]:
-        """The items of which some positions are computed and some are not."""
+        """Return the items with some positions computed and some not."""
         used = set()
         for position in range(self.num_cached_tokens, self.num_computed_tokens):
             mm_index, _ = self.embed_at.get(position, (None, None))
@@ -112,8 +115,9 @@ class SimulatedWorker:
         failing_hashes: Collection[str] = (),
         failing_requests: Collection[str] = (),
     ) -> ModelRunnerOutput:
-        """Obey; every request that samples gets `token_id`, items of `failing_hashes` fail, and
-        nothing good comes of `failing_requests`.
+        """Obey a step; every request that samples gets `token_id`.
+
+        Items of `failing_hashes` fail, and so do `failing_requests`.
         """
         self._drop_and_start(output)
         failed = self._encode(output, failing_hashes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.render.answers.interface import AnswerContext
+from sensorium.render.answers.answer import AnswerContext
 from tests.unit.render.answers.reading import AUTO, Answer, make_format, read
 
 FORMATS = [

@@ -111,7 +111,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         return block_ids
 
     def check_windows(self, request: Request, start: int, end: int) -> None:
-        """Blocks that nobody reads any more are not kept."""
+        """Check that blocks outside of every window are not kept."""
         tables = self.cache.get_block_ids(request.request_id)
         for group, block_ids in zip(self.cache.groups, tables, strict=True):
             first = 0 if group.window is None else max(0, start - group.window + 1)

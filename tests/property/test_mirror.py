@@ -38,13 +38,11 @@ MAX_UNREAD = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A media part of a request. `has_source` is False where the client left the media out;
-    `was_awaited`: another request's processing of it is what this one waited for.
-    """
+    """A media part of a request, which may name media without sending it."""
 
     mm_hash: str
-    has_source: bool = True
-    was_awaited: bool = False
+    has_source: bool = True  # False: the client left the media out
+    was_awaited: bool = False  # it waited for another request that processed this media
 
 
 parts = st.builds(
@@ -260,7 +258,7 @@ class MirrorMachine(RuleBasedStateMachine):
         return item
 
     def find_or_process(self, part: Part, needs_layout: bool) -> ItemHandle | None:
-        """`None`: the client left it out, and it is gone."""
+        """Return the part's entry, or `None` if the client left it out and it is gone."""
         if part.was_awaited and part.has_source:
             return self.query(part.mm_hash, self.process(part.mm_hash), needs_layout)
         handle = self.query(part.mm_hash, None, needs_layout)
@@ -290,7 +288,7 @@ class MirrorMachine(RuleBasedStateMachine):
         return handle
 
     def take_forgotten(self) -> set[str]:
-        """What the leader no longer has since the last call. If it was evicted, nobody held it."""
+        """Return what the leader lost since the last call; evicted entries had no holder."""
         cached = {h for h in SIZES if self.sender.is_cached(h, needs_layout=False)}
         forgotten, self.cached = self.cached - cached, cached
         num_evictions = self.sender.statistics().num_evictions
@@ -445,8 +443,9 @@ class MirrorMachine(RuleBasedStateMachine):
             self.follower.close()
 
     def let_everything_arrive(self) -> None:
-        """Without any more disturbances no request needs more than three attempts: an unread
-        answer, a new epoch, and what was left out in it.
+        """Check that without disturbances no request needs more than three attempts.
+
+        The reasons for another attempt: an unread answer, a new epoch, and what was left out in it.
         """
         for _ in range(3):
             self.read_answers()

@@ -1,4 +1,4 @@
-"""Nobody starves: what arrives later can't hold up an earlier request for ever."""
+"""No request starves: what arrives later can't hold up an earlier one for ever."""
 
 from __future__ import annotations
 

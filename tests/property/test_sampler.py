@@ -1,6 +1,4 @@
-"""The vectorised sampler against a plain one, row by row, over batches in which each row has other
-knobs.
-"""
+"""The vectorised sampler equals a plain one, row by row, in batches of mixed settings."""
 
 from __future__ import annotations
 
@@ -149,8 +147,10 @@ def choose_plainly(case: Case) -> int | None:
 
 
 def filter_plainly(weights: list[float], params: SamplingParams) -> list[float]:
-    """The k likeliest; the fewest of these with `top_p` of their mass; of these, those with at
-    least `min_p` of the likeliest's probability.
+    """Return the tokens that top-k, top-p and min-p leave, one filter after the other.
+
+    They are the k likeliest; the fewest of these with `top_p` of their mass; and of these, those
+    with at least `min_p` of the likeliest's probability.
     """
     ranked = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     at_k = ranked[: params.top_k or None]

@@ -68,11 +68,12 @@ ANY = st.integers(0, 11)
 
 
 class ShmStoreMachine(RuleBasedStateMachine):
-    """The test's own instance looks on; children put, lease, release and die. The model: who leases
-    which reference how often, and what must be there. A child that dies takes its part along.
+    """The test's own instance looks on while children put, lease, release and die.
 
-    When a child dies is a matter of time, and not repeatable. So what is drawn must not depend on
-    what there is: rules have no preconditions, and draw numbers that stand for any choice.
+    The model has the leases of each child and what must be there. A child that dies takes its part
+    along. When a child dies is a matter of time, and not repeatable. So what is drawn must not
+    depend on what there is: rules have no preconditions, and draw numbers that stand for any
+    choice.
     """
 
     @initialize()
@@ -89,7 +90,7 @@ class ShmStoreMachine(RuleBasedStateMachine):
     def ask(
         self, child: ChildProcess, do: str, *arguments: object, num_stores: int | None
     ) -> object:
-        """`None` too if it died of it."""
+        """Return the child's answer, or `None` if there is none because it died."""
         try:
             return child.ask(do, *arguments, num_stores=num_stores)
         except ChildDiedError:

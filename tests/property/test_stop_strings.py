@@ -62,8 +62,9 @@ def complete(
 
 
 def find_first_end(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
-    """Where a reader who goes character by character sees the first stop string: its start and
-    end, the longest if several end there.
+    """Return start and end of the first stop string, as found character by character.
+
+    If several end at the same character it is the longest of them.
     """
     for end in range(len(text) + 1):
         starts = [end - len(s) for s in stop if text[:end].endswith(s)]

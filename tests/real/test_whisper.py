@@ -120,8 +120,9 @@ def test_embeddings_of_half_a_minute_are_those_of_whispers_encoder(
 def test_embeddings_of_several_recordings_in_one_request_are_those_of_each(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str]
 ) -> None:
-    """Whisper hears the silence behind a short sound, towers do not: the reference is cut to the
-    same length.
+    """Whisper encodes the silence behind a short sound and towers do not.
+
+    So the reference is cut to the same length.
     """
     found = encode(llm, [path.read_bytes() for path in recordings])
     for path, embeds in zip(recordings, found, strict=True):

@@ -22,7 +22,7 @@ ROOMS = (16, 0, 7, 3, 12, 23, 29, 38, 47, 61, 80)
 
 
 class Trace:
-    """Every step that the worker of an engine was told to run, from now on."""
+    """Every step that an engine's worker runs from now on."""
 
     def __init__(self, llm: LLM) -> None:
         self.steps: list[SchedulerOutput] = []
@@ -55,7 +55,7 @@ class Trace:
 
     @property
     def num_preemptions(self) -> int:
-        """As far as those who were preempted came back."""
+        """Count preemptions of requests that were resumed later."""
         return self._num_starts.total() - len(self._num_starts)
 
     @property
@@ -155,7 +155,9 @@ def add_with_tensors(
 
 
 def assert_nothing_is_left(llm: LLM) -> None:
-    """No request, no block in use, no encoder entry that is referenced or was never computed, no
+    """Assert that the engine holds nothing of any request.
+
+    No request, no block in use, no encoder entry that is referenced or was never computed, no
     tensors of media, no text; and the worker has forgotten every request.
     """
     llm.core.step()  # the worker learns with the next step who has left
@@ -174,8 +176,8 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert dict(llm.core.payloads) == {}
     assert runner._states == {}
     assert runner._mrope == {}
-    assert llm._outputs._states == {}
-    assert llm._outputs._owners == {}
-    assert len(llm._siblings) == 0
+    assert llm._driver.outputs._states == {}
+    assert llm._driver.outputs._owners == {}
+    assert len(llm._driver.parallel_sampling) == 0
     sender = llm.perception.caches.sender
     assert not isinstance(sender, MirrorSender) or sender.num_handles == 0

@@ -38,7 +38,7 @@ def make_melody(num_samples: int = 4000, *, pitch: float = 440.0, rate: int = RA
 
 
 def write_sound(samples: npt.NDArray[Any], kind: str, subtype: str, *, rate: int = RATE) -> bytes:
-    """`samples`: one row for each moment if there are several channels."""
+    """Write samples to a file; several channels are the columns of an array."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=kind, subtype=subtype)
     return file.getvalue()

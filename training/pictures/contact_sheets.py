@@ -24,13 +24,13 @@ _COLUMNS = 12
 
 
 def save_picture(picture: torch.Tensor, path: Path) -> None:
-    """[3, H, W] from 0 to 1, as a PNG file."""
+    """Save a picture [3, H, W] from 0 to 1 as a PNG file."""
     array = (picture.permute(1, 2, 0) * 255).round().byte().cpu().numpy()
     Image.fromarray(array).save(path)
 
 
 def _write(canvas: Canvas, text: str, font: int, x: float, y: float, height: float) -> None:
-    """Puts a line with its left end at x."""
+    """Put a line of text with its left end at x."""
     line = make_line(text, font)
     width = line.width * height / len(line.coverage)
     number = len(canvas.lines)

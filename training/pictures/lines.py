@@ -84,7 +84,7 @@ def _glyphs(path: Path) -> list[dict[str, _Glyph]]:
 def make_line(
     text: str, font_number: int, *, spacing: float = 0.0, path: Path = ATLAS_PATH
 ) -> Line:
-    """`text`, 48 pixels high, with `spacing` more pixels between its letters.
+    """Draw a text 48 pixels high, with `spacing` more pixels between its letters.
 
     The letters are those of `CHARACTERS` and the space; others raise `KeyError`.
     """

@@ -48,7 +48,7 @@ def normalize_and_patch_video(frames: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _mean_and_std(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sent once: sending waits for what the device has to do."""
+    """Return mean and deviation on the device, sent once because sending waits for its work."""
     mean, std = torch.tensor([MEAN, STD], device=device, dtype=dtype)[:, :, None, None]
     return mean, std
 

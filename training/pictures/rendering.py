@@ -41,7 +41,7 @@ class _Texture:
     """Pictures of equal height below each other, with their mip levels."""
 
     def __init__(self, pictures: torch.Tensor, widths: np.ndarray | None = None) -> None:
-        """`pictures` [number, channels, height, width] from 0 to 1; some may be less wide."""
+        """Take pictures [number, channels, height, width] from 0 to 1; some may be less wide."""
         number, channels, self.height, width = pictures.shape
         self.widths = np.full(number, width) if widths is None else widths
         levels = [pictures]
@@ -107,8 +107,9 @@ class Renderer:
         *,
         emoji_path: Path | str | None = None,
     ) -> None:
-        """With `emoji_path` the emoji are those of another file, as `emoji_unseen.npz`, which has
-        one style in place of all.
+        """Load the atlas, with the emoji of another file if `emoji_path` is given.
+
+        A file such as `emoji_unseen.npz` has one style in place of all.
         """
         self.device = torch.device(device)
         with np.load(atlas_path) as atlas:
@@ -126,7 +127,7 @@ class Renderer:
 
     @torch.no_grad()
     def render(self, packed: PackedCanvases, size: Size, *, scale: float = 1.0) -> torch.Tensor:
-        """Float [B, 3, height * scale, width * scale] from 0 to 1."""
+        """Render canvases as floats [B, 3, height * scale, width * scale] from 0 to 1."""
         parts = [
             self._render_part(packed, slice(start, start + _CANVASES_AT_ONCE), size, scale)
             for start in range(0, len(packed), _CANVASES_AT_ONCE)
@@ -188,7 +189,7 @@ class Renderer:
         return torch.lerp(rows[:, :3], rows[:, 3:6], share)
 
     def _lines(self, packed: PackedCanvases, sprites: np.ndarray) -> _Texture:
-        """The texture of the lines that these sprites show, whose numbers become those in it."""
+        """Return the texture of the lines that these sprites show, and renumber the sprites."""
         shown = sprites[:, :, 0] == KINDS["line"]
         numbers, places = np.unique(sprites[shown][:, 1].astype(np.int64), return_inverse=True)
         sprites[shown, 1] = places

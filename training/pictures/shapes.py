@@ -25,7 +25,7 @@ Field = np.ndarray  # float, x or y of every sample from -1 to 1 (y downwards)
 
 
 def _inside_polygon(points: list[tuple[float, float]], x: Field, y: Field) -> np.ndarray:
-    """By counting the edges to the right of each sample."""
+    """Find samples inside a polygon by counting the edges to the right of each."""
     inside = np.zeros(x.shape, bool)
     for (x0, y0), (x1, y1) in zip(points, points[1:] + points[:1], strict=True):
         if y0 != y1:
@@ -35,7 +35,7 @@ def _inside_polygon(points: list[tuple[float, float]], x: Field, y: Field) -> np
 
 
 def _fitted(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretched to touch all four sides of the square."""
+    """Stretch a polygon so that it touches all four sides of the square."""
     corners = np.array(points)
     low, high = corners.min(axis=0), corners.max(axis=0)
     return [(float(x), float(y)) for x, y in 2 * (corners - low) / (high - low) - 1]

@@ -78,7 +78,7 @@ def make_voice(random: random_module.Random, split: Split) -> Voice:
 
 
 class Espeak:
-    """Speaks text; the folder holds the library and `espeak-ng-data` for each architecture."""
+    """A synthesizer with espeak-ng's library and data from a folder, for this architecture."""
 
     def __init__(self, folder: Path) -> None:
         folder = folder / platform.machine()
@@ -94,7 +94,7 @@ class Espeak:
         self._name = ""
 
     def speak(self, text: str, voice: Voice) -> np.ndarray:
-        """int16 at 16 kHz."""
+        """Return the spoken text as int16 samples at 16 kHz."""
         name = f"{voice.accent}+{voice.variant}" if voice.variant else voice.accent
         if name != self._name:
             if self._library.espeak_SetVoiceByName(name.encode()) != 0:

@@ -59,7 +59,7 @@ def make_flite_voice(random: random_module.Random, names: tuple[str, ...] = VOIC
 
 
 class Flite:
-    """Speaks text with the voices whose libraries lie in the folder of this architecture."""
+    """A synthesizer with the flite voices that the folder of this architecture has."""
 
     def __init__(self, folder: Path) -> None:
         folder = folder / platform.machine()
@@ -80,7 +80,7 @@ class Flite:
         self.names = tuple(self._voices)
 
     def speak(self, text: str, voice: FliteVoice) -> np.ndarray:
-        """int16 at 16 kHz."""
+        """Return the spoken text as int16 samples at 16 kHz."""
         pointer = self._voices[voice.name]
         self._library.feat_set_float(pointer.contents.features, b"duration_stretch", voice.stretch)
         wave = self._library.flite_text_to_wave(text.encode(), pointer)

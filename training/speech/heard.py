@@ -1,4 +1,4 @@
-"""Which sentences training may have heard inside others that are written down: for the test.
+"""Finds test sentences that training may have said inside longer ones.
 
 The weights that ship were trained with long sentences that were joined from any, also from those
 kept for the test (ADR 20). And a short one may stand in a longer one at any time.
@@ -20,7 +20,7 @@ NUM_SAID = 1_700_000  # about fifteen times what the two runs said to be written
 def find_heard(
     sentences: Collection[str], *, num_said: int = NUM_SAID, seed: int = 0
 ) -> frozenset[str]:
-    """Those that stand in one of so many simulated training sentences, word by word."""
+    """Return the sentences that occur, word by word, in simulated training sentences."""
     lengths: dict[str, set[int]] = defaultdict(set)
     for sentence in sentences:
         words = sentence.split(" ")
@@ -38,7 +38,7 @@ def find_heard(
 
 
 def _say(random: random_module.Random) -> list[str]:
-    """The words of a training sentence as they were chosen then."""
+    """Return the words of a training sentence, chosen as they were for the weights that ship."""
     if random.random() < LONG_SHARE:
         num_words = random.randint(11, MAX_WORDS)
         words: list[str] = []

@@ -10,7 +10,7 @@ from training.speech import sentences, words
 
 
 def is_random_string(said: str) -> bool:
-    """Whether it is no filled-in pattern, no number and no cards."""
+    """Return whether a sentence fits no pattern and is neither a number nor cards."""
     return _regular().fullmatch(said) is None
 
 

@@ -247,7 +247,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 
 
 def number_in_words(number: int) -> str:
-    """A number from 0 to 199."""
+    """Return a number from 0 to 199 in words."""
     if number >= 100:
         rest = number - 100
         return "one hundred" + (f" {number_in_words(rest)}" if rest else "")
@@ -260,12 +260,12 @@ def number_in_words(number: int) -> str:
 
 
 def is_test_sentence(sentence: str) -> bool:
-    """Whether training must not speak this sentence to be written down."""
+    """Return whether training must not use this sentence for transcription."""
     return sentence in HUMAN_SENTENCES or is_held_out("speech", sentence)
 
 
 def fill(pattern: str, random: Random) -> str:
-    """A pattern with a word in each of its slots."""
+    """Return the pattern with a word in each of its slots."""
     return " ".join(
         word if word[0] != "{" else _slot(word[1:-1], random) for word in pattern.split()
     )
@@ -318,8 +318,9 @@ _WEIGHTS = [weight for weight, _ in KINDS.values()]
 
 
 def make_sentence(random: Random, split: Split) -> str:
-    """One to ten words, in training at times up to MAX_WORDS; no sentence is in both, nor a part
-    of a long one.
+    """Return a sentence of one to ten words, in training at times up to `MAX_WORDS`.
+
+    No sentence is in both splits, nor a part of a long one.
     """
     while True:
         sentence = make_any_sentence(random)
@@ -335,13 +336,13 @@ def make_sentence(random: Random, split: Split) -> str:
 
 
 def make_any_sentence(random: Random) -> str:
-    """Of either split."""
+    """Return a sentence of either split."""
     (make,) = random.choices(_MAKERS, _WEIGHTS)
     return make(random)
 
 
 def _go_on(sentence: str, random: Random) -> str:
-    """Other sentences follow without a pause, as in a long one."""
+    """Add other sentences without a pause, up to a drawn number of words."""
     num_words = random.randint(11, MAX_WORDS)
     while sentence.count(" ") < num_words - 1:
         other = make_any_sentence(random)

@@ -1,4 +1,4 @@
-"""Whoever can speak: espeak-ng's many voices, and flite's few."""
+"""All synthetic voices of training: espeak-ng's many and flite's few."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLITE_SHARE = 0.25  # recordings of people, but only five
 
 
 def _find_flite(folder: Path) -> Flite | None:
-    """None, with a word, where Debian's libraries don't run."""
+    """Return flite, or print the reason and return `None` where its libraries don't run."""
     try:
         return Flite(folder)
     except OSError as error:
@@ -25,14 +25,14 @@ def _find_flite(folder: Path) -> Flite | None:
 
 
 class Speaker:
-    """One a process: the synthesizers are global to it."""
+    """All voices of training; there is one speaker a process, because synthesizers are global."""
 
     def __init__(self, folder: Path) -> None:
         self._espeak = Espeak(folder / "espeak")
         self._flite = _find_flite(folder / "flite")
 
     def speak(self, text: str, random: Random, split: Split) -> np.ndarray:
-        """int16 at 16 kHz; voices kept for the test are espeak-ng's alone."""
+        """Return int16 samples at 16 kHz; the test has voices of espeak-ng alone."""
         flite = self._flite
         if flite is not None and split == "train" and random.random() < FLITE_SHARE:
             return flite.speak(text, make_flite_voice(random, flite.names))

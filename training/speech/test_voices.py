@@ -1,4 +1,4 @@
-"""Voices for the test only: a neural synthesizer that training never hears, and people."""
+"""Voices for the test only: a neural synthesizer that is not used in training, and people."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Hibari:
         self._synthesizer: Any = Synthesizer()
 
     def speak(self, text: str, *, speed: float = 1.0) -> np.ndarray:
-        """int16 at 16 kHz; the same for the same text."""
+        """Return int16 samples at 16 kHz, the same for the same text."""
         samples = self._synthesizer(text[:1].upper() + text[1:] + ".", speed=speed, seed=0)
         return to_int16(32767 * resample(samples, self._synthesizer.sample_rate))
 
 
 def read_wave(path: Path) -> np.ndarray:
-    """A mono file of 16-bit samples, at 16 kHz."""
+    """Read a mono file of 16-bit samples and bring it to 16 kHz."""
     with wave.open(str(path)) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), np.int16)
         return to_int16(resample(samples, file.getframerate()))

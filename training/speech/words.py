@@ -1,7 +1,7 @@
-"""The words that sensorium-mini hears: a closed vocabulary, in groups that sentences draw from.
+"""The words that sensorium-mini can write down, in groups that sentences draw from.
 
 Of words that sound alike ("two", "to") at most one may stand in a random string of words, since
-nothing around it would say which one was meant: `UNCLEAR_ALONE` holds the others.
+nothing around it would show which one was meant: `UNCLEAR_ALONE` holds the others.
 """
 
 from __future__ import annotations

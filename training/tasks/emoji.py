@@ -39,7 +39,7 @@ _WITH_A = ("ufo", "unicorn")
 
 
 def phrase_of(name: str) -> str:
-    """ "a dog", "an apple", "grapes"."""
+    """Return the name with its article, such as "a dog", "an apple" or "grapes"."""
     if name in _WITHOUT_ARTICLE:
         return name
     if name in _WITH_AN or (name[0] in "aeiou" and name not in _WITH_A):
@@ -146,7 +146,7 @@ def _add_clutter(random: Random, scene: Scene, canvas: Canvas) -> None:
 
 
 def make_emoji(random: Random, size: Size, split: Split) -> Sample:
-    """One emoji: what is it?"""
+    """Ask what the only emoji of a picture is."""
     scene = Scene(*size)
     is_inner = random.random() < 0.5
     while not scene.things:
@@ -191,7 +191,7 @@ def _choose(random: Random, scene: Scene) -> Thing:
 
 
 def _other_name(random: Random, scene: Scene) -> int | None:
-    """What is not there, nor anything with nearly the same name."""
+    """Return a name that is not in the picture, and that resembles none in it."""
     concept = int(random.random() * len(EMOJI_NAMES))
     name = EMOJI_NAMES[concept]
     if any(name in thing.name or thing.name in name for thing in scene.things):

@@ -88,7 +88,7 @@ _READABLE = tuple(
 
 
 def jittered(random: randomness.Random, colour: Colour) -> Colour:
-    """A colour that nobody can tell from this one."""
+    """Return a colour that looks the same as this one."""
     uniform = random.random
     red = colour[0] + (uniform() - 0.5) * 2 * JITTER
     green = colour[1] + (uniform() - 0.5) * 2 * JITTER

@@ -120,7 +120,7 @@ class Scene:
         return room is not None
 
     def is_well_inside(self, thing: Thing) -> bool:
-        """Whether nobody would name another of the nine cells as its place."""
+        """Return whether the thing is clearly in one of the nine cells."""
         x = thing.x * 3 / self.width % 1.0
         y = thing.y * 3 / self.height % 1.0
         return 0.15 < x < 0.85 and 0.15 < y < 0.85
@@ -202,7 +202,7 @@ def relation_of(one: Thing, other: Thing) -> str | None:
 
 
 def is_held_out_relation(one: Thing, other: Thing, relation: str) -> bool:
-    """The same for "A left of B" and "B right of A"."""
+    """Return whether a relation is held out, equally for "A left of B" and "B right of A"."""
     if relation in ("right", "below"):
         one, other = other, one
         relation = "left" if relation == "right" else "above"

@@ -64,7 +64,7 @@ _CUMULATIVE = tuple(float(total) for total in np.cumsum(_WEIGHTS))
 def _ask(
     random: Random, scene: Scene, split: Split, kinds: tuple[Ask, ...], count: int
 ) -> list[Turn]:
-    """So many turns of these kinds about the scene, or fewer."""
+    """Return up to so many turns of these kinds about the scene."""
     turns: list[Turn] = []
     asked: set[str] = set()
     for _ in range(4 * count + 6 if count else 0):

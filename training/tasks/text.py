@@ -221,7 +221,7 @@ def _ask_order(random: Random, _: Split) -> Turn:
 
 
 def ask_fact(random: Random, _: Split) -> Turn:
-    """About itself, or a greeting."""
+    """Ask about the model itself, or greet it."""
     questions, answer = FACTS[int(random.random() * len(FACTS))]
     question = questions[int(random.random() * len(questions))]
     return Turn(vary(random, question) if question[-1] in "?." else question, answer)
@@ -243,7 +243,7 @@ def _ask_unknown(random: Random, split: Split) -> Turn:
 
 
 def _ask_missing(random: Random, _: Split) -> Turn:
-    """About a picture, sound or video that was not sent."""
+    """Ask about a picture, sound or video that was not sent."""
     chance = random.random()
     if chance < 0.25:
         return Turn(_HEAR.ask(random), NO_SOUND)

@@ -101,7 +101,7 @@ def _draw_motion(random: Random, size: Size, pair: Pair, direction: str) -> list
 
 
 def make_direction(random: Random, size: Size, split: Split) -> Sample:
-    """A shape moves: where to?"""
+    """Ask where a shape moves to."""
     directions = tuple(DIRECTIONS) if split == "train" and random.random() < 0.35 else _STRAIGHT
     pair, direction = _choose_moving(random, split, directions)
     frames = _draw_motion(random, size, pair, direction)

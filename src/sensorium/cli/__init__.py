@@ -1,7 +1,7 @@
-"""The `sensorium` command: exit codes, and one module per command.
+"""The `sensorium` command: its exit codes, and a module for each of its commands.
 
-0: done. 1: an error, told on stderr. 2: wrong usage. 130: interrupted. 141: the reader of a pipe
-has left.
+The exit codes are 0 for success, 1 for an error, which is explained on stderr, 2 for wrong usage,
+130 for an interruption, and 141 if the reader of a pipe has left.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import argparse
 import io
 import os
 import sys
+from typing import Any
 
 import sensorium
-from sensorium.cli import chat, demo, generate, models, render, serve
-from sensorium.cli.words import take_late_words
+from sensorium.cli import chat, demo, generate, models, serve
+from sensorium.cli.flags import take_late_words
 from sensorium.types.errors import SensoriumError
 
 
 def main() -> None:
+    """Run the command that the arguments of this process name."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # models say what not every terminal can show
+        sys.stdout.reconfigure(errors="replace")  # not every terminal can show what models write
     try:
         try:
             arguments = _parse_arguments()
@@ -45,12 +47,21 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that lets a broken pipe be seen; argparse hides the errors of writing its help."""
+
+    def print_help(self, file: Any = None) -> None:
+        (file or sys.stdout).write(self.format_help())
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sensorium", description="Multimodal LLM inference: everything is perceived once."
     )
     parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (serve, render, chat, generate, models, demo):
+    serve.add_serve(commands)
+    serve.add_render(commands)
+    for command in (chat, generate, models, demo):
         command.add_command(commands)
     return parser

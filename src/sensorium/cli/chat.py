@@ -11,17 +11,20 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.flags import (
+    ENGINE_GROUPS,
     MEDIA_FLAGS,
     MODEL_HELP,
-    add_loading_flags,
     add_media_flags,
+    add_options,
+    add_quiet,
     add_sampling_flags,
+    add_words,
+    hint_at_question,
     load_llm,
     make_sampling_params,
     read_media,
+    split_question,
 )
-from sensorium.cli.media_flags import add_media_options
-from sensorium.cli.words import add_words, hint_at_question, split_question
 from sensorium.types.errors import CapacityError, ModelError, RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.sampling import SamplingParams
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
 
 _HELP = "/image, /audio or /video FILE|URL adds media to the next question; /reset; /quit or Ctrl-D"
-_DESCRIPTION = """Ask one question, by the model's chat template, and print the answer as it comes.
+_DESCRIPTION = """Ask one question with the model's chat template, and print the answer as it comes.
 Media stands before the text: images, then sounds, then videos. Without a
 question it is read from stdin; on a terminal a conversation begins."""
 _EXAMPLES = """examples:
@@ -41,7 +44,7 @@ _EXAMPLES = """examples:
   sensorium chat                            (with sensorium-mini)
   sensorium chat "What is this?" --image cat.png
 """
-_TRANSFERS = {
+_TRANSFERS = {  # how an item came to the engine -> words
     "tensors": "sent to the engine",
     "shared": "read from shared memory",
     "none": "the engine had it",
@@ -50,6 +53,7 @@ Part = dict[str, Any]
 
 
 def add_command(commands: Any) -> None:
+    """Add the command `chat`."""
     chat = commands.add_parser(
         "chat",
         help="ask a model about images, sounds and videos",
@@ -60,27 +64,35 @@ def add_command(commands: Any) -> None:
     add_words(
         chat,
         "QUESTION",
-        f"{MODEL_HELP}, and the question (default: stdin, or a conversation). A single word is a "
-        "model, unless it has spaces or marks that no model has: then it is a question",
+        f"{MODEL_HELP} Then the question. Without one it is read from stdin, or a conversation "
+        "begins. A single word is a model, unless it has spaces or marks that no model has.",
     )
     add_media_flags(chat, "that goes with the (first) question")
-    chat.add_argument("--system", metavar="TEXT", help="a system message in front")
     chat.add_argument(
-        "--chat-template", metavar="FILE", help="a template's file (default: the model's own)"
+        "--system",
+        metavar="TEXT",
+        help="A system message that stands in front of the conversation.",
+    )
+    chat.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="The file of a chat template. Default: the model's own.",
     )
     chat.add_argument(
         "-v",
         "--verbose",
         action="store_true",
-        help="afterwards, on stderr: what served each media item, tokens and times",
+        help="After each answer, write to stderr which cache served each media item, the number of "
+        "tokens, and times.",
     )
+    add_quiet(chat)
     add_sampling_flags(chat, max_tokens=256)
-    add_loading_flags(chat)
-    add_media_options(chat)
+    add_options(chat, "chat", *ENGINE_GROUPS)
     chat.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Answer the question, or hold a conversation."""
     arguments.model, text, too_much = split_question(arguments.words)
     if too_much:
         arguments.refuse(f"unrecognized arguments: {' '.join(too_much)}")
@@ -119,8 +131,9 @@ def _load(arguments: argparse.Namespace) -> LLM:
 
 
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
-    """Questions from the terminal until its end. What fails is told, and the conversation goes
-    on without it.
+    """Answer questions from the terminal until its end.
+
+    A question that fails is reported, and the conversation goes on without it.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  (gives `input` a history and line editing)
@@ -171,12 +184,12 @@ def _answer(
     chat_template: str | None,
     is_verbose: bool,
 ) -> str:
-    """Write the answer as it comes; all of it."""
+    """Write the answer as it comes, and return all of it."""
     start = time.perf_counter()
     first_s = None
     output: RequestOutput | None = None
-    with closing(llm.stream_chat(messages, params, chat_template=chat_template)) as news:
-        for entry in news:
+    with closing(llm.stream_chat(messages, params, chat_template=chat_template)) as deltas:
+        for entry in deltas:
             first_s = first_s or time.perf_counter() - start
             for delta in entry.deltas:
                 sys.stdout.write(delta.text)
@@ -202,7 +215,7 @@ def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> list[
 
 
 def _describe_media(output: RequestOutput) -> list[str]:
-    """One line per media item: which cache level served it."""
+    """Return a line for each media item, about the cache that served it."""
     counts: Counter[str] = Counter()
     lines = []
     for item in output.mm_items:

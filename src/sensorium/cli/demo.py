@@ -1,4 +1,4 @@
-"""`sensorium demo`: samples are asked about twice, and the second time comes from caches."""
+"""`sensorium demo`: asks about samples twice; the second time, caches have the media."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _STAGES = {"decode": "decoded", "process": "processed"}
 
 
 def add_command(commands: Any) -> None:
+    """Add the command `demo`."""
     demo = commands.add_parser(
         "demo",
         help="show what a model sees and hears, and what its caches save",
@@ -31,11 +32,14 @@ def add_command(commands: Any) -> None:
         epilog=_EPILOG,
     )
     demo.add_argument("model", nargs="?", metavar="MODEL", default=EMBEDDED_MODEL, help=MODEL_HELP)
-    demo.add_argument("--no-color", action="store_true", help="plain text; no media is drawn")
+    demo.add_argument(
+        "--no-color", action="store_true", help="Write plain text, and draw no media."
+    )
     demo.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Start a server, ask it about the samples, and end it."""
     from sensorium.cli.demo_screen import Screen
     from sensorium.cli.demo_server import DemoClient, DemoServer
 
@@ -51,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def show_samples(screen: Screen, client: DemoClient) -> None:
-    """Those that the model takes."""
+    """Ask twice about each sample that the model takes, and show the times."""
     screen.say()
     screen.say("First: nothing of this was seen or heard before.", "bold")
     first = _ask_all(screen, client, DEMO_SAMPLES, 0)
@@ -65,7 +69,10 @@ def show_samples(screen: Screen, client: DemoClient) -> None:
 def _ask_all(
     screen: Screen, client: DemoClient, samples: Iterable[DemoSample], number: int
 ) -> dict[DemoSample, Answer]:
-    """What is refused is told, and left out; an error if that is all."""
+    """Ask about samples, and return the answers.
+
+    A sample that is refused is reported and left out. Raises an error if all of them are.
+    """
     from sensorium.cli.demo_server import DemoRefusedError
 
     answers: dict[DemoSample, Answer] = {}
@@ -95,7 +102,7 @@ def _ask(screen: Screen, client: DemoClient, sample: DemoSample, number: int) ->
 
 
 def describe_trace(trace: dict[str, Any]) -> str:
-    """What was done for the media of a request, and what caches had."""
+    """Return what was done for the media of a request, and what caches had, in words."""
     parts = [f"{item['modality']} {_describe_item(item)}" for item in trace["items"]]
     if "encode" in trace["ms"]:
         parts.append(f"encoding took {trace['ms']['encode']:.0f} ms")

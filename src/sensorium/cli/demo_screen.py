@@ -1,4 +1,4 @@
-"""What the demo shows: media drawn with characters where the terminal can, and plain words."""
+"""What the demo shows: plain text, and media drawn with characters if the terminal can."""
 
 from __future__ import annotations
 
@@ -29,36 +29,44 @@ _UPPER_HALF = "▀"
 
 
 class _Console(Console):
+    """A console that lets the command see a broken pipe, as all commands do."""
+
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # the commands of this program end in the same way
+        raise BrokenPipeError
 
 
 class Screen:
+    """Writes text and draws media on the terminal."""
+
     def __init__(self, *, has_color: bool = True) -> None:
-        # Colors are found out, NO_COLOR among the reasons for none; without a system there is no
-        # style at all.
+        # rich finds out which colors there are, and obeys NO_COLOR. Without a color system there is
+        # no style at all.
         self._console = _Console(color_system="auto" if has_color else None, highlight=False)
 
     @property
     def can_draw(self) -> bool:
+        """Return whether media can be drawn on this terminal."""
         console = self._console
         has_color = console.is_terminal and console.color_system and not console.no_color
         return bool(has_color) and console.width >= _MIN_WIDTH and console.encoding == "utf-8"
 
     def say(self, text: str = "", style: str = "") -> None:
+        """Write a line."""
         self._console.print(Text(make_printable(text), style), soft_wrap=True)
 
     def write(self, text: str) -> None:
-        """A piece of an answer, without a new line."""
+        """Write a piece of an answer, without a new line."""
         self._console.print(Text(make_printable(text), end=""), end="", soft_wrap=True)
 
     def show_media(self, item: SampleMedia) -> None:
+        """Draw a media item, if the terminal can show it."""
         if not self.can_draw:
             return
         for line in _draw(item):
             self._console.print(Text(_INDENT) + line, no_wrap=True)
 
     def show_times(self, rows: Sequence[tuple[str, Answer, Answer]]) -> None:
+        """Write a table of titles and of the times of two answers."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("")
         for name in ("first", "again", "saved"):
@@ -71,7 +79,7 @@ class Screen:
 
 
 def make_printable(text: str) -> str:
-    """Nothing that a model says moves the cursor."""
+    """Return text without characters that could move the cursor."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -85,7 +93,7 @@ def _draw(item: SampleMedia) -> list[Text]:
 
 
 def draw_pictures(images: Sequence[Image.Image], side: int) -> list[Text]:
-    """Beside each other; a character has two pixels, one above the other."""
+    """Draw pictures beside each other. A character has two pixels, one above the other."""
     size = (side, side)
     pixels = [np.asarray(image.resize(size, Image.Resampling.BOX)) for image in images]
     lines = []
@@ -106,7 +114,7 @@ def _make_color(pixel: Any) -> Color:
 
 
 def _read_frames(item: SampleMedia) -> list[Image.Image]:
-    """The first, the last, and some between."""
+    """Return the first frame of a video, the last one, and some between."""
     import av
 
     with av.open(item.path) as container:
@@ -116,7 +124,7 @@ def _read_frames(item: SampleMedia) -> list[Image.Image]:
 
 
 def _draw_sound(item: SampleMedia) -> Text:
-    """How loud it is, from its beginning to its end."""
+    """Draw how loud a sound is, from its beginning to its end."""
     import av
 
     with av.open(item.path) as container:

@@ -1,7 +1,7 @@
-"""A server of the demo's own, `sensorium serve` in another process, and its client.
+"""The demo's own server, which is `sensorium serve` in another process, and a client for it.
 
-The server ends with the process that started it, however that ends: its standard input is a pipe
-whose other end only that process holds.
+The server ends with the process that started it, however that ends. Its standard input is a pipe,
+and only that process holds the other end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sensorium.types.errors import SensoriumError
 _PROGRAM = "from sensorium.cli.demo_server import serve_while_wanted; serve_while_wanted()"
 _FLAGS = (
     *("--port", "0", "--no-access-log", "--log-level", "warning", "--shutdown-timeout", "1"),
-    # A handful of requests, one at a time: processes that only start would take their cores.
+    # There are few requests, one at a time. Processes for media would only take cores to start.
     *("--mm-processor-pool-size", "0"),
 )
 _READY = re.compile(r"Sensorium is ready: (http://\S+)")
@@ -42,20 +42,20 @@ class DemoFailedError(SensoriumError):
 
 
 class DemoRefusedError(DemoFailedError):
-    """The server refuses a question, as of a model that takes no such media."""
+    """The server refuses a question, for example because the model takes no such media."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`seconds`: from the question to the answer's end. `trace`: what the server says of it."""
+    """An answer of the server."""
 
     text: str
-    seconds: float
-    trace: dict[str, Any]
+    seconds: float  # from the question to the answer's end
+    trace: dict[str, Any]  # the server's `sensorium_trace`
 
 
 class DemoServer:
-    """Use it as a context; then `wait_until_ready`."""
+    """A server in another process, to be used as a context."""
 
     def __init__(self, model: str) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -70,7 +70,7 @@ class DemoServer:
             errors="replace",
         )
         self._lines: list[str] = []
-        self._news = threading.Event()  # it is ready, or has ended
+        self._is_settled = threading.Event()  # the server is ready, or has ended
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -78,16 +78,16 @@ class DemoServer:
         for line in self._process.stdout or ():
             self._lines.append(line.rstrip())
             if _READY.search(line):
-                self._news.set()
-        self._news.set()
+                self._is_settled.set()
+        self._is_settled.set()
 
     def wait_until_ready(self) -> str:
-        """Its address."""
-        if not self._news.wait(_START_S):
+        """Wait for the server, and return its address."""
+        if not self._is_settled.wait(_START_S):
             raise DemoFailedError(f"the server was not ready after {_START_S:.0f} s")
         found = next(filter(None, map(_READY.search, self._lines)), None)
         if found is None:
-            last = self._lines[-1] if self._lines else "it said nothing"
+            last = self._lines[-1] if self._lines else "the server ended without a message"
             raise DemoFailedError(last.removeprefix("sensorium: "))
         return found[1]
 
@@ -109,21 +109,24 @@ class DemoServer:
 
 
 class DemoClient:
-    """Asks a server; a context, too."""
+    """A client of a server, to be used as a context."""
 
     def __init__(self, url: str, *, max_tokens: int = 32) -> None:
         self._max_tokens = max_tokens
         self._client = httpx.Client(base_url=url, timeout=_ANSWER_S, trust_env=False)
 
     def connect(self) -> None:
-        """Before anything is asked, so that it is no part of an answer's time."""
+        """Open the connection, so that it is no part of an answer's time."""
         with _blaming_server():
             self._client.get("/health").raise_for_status()
 
     def ask(
         self, media: Sequence[SampleMedia], question: str, *, on_text: Callable[[str], None]
     ) -> Answer:
-        """`on_text` gets the answer as it grows. A `DemoRefusedError` comes before any of it."""
+        """Ask a question, and pass the answer to `on_text` as it grows.
+
+        A `DemoRefusedError` is raised before any of it.
+        """
         content = [_make_part(item) for item in media]
         if question:
             content.append({"type": "text", "text": question})
@@ -163,7 +166,7 @@ class DemoClient:
 
 @contextmanager
 def _blaming_server() -> Iterator[None]:
-    """Whatever its client raises becomes one sentence."""
+    """Turn what the HTTP client raises into an error of one sentence."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -195,7 +198,7 @@ def _get_message(content: bytes) -> str:
 
 
 def serve_while_wanted() -> None:
-    """`sensorium` with this process's arguments, told to stop when its standard input ends."""
+    """Run `sensorium` with this process's arguments, and stop it when its standard input ends."""
     from sensorium.cli import main
 
     threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

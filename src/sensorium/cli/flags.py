@@ -1,173 +1,301 @@
-"""Flags that several commands have, and what is made of them: an engine, sampling parameters,
-media.
+"""Flags of the command line, and what is made of them: options, sampling parameters, media.
+
+Options are declared elsewhere, as fields of dataclasses (`types.options`). Here a flag is made for
+each of them, and the values that were given are collected. A flag that was not given leaves no
+value, so that every default stands with its option.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sensorium.cli.media_flags import make_llm_media
-from sensorium.cli.parsing import at_least, between, parse_sizes
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.layers.attention import ATTENTION_BACKENDS
-from sensorium.types.errors import RequestError
-from sensorium.types.sampling import SamplingParams
+from sensorium.engine.build.options import (
+    EngineOptions,
+    LoadingOptions,
+    MediaOptions,
+    check_media_counts,
+)
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.options import Kind, Option, list_options
+from sensorium.types.sampling import (
+    GenerationDefaults,
+    SamplingField,
+    SamplingParams,
+    list_sampling_fields,
+)
+from sensorium.utils.process import reporting_steps
 
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
 
 MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # in their order
-MODEL_HELP = f"a directory or a hub id (default: {EMBEDDED_MODEL}, which comes with the package)"
+MODEL_HELP = (
+    f"A directory or a hub id. Default: {EMBEDDED_MODEL}, the model that comes with the package."
+)
+ENGINE_GROUPS = (LoadingOptions, EngineOptions, MediaOptions, MediaLimits)
 _URL_SCHEMES = ("http:", "https:", "data:", "file:")
+_MAX_INTEGER = 2**63 - 1  # what another process can be sent
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_COUNT = re.compile(r"(\w+)=(\d+)")
+_HUB_NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 
-def add_loading_flags(command: argparse.ArgumentParser, *, has_weights: bool = True) -> None:
-    """Add the flags for loading a model, with `has_weights` also those for its weights."""
-    group = command.add_argument_group("loading")
-    group.add_argument(
-        "--max-model-len",
-        type=at_least(1),
-        metavar="N",
-        help="context length in tokens (default: the model's)",
-    )
-    group.add_argument("--revision", help="branch, tag or commit of a hub id (default: main)")
-    group.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that the checkpoint brings (default: refuse such a model)",
-    )
-    if has_weights:
-        _add_weights(group)
+# ---- options
 
 
-def _add_weights(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="precision of the weights (default auto: the checkpoint's, on most CPUs float32)",
-    )
-    group.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    group.add_argument(
-        "--attention-backend",
-        default="auto",
-        choices=ATTENTION_BACKENDS,
-        help="kernels that attend to the KV cache (default auto: the first of these that runs the "
-        "model here and passes a trial); docs/gpu.md says what each needs",
-    )
-    group.add_argument(
-        "--enforce-eager",
-        action="store_true",
-        help="launch every kernel of a step instead of replaying CUDA graphs",
-    )
-    group.add_argument(
-        "--fusion",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compute norms, rotary positions, gated layers and joined products in fewer kernels, "
-        "where they agree with the model's own (default: yes, on CUDA)",
-    )
-    group.add_argument(
-        "--cuda-graph-sizes",
-        type=parse_sizes,
-        metavar="N,N,...",
-        help="batch sizes for which steps that decode have a CUDA graph; a batch is padded to the "
-        "next size, and a larger one runs without a graph (default: 1,2,4,8, then every eighth up "
-        "to --max-num-seqs)",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=between(0.01, 1),
-        default=0.9,
-        metavar="SHARE",
-        help="share of a CUDA device's memory that may be in use (default 0.9)",
-    )
+def add_options(parser: argparse.ArgumentParser, command: str, *groups: type) -> None:
+    """Add a flag for each option of the groups that this command has."""
+    parser.set_defaults(command=command, refuse=parser.error)
+    sections: dict[str, argparse._ArgumentGroup] = {}
+    for group in groups:
+        for each in list_options(group):
+            if command not in each.commands:
+                continue
+            if each.section not in sections:
+                sections[each.section] = parser.add_argument_group(each.section)
+            details = _make_details(each, command)
+            sections[each.section].add_argument(each.flag, default=argparse.SUPPRESS, **details)
 
 
-def make_loading_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """How a model is loaded, but for what its engine needs: keywords of `builder.Source`."""
-    names = ("dtype", "device", "revision", "trust_remote_code")
-    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+def _make_details(each: Option, command: str) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for the flag of an option."""
+    is_list = each.kind in ("texts", "names")
+    repeats = " May be repeated." if each.kind == "texts" else ""
+    text = f"{each.help}{repeats} Default: {each.describe_default(command)}."
+    details: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if each.kind == "switch":
+        return details | {
+            "action": argparse.BooleanOptionalAction if each.default else "store_true"
+        }
+    details["metavar"] = each.metavar or None
+    if each.choices:
+        details["choices"] = each.choices
+    elif each.kind in _PARSERS:
+        details["type"] = partial(_parse, each)
+    if is_list:
+        details["action"] = "append" if each.kind == "texts" else "extend"
+    return details | ({"nargs": "+"} if each.kind == "names" else {})
+
+
+def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
+    """Return the values of a group's options that were given on the command line, by name."""
+    given = {}
+    for each in list_options(group):
+        if arguments.command in each.commands and hasattr(arguments, each.destination):
+            value = getattr(arguments, each.destination)
+            given[each.name] = tuple(value) if isinstance(value, list) else value
+    return given
+
+
+def _parse(each: Option, text: str) -> Any:
+    """Return what a word on the command line means, or explain why it means nothing."""
+    value = _PARSERS[each.kind](text)
+    if each.kind not in ("integer", "number"):
+        return value
+    value *= each.unit
+    is_too_large = each.kind == "integer" and abs(value) > _MAX_INTEGER
+    if is_too_large or not each.is_valid(value):
+        raise argparse.ArgumentTypeError(f"it must be {each.rule}, not {text}")
+    return value
+
+
+def _parse_integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def _parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _parse_bytes(text: str) -> int:
+    """Read a number of bytes. The words 4294967296, 4G, 4GiB and 4096M mean the same."""
+    match = _BYTES.fullmatch(text.strip())
+    num_bytes = 0 if match is None else int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
+    if not 1 <= num_bytes <= _MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: use e.g. 4G")
+    return num_bytes
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    """Read sizes that are divided by commas, such as `1,2,4`."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_INTEGER for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of integers >= 1, such as 1,2,4; --enforce-eager turns graphs off"
+        )
+    return tuple(map(int, words))
+
+
+def _parse_mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("a JSON object is needed")
+    return value
+
+
+def _parse_counts(text: str) -> dict[str, int]:
+    """Read counts by modality, written as `{"image": 4}` or as `image=4,video=1`."""
+    if text.lstrip().startswith("{"):
+        counts = _parse_mapping(text)
+    else:
+        matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
+        counts = {match[1]: int(match[2]) for match in matches if match is not None}
+        if None in matches:
+            raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
+    try:
+        check_media_counts(counts)
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return counts
+
+
+def _parse_file(text: str) -> str:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return text
+
+
+_PARSERS: dict[Kind, Callable[[str], Any]] = {
+    "integer": _parse_integer,
+    "number": _parse_number,
+    "bytes": _parse_bytes,
+    "sizes": _parse_sizes,
+    "counts": _parse_counts,
+    "mapping": _parse_mapping,
+    "file": _parse_file,
+}
+
+
+# ---- loading
+
+
+@contextmanager
+def showing_progress(arguments: argparse.Namespace) -> Iterator[None]:
+    """Write the steps of loading a model to stderr, unless the user wants it quiet."""
+    start = time.perf_counter()
+
+    def show(text: str) -> None:
+        if not arguments.quiet and sys.stderr is not None:
+            print(f"{text} ({time.perf_counter() - start:.1f} s)", file=sys.stderr, flush=True)
+
+    with reporting_steps(lambda step: show(f"Loading {arguments.model}: {step} ...")):
+        show(f"Loading {arguments.model}: importing PyTorch and Transformers ...")
+        yield
+    show(f"{arguments.model} is ready.")
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for `showing_progress`."""
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="Do not write the steps of loading to stderr."
+    )
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
-    from sensorium.engine.llm import LLM
+    """Return the model that the command line names, with its options."""
+    given: dict[str, Any] = {}
+    for group in (LoadingOptions, EngineOptions, MediaOptions):
+        given |= get_given(arguments, group)
+    limits = MediaLimits(**get_given(arguments, MediaLimits))
+    with showing_progress(arguments):
+        from sensorium.engine.llm import LLM
 
-    return LLM(
-        arguments.model,
-        max_model_len=arguments.max_model_len,
-        attention_backend=arguments.attention_backend,
-        enforce_eager=arguments.enforce_eager,
-        fusion=arguments.fusion,
-        cuda_graph_sizes=arguments.cuda_graph_sizes,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
-        **make_loading_kwargs(arguments),
-        **make_llm_media(arguments),
-    )
+        return LLM(arguments.model, media_limits=limits, **given)
 
 
-def add_sampling_flags(command: argparse.ArgumentParser, *, max_tokens: int) -> None:
+# ---- sampling
+
+
+def add_sampling_flags(
+    command: argparse.ArgumentParser, *, max_tokens: int, has_n: bool = False
+) -> None:
+    """Add a flag for each sampling parameter that a word of the command line can give."""
     group = command.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help=f"new tokens (default {max_tokens})"
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        help="0: greedy (default: what the model's generation config says)",
-    )
-    group.add_argument("--top-p", type=float, help="share of probability to choose from")
-    group.add_argument("--top-k", type=int, help="number of tokens to choose from; 0: all")
-    group.add_argument("--min-p", type=float, help="least share of the likeliest's probability")
-    group.add_argument(
-        "--repetition-penalty", type=float, help="above 1: fewer tokens of prompt and answer again"
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        help="above 0: discourage tokens that the answer has already",
-    )
-    group.add_argument(
-        "--frequency-penalty", type=float, default=0.0, help="the same, once for each occurrence"
-    )
-    group.add_argument("--seed", type=int, help="makes sampling repeatable")
-    group.add_argument(
-        "--stop", action="append", default=[], help="end before this text; may be repeated"
-    )
+    for each in _list_sampling_flags():
+        if each.name == "n" and not has_n:
+            continue
+        default = _describe_sampling_default(each, max_tokens)
+        details: dict[str, Any] = {"help": f"{each.description} Default: {default}."}
+        if each.kind == "flag":
+            details["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
+        elif each.kind in ("texts", "words"):
+            details |= {"action": "append", "metavar": "TEXT"}
+            details["help"] = f"{each.description} May be repeated."
+        else:
+            details |= {"type": int if each.kind == "integer" else float, "metavar": "N"}
+        flag = "--" + each.name.replace("_", "-")
+        group.add_argument(flag, default=argparse.SUPPRESS, **details)
+    command.set_defaults(max_tokens=max_tokens)
 
 
-def make_sampling_params(arguments: argparse.Namespace, *, n: int = 1) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
-        n=n,
-        seed=arguments.seed,
-        stop=arguments.stop,
-    )
+def _list_sampling_flags() -> list[SamplingField]:
+    """Return the parameters that have flags.
+
+    Commands print text only, so there are none for log-probabilities.
+    """
+    kinds = ("integer", "number", "flag", "texts", "words")
+    return [
+        each
+        for each in list_sampling_fields()
+        if each.kind in kinds and not each.is_internal and "logprobs" not in each.name
+    ]
+
+
+def _describe_sampling_default(each: SamplingField, max_tokens: int) -> str:
+    if each.name == "max_tokens":
+        return str(max_tokens)
+    if each.default is None:
+        is_of_model = hasattr(GenerationDefaults(), each.name)
+        return "as in the model's generation_config.json" if is_of_model else "none"
+    if each.kind == "flag":
+        return "on" if each.default else "off"
+    return f"{each.default:g}" if each.kind in ("integer", "number") else "none"
+
+
+def make_sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Return the sampling parameters that the command line gives."""
+    names = [each.name for each in _list_sampling_flags() if hasattr(arguments, each.name)]
+    return SamplingParams(**{name: getattr(arguments, name) for name in names})
+
+
+# ---- media
 
 
 def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
+    """Add a flag for each modality, with files or URLs."""
     for modality, noun in MEDIA_FLAGS.items():
         command.add_argument(
             f"--{modality}",
             action="append",
             default=[],
             metavar="FILE|URL",
-            help=f"{noun} {purpose}; may be repeated",
+            help=f"{noun.capitalize()} {purpose}. May be repeated.",
         )
 
 
 def read_media(source: str) -> bytes | str:
-    """A file's bytes; a URL as it is."""
+    """Return the bytes of a file, or a URL as it is."""
     if source.lower().startswith(_URL_SCHEMES):
         return source
     try:
@@ -175,3 +303,54 @@ def read_media(source: str) -> bytes | str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"{source}: {reason}") from error
+
+
+# ---- words that are no flags: a model, which may be left out, and questions or prompts
+
+
+def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> None:
+    """Let a command take MODEL and other words, all of which argparse sees as optional."""
+    command.add_argument("words", nargs="*", metavar=f"MODEL {name}", help=help_text)
+
+
+def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Move words that stand behind flags to the others; argparse before 3.12 does not."""
+    while hasattr(arguments, "words") and rest and not rest[0].startswith("-"):
+        arguments.words.append(rest.pop(0))
+
+
+def split_question(words: list[str]) -> tuple[str, str | None, list[str]]:
+    """Return the model, the question and the words that are too many.
+
+    A single word is a model, unless it can't be one.
+    """
+    if len(words) == 1 and _is_question(words[0]):
+        return EMBEDDED_MODEL, words[0], []
+    model = words[0] if words else EMBEDDED_MODEL
+    return model, words[1] if len(words) > 1 else None, words[2:]
+
+
+def split_prompts(words: list[str]) -> tuple[str, list[str]]:
+    """Return the model and the prompts. A single word is a prompt, unless it is a model."""
+    if len(words) == 1 and words[0] != EMBEDDED_MODEL and not Path(words[0]).is_dir():
+        return EMBEDDED_MODEL, words
+    return (words[0] if words else EMBEDDED_MODEL), words[1:]
+
+
+def hint_at_question(words: list[str]) -> str:
+    """Return what to add to an error, if the only word may have been meant as a question."""
+    if len(words) != 1 or "/" in words[0] or words[0] == EMBEDDED_MODEL or Path(words[0]).is_dir():
+        return ""
+    return (
+        f". A single word is taken for a model; as a question for {EMBEDDED_MODEL}: "
+        f"sensorium chat {EMBEDDED_MODEL} {words[0]}"
+    )
+
+
+def _is_question(word: str) -> bool:
+    """Return whether a word can't be a model.
+
+    Hub ids have letters, digits, `_`, `-` and `.` only; paths may have other characters.
+    """
+    is_no_id = len(word.split()) > 1 or ("/" not in word and not _HUB_NAME.fullmatch(word))
+    return is_no_id and not word.startswith(("/", ".", "~")) and not Path(word).is_dir()

@@ -6,22 +6,25 @@ import argparse
 from typing import Any
 
 from sensorium.cli.flags import (
+    ENGINE_GROUPS,
     MEDIA_FLAGS,
     MODEL_HELP,
-    add_loading_flags,
     add_media_flags,
+    add_options,
+    add_quiet,
     add_sampling_flags,
+    add_words,
     load_llm,
     make_sampling_params,
     read_media,
+    split_prompts,
 )
-from sensorium.cli.media_flags import add_media_options
-from sensorium.cli.words import add_words, split_prompts
 from sensorium.types.errors import RequestError
 from sensorium.types.prompts import TextPrompt
 
 
 def add_command(commands: Any) -> None:
+    """Add the command `generate`."""
     generate = commands.add_parser(
         "generate",
         help="generate from prompts, in this process",
@@ -31,14 +34,13 @@ def add_command(commands: Any) -> None:
     add_words(
         generate,
         "PROMPT",
-        f"{MODEL_HELP}, and prompts: text, with the model's marker for each media item. A single "
-        "word is a prompt",
+        f"{MODEL_HELP} Then prompts: text, with the model's marker for each media item. A single "
+        "word is a prompt.",
     )
     add_media_flags(generate, "for the prompt's markers, in order (one prompt only)")
-    generate.add_argument("--n", type=int, default=1, help="answers to each prompt (default 1)")
-    add_sampling_flags(generate, max_tokens=64)
-    add_loading_flags(generate)
-    add_media_options(generate)
+    add_quiet(generate)
+    add_sampling_flags(generate, max_tokens=64, has_n=True)
+    add_options(generate, "generate", *ENGINE_GROUPS)
     generate.set_defaults(run=_generate)
 
 
@@ -46,7 +48,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     arguments.model, texts = split_prompts(arguments.words)
     if not texts:
         arguments.refuse("there is no prompt")
-    params = make_sampling_params(arguments, n=arguments.n)
+    params = make_sampling_params(arguments)
     given = [modality for modality in MEDIA_FLAGS if getattr(arguments, modality)]
     if given and len(texts) > 1:
         raise RequestError(f"--{given[0]} goes with one prompt only")

@@ -1,6 +1,6 @@
-"""What a request must satisfy before the core accepts it, so that no accepted one can get stuck.
+"""Checks requests before the core accepts them, so that no accepted request can get stuck.
 
-Pure: it looks at a request and the limits, and raises a `RequestError` that names what is wrong.
+Pure: looks at a request and the limits, and raises a `RequestError` that names the fault.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ from sensorium.types.request import EngineCoreRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds a step, and what the model asks of it.
-
-    `bidirectional_modalities`: the model attends in both directions inside their items, so that
-    neighbouring embeddings of one run in one step.
-    `disable_chunked_mm_input`: items run whole although the model would not need it.
-    """
+    """The limits of a step, and what the model demands of it."""
 
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
     encoder_cache_size: int
     max_num_encoder_embeds: int
+    # The model attends in both directions inside items of these modalities, so that consecutive
+    # embeddings of an item must be computed in one step.
     bidirectional_modalities: frozenset[str] = frozenset()
-    disable_chunked_mm_input: bool = False
+    disable_chunked_mm_input: bool = False  # every item is computed in one step, for any model
     is_encoder_decoder: bool = False
     # A request of more tokens than this is computed in another way (other rotary factors), so that
-    # one that grows beyond it starts again. None: length changes nothing.
+    # a request that grows beyond it starts again. None: length changes nothing.
     long_after: int | None = None
 
 
@@ -54,7 +51,7 @@ def check_length(num_tokens: int, max_model_len: int) -> None:
 
 
 def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
-    """How many tokens the request can have at most, prompt and output together."""
+    """Return how many tokens the request can have at most, prompt and output together."""
     max_tokens = request.sampling_params.max_tokens
     if max_tokens is None:
         return limits.max_model_len
@@ -73,13 +70,16 @@ def _check_features(
                 "encoder_cache_size"
             )
     if limits.is_encoder_decoder:
-        _check_heard_at_once(features, limits)
+        _check_first_step(features, limits)
     else:
         _check_places(features, num_tokens)
 
 
-def _check_heard_at_once(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> None:
-    """The first step of an encoder-decoder model needs all items: none has a place of its own."""
+def _check_first_step(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> None:
+    """Raise a `RequestError` if the items do not fit into the first step, which needs all of them.
+
+    Items of an encoder-decoder model have no places of their own in the prompt.
+    """
     for mm_index, feature in enumerate(features):
         if feature.mm_position.offset != 0:
             raise RequestError(
@@ -121,7 +121,7 @@ def _name(feature: MultiModalFeatureSpec, mm_index: int) -> str:
 def get_unsplittable_spans(
     features: Sequence[MultiModalFeatureSpec], limits: Limits
 ) -> tuple[tuple[int, int], ...]:
-    """Ranges of positions that must be computed within one step, sorted."""
+    """Return the sorted ranges of positions that must be computed within one step."""
     if limits.is_encoder_decoder:
         return ()
     spans: tuple[tuple[int, int], ...] = ()

@@ -18,7 +18,7 @@ _VERSION = b"sensorium-kv-1"
 def hash_root(*, adapter: str | None, cache_salt: str | None, is_long: bool = False) -> bytes:
     """Return the parent of a request's first block.
 
-    `is_long`: the request is computed as one of more than `Limits.long_after` tokens.
+    With `is_long` the request is computed as one of more than `Limits.long_after` tokens.
     """
     variant = b"long" if is_long else b""
     return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt) + variant).digest()
@@ -27,9 +27,9 @@ def hash_root(*, adapter: str | None, cache_salt: str | None, is_long: bool = Fa
 def hash_block(
     parent: bytes, token_ids: Sequence[int], mm_items: Sequence[tuple[str, int]]
 ) -> bytes:
-    """The name of the block that follows `parent`.
+    """Return the name of the block that follows `parent`.
 
-    `mm_items`: `(mm_hash, offset of the item relative to the block)` of each item that overlaps it.
+    `mm_items` has `(mm_hash, offset relative to the block)` for each item that overlaps the block.
     """
     digest = hashlib.sha256(parent)
     digest.update(struct.pack("<q", len(token_ids)))
@@ -42,5 +42,5 @@ def hash_block(
 def _framed(text: str | None) -> bytes:
     if text is None:
         return b"\x00"
-    encoded = text.encode(errors="surrogatepass")  # what JSON lets through must not fail here
+    encoded = text.encode(errors="surrogatepass")  # JSON allows lone surrogates
     return b"\x01" + struct.pack("<q", len(encoded)) + encoded

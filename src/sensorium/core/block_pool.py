@@ -1,7 +1,7 @@
-"""Equal KV blocks: which are used, by how many, and which free ones are still worth keeping.
+"""A pool of equal KV blocks: which are used, how often, and which free ones are worth keeping.
 
-Owns reference counts, the names of cached blocks and the order of eviction. Knows nothing of
-requests or tensors.
+Owns reference counts, the names of cached blocks and the order of eviction. Has no requests and no
+tensors.
 
 Invariants:
   1. A block is either free or has references, never both; the null block is neither.
@@ -22,6 +22,8 @@ NULL_BLOCK = 0  # stands in block tables for positions that no layer of the grou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPoolStatistics:
+    """The numbers of blocks in a pool."""
+
     num_blocks: int
     num_used: int
     num_cached: int
@@ -29,18 +31,20 @@ class BlockPoolStatistics:
 
 
 class BlockPool:
+    """A fixed number of blocks that are allocated, shared and evicted."""
+
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise InvariantError(f"a pool needs the null block and one more, not {num_blocks}")
         self.num_blocks = num_blocks
         self._num_refs = [0] * num_blocks
         self._name_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
-        # Least recently used first. Blocks without a name go to the front: nothing is lost by
-        # reusing them.
+        self._block_of: dict[bytes, int] = {}  # name -> block
+        # Least recently used first. Blocks without a name go to the front, because nothing is lost
+        # when they are used again.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_evictions = 0
-        self.num_releases = 0  # references dropped so far: while it stands still, no room is made
+        self.num_releases = 0  # references dropped so far; there is new room only if it changes
 
     @property
     def num_free(self) -> int:
@@ -57,9 +61,9 @@ class BlockPool:
         return block_id in self._free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks with one reference each; what they held is forgotten."""
+        """Take `count` free blocks with one reference each, and forget what they held."""
         if count > len(self._free):
-            raise InvariantError(f"{count} blocks asked, {len(self._free)} free")
+            raise InvariantError(f"{count} blocks are wanted, but {len(self._free)} are free")
         return [self._allocate_one() for _ in range(count)]
 
     def _allocate_one(self) -> int:
@@ -79,7 +83,7 @@ class BlockPool:
         self._num_refs[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference each. Blocks that should be evicted first come first."""
+        """Drop one reference to each block. The first ones are evicted first."""
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -95,10 +99,10 @@ class BlockPool:
     def register(self, block_id: int, name: bytes) -> None:
         """Make a computed block findable.
 
-        The first block of a name keeps it; a duplicate stays without.
+        The first block of a name keeps it; a duplicate gets no name.
         """
         if self._num_refs[block_id] <= 0:
-            raise InvariantError(f"block {block_id} is registered although nobody holds it")
+            raise InvariantError(f"block {block_id} is registered although it has no reference")
         if self._name_of[block_id] is None and name not in self._block_of:
             self._name_of[block_id] = name
             self._block_of[name] = block_id

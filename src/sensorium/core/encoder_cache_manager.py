@@ -1,4 +1,4 @@
-"""Accounting for encoder outputs: what the worker holds, and who still needs it.
+"""Accounting for encoder outputs: what the worker holds, and which requests need it.
 
 Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_cache` does, and
 acts only on what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
@@ -27,9 +27,7 @@ from sensorium.types.multimodal import get_mm_features_in_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCacheStatistics:
-    """`num_queries`: items that were given a reference, `num_hits`: those whose entry was there. A
-    preempted request asks again.
-    """
+    """The sizes of the cache and its counters. A preempted request is counted again."""
 
     capacity: int
     num_used_embeds: int
@@ -37,34 +35,36 @@ class EncoderCacheStatistics:
     num_entries: int
     num_references: int
     num_evictions: int
-    num_queries: int
-    num_hits: int
+    num_queries: int  # items that were given a reference
+    num_hits: int  # items that were given a reference to an entry that was there before
 
 
 @dataclass(slots=True)
 class _Entry:
     num_embeds: int
     is_computed: bool = False
-    references: set[tuple[str, int]] = field(default_factory=set)
+    references: set[tuple[str, int]] = field(default_factory=set)  # (request id, mm_index)
 
 
 class EncoderCacheManager:
+    """The entries of the worker's encoder cache, with their references."""
+
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.request_cached_ids: dict[str, set[int]] = {}
-        self._entries: dict[str, _Entry] = {}
+        self.request_cached_ids: dict[str, set[int]] = {}  # request id -> mm_index of its items
+        self._entries: dict[str, _Entry] = {}  # encoder key -> entry
         self._evictable: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._num_free = capacity
         self._num_evictable = 0
         self._num_evictions = 0
         self._num_queries = 0
         self._num_hits = 0
-        self.num_releases = 0  # entries given up so far: while it stands still, no room is made
+        self.num_releases = 0  # entries given up so far; there is new room only if it changes
         self._freed_keys: list[str] = []
 
     @property
     def num_reclaimable_embeds(self) -> int:
-        """What an allocation can have at most: free space and evictable entries."""
+        """The most that an allocation can get: free space and evictable entries."""
         return self._num_free + self._num_evictable
 
     def is_computed(self, key: str) -> bool:
@@ -79,20 +79,20 @@ class EncoderCacheManager:
         return key in self._evictable
 
     def get_num_embeds(self, key: str) -> int:
-        """The size of an entry that is there."""
+        """Return the size of an entry, which must be there."""
         return self._entries[key].num_embeds
 
     def has_reference(self, request: Request, mm_index: int) -> bool:
         return mm_index in self.request_cached_ids.get(request.request_id, ())
 
     def get_cached_input_ids(self, request: Request) -> frozenset[int] | set[int]:
-        """The items of the request that hold a reference. A lookup, not a copy."""
+        """Return the items of the request that hold a reference, without copying them."""
         return self.request_cached_ids.get(request.request_id, frozenset())
 
     def check_and_update_cache(self, request: Request, mm_index: int) -> bool:
-        """Take a reference if the item is computed, or reserved in this step by another.
+        """Take a reference if the item is computed, or reserved in this step by another request.
 
-        Whether it was taken.
+        Return whether it was taken.
         """
         key = request.get_encoder_key(mm_index)
         entry = self._entries.get(key)
@@ -109,7 +109,7 @@ class EncoderCacheManager:
         return num_embeds <= self.num_reclaimable_embeds
 
     def allocate(self, request: Request, mm_index: int) -> None:
-        """Reserve space for an item that is about to be encoded, evicting what nobody needs."""
+        """Reserve space for an item that is about to be encoded, evicting unused entries."""
         key = request.get_encoder_key(mm_index)
         num_embeds = request.mm_features[mm_index].mm_position.get_num_embeds()
         if key in self._entries or not self.can_allocate(num_embeds):
@@ -121,7 +121,7 @@ class EncoderCacheManager:
         self._add_reference(entry, request.request_id, mm_index)
 
     def mark_computed(self, key: str) -> None:
-        """The worker has encoded it. If everyone left meanwhile, it becomes evictable."""
+        """Note that the worker has encoded an item, which is evictable if no request needs it."""
         entry = self._entries.get(key)
         if entry is None or entry.is_computed:
             return
@@ -130,7 +130,7 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def discard(self, key: str) -> set[str]:
-        """The worker could not encode it: forget it. The ids of the requests that needed it."""
+        """Forget an item that the worker could not encode, and return the requests it was for."""
         entry = self._entries.get(key)
         if entry is None:
             return set()
@@ -172,12 +172,12 @@ class EncoderCacheManager:
         self._freed_keys.extend(keys)
 
     def take_freed_keys(self) -> tuple[str, ...]:
-        """What the worker must drop, if it holds it: evicted or given up since the last call."""
+        """Return the keys that the worker must drop: evicted or given up since the last call."""
         freed, self._freed_keys = tuple(self._freed_keys), []
         return freed
 
     def clear_cache(self) -> None:
-        """Evict all that nobody needs."""
+        """Evict all entries without references."""
         while self._evictable:
             self._evict_oldest()
 

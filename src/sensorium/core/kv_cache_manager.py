@@ -1,10 +1,10 @@
-"""Accounting for KV blocks: which blocks hold which positions of which request.
+"""Accounting for KV blocks: the map from the positions of requests to blocks.
 
 Owns the block tables and one `BlockPool` per group of layers. Holds no tensors: `worker.kv_cache`
 does.
 
 Invariants:
-  1. An allocation gives all that was asked, in every group, or changes nothing.
+  1. An allocation gives all blocks that are wanted, in every group, or changes nothing.
   2. A block is findable only after its positions were computed.
   3. In a group with a window, blocks that no later position reads are released; their place holds
      the null block.
@@ -23,13 +23,10 @@ from sensorium.types.scheduling import BlockIds, KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """The longest cached prefix of a request.
-
-    `num_tokens`, and its blocks per group (null blocks below a window).
-    """
+    """The longest cached prefix of a request."""
 
     num_tokens: int
-    block_ids: BlockIds
+    block_ids: BlockIds  # null blocks before a window
 
 
 class _BlockTable:
@@ -44,6 +41,8 @@ class _BlockTable:
 
 
 class KVCacheManager:
+    """The block tables of all requests, and the pools that their blocks come from."""
+
     def __init__(
         self, groups: Sequence[KVCacheGroup], *, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
@@ -51,19 +50,19 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(group.num_blocks) for group in groups]
-        self._tables: dict[str, list[_BlockTable]] = {}
-        self._num_registered: dict[str, int] = {}
+        self._tables: dict[str, list[_BlockTable]] = {}  # request id -> a table for each group
+        self._num_registered: dict[str, int] = {}  # request id -> its first blocks with names
 
     @property
     def num_releases(self) -> int:
-        """References dropped so far: while it stands still, no room is made."""
+        """The references dropped so far. If it has not changed, there is no new room."""
         return sum(pool.num_releases for pool in self._pools)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         return tuple(tuple(table.block_ids) for table in self._tables.get(request_id, ()))
 
     def can_ever_fit(self, num_tokens: int, max_new_tokens: int) -> bool:
-        """Whether an otherwise empty cache holds a request of `num_tokens`.
+        """Return whether an otherwise empty cache holds a request of `num_tokens`.
 
         It is computed in steps of at most `max_new_tokens`.
         """
@@ -81,7 +80,7 @@ class KVCacheManager:
         return min(total, live)
 
     def find_prefix(self, request: Request, max_tokens: int) -> PrefixHit:
-        """The longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+        """Return the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
         It doesn't end inside an unsplittable span.
         """
@@ -105,17 +104,16 @@ class KVCacheManager:
         return at_most
 
     def _get_shorter(self, request: Request, num_blocks: int) -> int | None:
-        """The next candidate, if a prefix of `num_blocks` won't do."""
+        """Return the next shorter candidate, or `None` if a prefix of `num_blocks` is usable."""
         span = request.get_split_span(num_blocks * self.block_size)
         if span is not None:
             return span[0] // self.block_size
         return self._window_miss(request, num_blocks)
 
     def _window_miss(self, request: Request, num_blocks: int) -> int | None:
-        """The last block that a prefix needs in a group with a window and that is not cached.
+        """Return the last block that a prefix needs in a group with a window and is not cached.
 
-        Every shorter prefix that reaches beyond it needs it as well: the next candidate ends
-        before it.
+        Every shorter prefix that reaches beyond it needs it too: the next candidate ends before it.
         """
         for group, pool in zip(self.groups, self._pools, strict=True):
             if group.window is None:
@@ -138,9 +136,9 @@ class KVCacheManager:
         return blocks
 
     def _first_live_block(self, group: KVCacheGroup, num_computed_tokens: int) -> int:
-        """The first block that a position at or after `num_computed_tokens` reads.
+        """Return the first block that a position at or after `num_computed_tokens` reads.
 
-        Position p reads p - window + 1.
+        Position p reads from p - window + 1 on.
         """
         if group.window is None:
             return 0
@@ -151,8 +149,8 @@ class KVCacheManager:
     ) -> BlockIds | None:
         """Give the request blocks for its first `num_tokens` tokens.
 
-        The new ids per group, or `None` for no room. `hit` starts a request that has no blocks yet
-        on a cached prefix.
+        Return the new ids for each group, or `None` if there is no room. With `hit`, a request that
+        has no blocks yet starts on a cached prefix.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
@@ -217,10 +215,7 @@ class KVCacheManager:
         self._num_registered[request.request_id] = max(first, last)
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request, its last ones to be evicted first.
-
-        Unknown requests hold nothing.
-        """
+        """Release all blocks of a request, if it has any. The last ones are evicted first."""
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

@@ -1,4 +1,4 @@
-"""A request while it runs. Owned by the scheduler; nobody else changes it."""
+"""A request while it runs, which only the scheduler changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sensorium.types.request import EngineCoreRequest, FinishReason, TokenLogpro
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import CoreTimes
 
-# The order of service: the priority, then the arrival; smaller comes first. No two have the same.
+# The order of service: the priority, then the arrival. Smaller comes first, and all are different.
 Rank = tuple[int, int]
 
 
 class RequestStatus(Enum):
-    """WAITING → RUNNING → FINISHED; a preemption leads back from RUNNING to WAITING."""
+    """The states WAITING → RUNNING → FINISHED; a preemption leads from RUNNING to WAITING."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -24,8 +24,10 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """`spans`: sorted, disjoint ranges of positions that must be computed within one step.
-    `arrived` and other times are in seconds of the scheduler's clock. `long_after`: see `Limits`.
+    """A request with its tokens, and how far they are computed.
+
+    `spans` are sorted, disjoint ranges of positions that must be computed within one step. Times
+    are in seconds of the scheduler's clock. For `long_after` see `Limits`.
     """
 
     def __init__(
@@ -52,12 +54,12 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
-        self.encoder_hits: list[int] = []  # items whose encoder output was there
+        self.encoder_hits: list[int] = []  # items with an encoder output in the cache
         self.arrived = arrived
         self.scheduled: float | None = None  # for the first time
         self.first_token: float | None = None
         self.encode_s = 0.0
-        # Prompt positions whose logits were used; None: the caller doesn't want them.
+        # Prompt positions with log-probabilities so far; None: the caller doesn't want them.
         self.num_scored_tokens: int | None = (
             None if self.sampling_params.prompt_logprobs is None else 0
         )
@@ -74,7 +76,7 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has more tokens than those that the model computes in the usual way."""
+        """Whether it has more tokens than the model computes in the usual way."""
         return self._long_after is not None and self.num_tokens > self._long_after
 
     @property
@@ -91,8 +93,9 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How many tokens may come from the prefix cache: at least one is computed, and so is
-        every token whose logits are still needed.
+        """The tokens that may come from the prefix cache.
+
+        At least one is computed, and so is every token with logits that are still needed.
         """
         if self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
             return self.num_tokens - 1
@@ -101,8 +104,9 @@ class Request:
     def take_unscored(
         self, entries: tuple[TokenLogprobs, ...], start: int
     ) -> tuple[TokenLogprobs, ...]:
-        """Those of the prompt's log-probabilities from `start` on that are new: a preempted
-        request computes some of them again.
+        """Return those of the prompt's log-probabilities from `start` on that are new.
+
+        A preempted request computes some of them again.
         """
         if self.num_scored_tokens is None:
             return ()
@@ -111,11 +115,11 @@ class Request:
         return new
 
     def get_encoder_key(self, mm_index: int) -> str:
-        """The identity of an item's encoder output: its hash, apart per salt and adapter."""
+        """Return the key of an item's encoder output: its hash, separated by salt and adapter."""
         return self.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def count_encoder_items(self, *, encoded: tuple[int, ...], shared: tuple[int, ...]) -> None:
-        """Items are counted once, although a preempted request asks for them again."""
+        """Count items once, although a preempted request needs them again."""
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
@@ -129,7 +133,7 @@ class Request:
         )
 
     def get_split_span(self, position: int) -> tuple[int, int] | None:
-        """The unsplittable span that a border before `position` would split, if any."""
+        """Return the unsplittable span that a border before `position` would split, if any."""
         # The last span that begins before `position`.
         index = bisect_left(self.spans, (position,)) - 1
         if index >= 0 and position < self.spans[index][1]:
@@ -151,9 +155,9 @@ class Request:
         )
 
     def block_hash(self, index: int) -> bytes:
-        """The name of the block at `index`, which must be full of known tokens.
+        """Return the name of the block at `index`, which must be full.
 
-        Made once, in order.
+        Names are made once, in order.
         """
         while len(self._block_hashes) <= index:
             self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))

@@ -1,7 +1,7 @@
-"""Who runs in the next step, how many tokens of each, and which encoders.
+"""Decides which requests run in the next step, with how many tokens and which encoder inputs.
 
-Owns all requests and their order. Decides with the block and encoder accounting; holds no tensors
-and does no I/O.
+Owns all requests and their order. Uses the block and encoder accounting; holds no tensors and does
+no I/O.
 
 Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
@@ -10,7 +10,7 @@ Invariants:
   4. Nothing is given out of order, with two exceptions. Tokens are kept for a span that found too
      few of them in the last step, from those ahead of it: they go on in the next step. Beside
      others, requests of one call are passed over beyond its shares (`seat_shares`).
-  5. The first running request is never preempted: everyone behind it can be preempted for it.
+  5. The first running request is never preempted: all behind it can be preempted for it.
   6. A step is empty only if there are no requests.
   7. A step encodes at most one item beyond the encoder budget. What it encoded too much is made up
      for by steps that encode nothing, while there is something else to do.
@@ -49,8 +49,9 @@ _rank_of = attrgetter("rank")
 
 
 class Scheduler:
-    """`policy`: "fcfs", or "priority" (lower values first, then first come first served). `clock`:
-    in seconds; the times of requests are read from it.
+    """The queue of waiting requests and the running ones.
+
+    `policy` is "fcfs" or "priority" (lower values first, then first come, first served).
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Scheduler:
         self._shares = SeatShares(limits.max_num_seqs)
         self._num_arrivals = 0
         self._stopped: list[str] = []
-        # The request whose span found too few tokens in the last step, and how many it needs.
+        # The request with a span that found too few tokens in the last step, and how many it needs.
         self._deferred: tuple[str, int] | None = None
         # Embeddings that were encoded beyond the budgets of the steps so far.
         self._encoder_debt = 0
@@ -111,7 +112,7 @@ class Scheduler:
         insort(self.waiting, request, key=_rank_of)
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
-        """End a request at its caller's wish; `None` if it has ended already."""
+        """End a request that is no longer wanted. Return `None` if it has ended already."""
         request = self.requests.get(request_id)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
@@ -122,7 +123,7 @@ class Scheduler:
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput:
-        """There is neither a prefill nor a decode phase.
+        """Plan the next step. There is neither a prefill nor a decode phase.
 
         Each request has tokens that are not computed yet, and a step gives it some of them.
         """
@@ -130,7 +131,7 @@ class Scheduler:
         while not step.scheduled and (
             step.is_short_of_blocks or step.reserved_for or step.is_encoder_resting
         ):
-            # It only preempted, or kept its tokens for one that could not take them, or there is
+            # It only preempted, or kept tokens for a request that could not take them, or there is
             # nothing to do but to encode.
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._encoder_debt = 0
@@ -150,14 +151,14 @@ class Scheduler:
         while self.waiting and self._can_start(step):
             if not self._schedule_waiting(self._shares.get_next(self.waiting), step):
                 break
-        # A span whose item has to wait for its encoder keeps its turn.
+        # A span with an item that has to wait for its encoder keeps its turn.
         kept = self._deferred if step.is_encoder_resting else None
         self._deferred = kept or step.deferred
         return step
 
     def _make_room_for_others(self) -> None:
         """Preempt what one call holds beyond its share, if requests of others find no seat."""
-        # Before the step gives out anything: what has work in a step is not preempted in it.
+        # Before the step gives out anything: a request with work in a step is not preempted in it.
         if not self.waiting:
             return
         blocked_rank = None if self._blocked is None else self._blocked[0]
@@ -168,7 +169,7 @@ class Scheduler:
             self._preempt(request)
 
     def _begin_step(self) -> Step:
-        """A step with tokens kept for the span that found too few of them in the last one."""
+        """Return a step that keeps tokens for the span that found too few in the last step."""
         step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
         step.is_encoder_resting = self._encoder_debt > 0
         if step.is_encoder_resting:
@@ -197,8 +198,8 @@ class Scheduler:
             self._commit(request, plan, block_ids, step)
 
     def _schedule_waiting(self, request: Request, step: Step) -> bool:
-        # Looking for a prefix costs time in proportion to the prompt: not in every step in which
-        # the first of a queue finds no room.
+        # Looking for a prefix takes time in proportion to the prompt. It is not repeated in every
+        # step in which the first waiting request finds no room.
         num_releases = self.kv_cache.num_releases + self.encoder_cache.num_releases
         if self._blocked == (request.rank, num_releases):
             return False
@@ -234,7 +235,7 @@ class Scheduler:
         step.started.append(started)
 
     def _find_prefix(self, request: Request) -> PrefixHit:
-        """A cached prefix that leaves to compute what the request needs computed."""
+        """Return a cached prefix that leaves at least the tokens that must be computed."""
         # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
         # to start at 0.
         max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
@@ -266,7 +267,7 @@ class Scheduler:
         self._set_back(request)
 
     def _set_back(self, request: Request) -> None:
-        """Take everything from a request but its tokens; it computes them again later."""
+        """Take everything from a request but its tokens, so that it computes them again later."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
@@ -313,12 +314,12 @@ class Scheduler:
             num_scheduled_tokens=step.num_tokens,
         )
 
-    # ---- learning what came of it
+    # ---- taking the results of a step
 
     def update_from_output(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Advance every request of the step; the news for their callers."""
+        """Advance every request of the step, and return their outputs."""
         for scheduled in output.scheduled:
             if scheduled.encoder_inputs:
                 self._note_encoded(scheduled, result)
@@ -343,10 +344,10 @@ class Scheduler:
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
-        """The step could not be run, or not to its end: end its requests.
+        """End the requests of a step that could not be run, or not to its end.
 
-        How far the worker came is not known. So it is told again what to drop, and also to drop
-        what the step was about to encode.
+        It is unknown how far the worker came. So the next plan repeats what to drop, and adds the
+        items that this step was to encode.
         """
         self._stopped[:0] = output.stopped_request_ids
         self.encoder_cache.add_freed_keys(output.freed_encoder_keys)
@@ -363,7 +364,7 @@ class Scheduler:
         return outputs
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
-        """The request, unless it has ended since; its id may belong to a new one, which waits."""
+        """Return the request, unless it has ended and its id is gone or that of a waiting one."""
         request = self.requests.get(scheduled.request_id)
         is_running = request is not None and request.status is RequestStatus.RUNNING
         return request if is_running else None
@@ -389,9 +390,7 @@ class Scheduler:
     def _fail_requests(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """End what the worker left out of the step, or could make nothing of: it has computed
-        nothing that others may read.
-        """
+        """End requests that the worker left out of the step, or that have no usable result."""
         outputs = []
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
@@ -401,8 +400,9 @@ class Scheduler:
         return outputs
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, *, is_late: bool) -> None:
-        """One that is late stops short of its last token: the next step computes that again, and
-        the span with it that it ends, if it may not be split.
+        """Note the computed tokens, without the last one if the request is late.
+
+        The next step computes that one again, and the unsplittable span that it ends, if any.
         """
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
@@ -411,7 +411,7 @@ class Scheduler:
             end = max(start, end - 1 if span is None else span[0])
         request.num_computed_tokens = end
         self.kv_cache.commit(request)
-        if self.limits.is_encoder_decoder:  # its first step has stored what it needs of its items
+        if self.limits.is_encoder_decoder:  # its first step has stored all it needs of its items
             self.encoder_cache.free(request)
         else:
             self.encoder_cache.free_passed_items(request, start)
@@ -447,7 +447,7 @@ class Scheduler:
             )
         if request.is_long and not was_long:
             self._set_back(request)
-        may_be_last = bool(request.sampling_params.stop)  # if the frontend finds one of them
+        may_be_last = bool(request.sampling_params.stop)  # if the frontend finds a stop string
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=(token_id,),
@@ -491,7 +491,7 @@ class Scheduler:
         )
 
     def _release(self, request: Request) -> None:
-        """Give back blocks and encoder references; let the worker forget it if it holds it."""
+        """Give back blocks and encoder references, and let the worker drop the request."""
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request)
         if request.status is RequestStatus.RUNNING:

@@ -1,11 +1,11 @@
-"""What one call with many requests may take from others: half of the seats, a quarter of a step.
+"""Limits the share of one call with many requests: half of the seats, a quarter of a step.
 
 A call of a client may be many requests of the core: its prompts times their completions. While
 requests of others wait, one call holds at most half of all seats; alone it may hold them all, and
-gives the surplus back when others come. Where a larger step takes longer, those who have a seat pay
-as well: while others run, at most a quarter of all seats decode for one call in a step, in turns.
-Nothing is taken from a call for others that are less urgent. Decisions only: the scheduler preempts
-and starts.
+gives the surplus back when others come. Larger steps take longer for all running requests: while
+others run, at most a quarter of all seats decode for one call in a step, in turns. Nothing is taken
+from a call for others that are less urgent. Makes decisions only: the scheduler preempts and
+starts.
 
 Invariants:
   1. At most one call holds more than its share: two would need more seats than there are.
@@ -54,9 +54,9 @@ class SeatShares:
     def get_next(self, waiting: Sequence[Request]) -> Request:
         """Return the waiting request that is to start next.
 
-        It is the first whose call holds less than its share. If no request that is as urgent as the
-        first one has such a call, it is the first one. Passing over the rest costs time in
-        proportion to the waiting requests of one call.
+        It is the first one of a call that holds less than its share. If no request that is as
+        urgent as the first one has such a call, it is the first one. Passing over the rest costs
+        time in proportion to the waiting requests of one call.
         """
         for request in waiting:
             if _get_urgency(request) > _get_urgency(waiting[0]):
@@ -68,9 +68,11 @@ class SeatShares:
     def get_surplus(
         self, running: Sequence[Request], waiting: Sequence[Request], *, is_next_blocked: bool
     ) -> list[Request]:
-        """Return the requests that must give their seats to others: the last ones of the call that
-        holds more than its share, one for each request of others that finds no seat.
-        `is_next_blocked`: the next of them found no room although there was a seat.
+        """Return the requests that must give their seats to others.
+
+        They are the last ones of the call that holds more than its share, one for each request of
+        others that finds no seat. With `is_next_blocked` the next of these found no room although
+        there was a seat.
         """
         if self._largest is None or not waiting:
             return []
@@ -84,9 +86,11 @@ class SeatShares:
         return own[::-1][: min(num_wanted, num_over)]
 
     def get_resting(self, running: Sequence[Request]) -> set[str]:
-        """Return the ids of requests that take no part in the next step: those of a call beyond its
-        share of a step, if others as urgent run too. The ones with the fewest tokens come first, so
-        that all go on alike. Only requests that decode rest; the others fill tokens, not rows.
+        """Return the ids of requests that take no part in the next step.
+
+        They belong to a call beyond its share of a step, if others as urgent run too. The ones with
+        the fewest tokens go on, so that all advance alike. Only requests that decode rest; the
+        others fill tokens, not rows.
         """
         if len(self._num_held) < 2:
             return set()

@@ -1,4 +1,4 @@
-"""What one call of `Scheduler.schedule` has used and decided so far; thrown away at its end."""
+"""The state of one call of `Scheduler.schedule`, which is thrown away at its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sensorium.types.scheduling import ScheduledRequest, StartedRequest
 
 
 class Shortage(Enum):
-    """What cut a window short."""
+    """The reason why a window was cut short."""
 
     NONE = auto()
     TOKENS = auto()
@@ -20,24 +20,21 @@ class Shortage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """`num_reserved_tokens` are kept for the request `reserved_for`, from those ahead of it.
-
-    `is_encoder_closed`: an earlier request waits for its media, so later ones may not take encoder
-    space.
-    """
+    """What a step has used and decided so far."""
 
     max_num_tokens: int
-    reserved_for: str | None = None
+    reserved_for: str | None = None  # a request that tokens are kept for, from those ahead of it
     num_reserved_tokens: int = 0
     num_tokens: int = 0
     num_encoder_embeds: int = 0
+    # An earlier request waits for its media, so that later ones may not take encoder space.
     is_encoder_closed: bool = False
     # Nothing is encoded in this step, so that others go on after an item beyond the budget.
     is_encoder_resting: bool = False
     is_short_of_blocks: bool = False
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     started: list[StartedRequest] = field(default_factory=list)
-    # The first request whose unsplittable span found too few tokens, and how many it needs.
+    # The first request with an unsplittable span that found too few tokens, and how many it needs.
     deferred: tuple[str, int] | None = None
 
     @property
@@ -47,18 +44,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """The tokens `[start, end)` of a request and their items.
-
-    Items to encode, to share because they are there already, and duplicates of an item that this
-    very window encodes. An empty window has no items.
-    """
+    """The tokens `[start, end)` of a request, and their items. An empty window has no items."""
 
     start: int
     end: int
     shortage: Shortage
     to_encode: tuple[int, ...] = ()
-    to_share: tuple[int, ...] = ()
-    duplicates: tuple[int, ...] = ()
+    to_share: tuple[int, ...] = ()  # items with an encoder output in the cache
+    duplicates: tuple[int, ...] = ()  # items equal to one that this window encodes
 
     @property
     def is_empty(self) -> bool:

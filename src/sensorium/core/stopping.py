@@ -1,4 +1,4 @@
-"""When a request has said enough, as far as tokens tell; the detokenizer sees to stop strings."""
+"""Decides when a request ends because of its tokens; the frontend looks for stop strings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sensorium.types.request import FinishReason
 def get_stop(
     request: Request, *, max_model_len: int, is_complete: bool = False
 ) -> tuple[FinishReason, int | None] | None:
-    """Why the request ends with its newest token, or `None`: it goes on.
+    """Return why the request ends with its newest token, or `None` if it goes on.
 
-    The second value is the token id when a stop token of the caller ended it. `is_complete`: its
-    grammar allows nothing more, so it ends, whatever it says of `min_tokens` and `ignore_eos`.
+    The second value is the token id if a stop token of the caller ended it. With `is_complete` its
+    grammar allows nothing more, so that it ends in spite of `min_tokens` and `ignore_eos`.
     """
     params = request.sampling_params
     token_id = request.token_ids[-1]

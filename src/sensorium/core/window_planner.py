@@ -1,6 +1,6 @@
-"""How many tokens of a request fit into a step, given its media.
+"""Decides how many tokens of a request fit into a step, given its media.
 
-Pure decisions, which the scheduler commits.
+Makes decisions only, which the scheduler commits.
 
 Invariants:
   1. Planning changes neither the request nor the caches.
@@ -19,12 +19,14 @@ from sensorium.types.multimodal import get_mm_features_in_window
 
 
 class WindowPlanner:
+    """A planner of the windows of tokens that requests compute in a step."""
+
     def __init__(self, limits: Limits, encoder_cache: EncoderCacheManager) -> None:
         self._limits = limits
         self._encoder_cache = encoder_cache
 
     def get_plan(self, request: Request, start: int, step: Step) -> WindowPlan:
-        """The window that begins at `start`; empty if there is no room for it in this step."""
+        """Return the window that begins at `start`, empty if there is no room in this step."""
         end = min(request.num_tokens, start + step.num_tokens_left)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
@@ -54,9 +56,9 @@ class WindowPlanner:
     def _get_end_outside_span(
         self, request: Request, start: int, end: int, *, is_first: bool
     ) -> int:
-        """Move an end that splits a span before it.
+        """Return the end, moved to the start of the span that it would split.
 
-        Behind it, when nothing else runs and there is nothing before it.
+        It is moved to the end of the span if nothing else runs and nothing comes before the span.
         """
         span = request.get_split_span(end)
         if span is None:
@@ -69,7 +71,7 @@ class WindowPlanner:
     def _get_end_with_encoders(
         self, request: Request, start: int, end: int, room: _EncoderRoom
     ) -> int:
-        """Note the window's items in `room`; it is cut before the first one that finds none."""
+        """Put the window's items into `room`, and return the end before the first without room."""
         limits = self._limits
         if not request.mm_features or (limits.is_encoder_decoder and start > 0):
             return end
@@ -95,22 +97,17 @@ class WindowPlanner:
 
 
 class _EncoderRoom:
-    """A trial balance of encoder space and compute for one window.
-
-    `num_used` embeddings are encoded in this step already. `is_closed`: someone ahead waits for
-    space. `is_resting`: nothing is encoded in this step. `is_all_or_nothing`: the compute budget
-    applies to the window's items together.
-    """
+    """A trial balance of encoder space and compute for one window."""
 
     def __init__(
         self,
         cache: EncoderCacheManager,
         *,
         max_num_embeds: int,
-        num_used: int,
-        is_closed: bool,
-        is_resting: bool,
-        is_all_or_nothing: bool,
+        num_used: int,  # embeddings that are encoded in this step already
+        is_closed: bool,  # a request ahead waits for space
+        is_resting: bool,  # nothing is encoded in this step
+        is_all_or_nothing: bool,  # the compute budget applies to all items of the window together
     ) -> None:
         self.to_encode: list[int] = []
         self.to_share: list[int] = []
@@ -127,7 +124,7 @@ class _EncoderRoom:
         self._shared: set[str] = set()
 
     def take(self, key: str, mm_index: int, num_embeds: int) -> bool:
-        """Whether the item can be had in this step; if so it is noted."""
+        """Take the item if there is room for it in this step, and return whether there is."""
         if key in self._encoded:
             self.duplicates.append(mm_index)
             return True
@@ -147,7 +144,7 @@ class _EncoderRoom:
         return True
 
     def _get_num_reclaimed(self, key: str, num_embeds: int, *, is_held: bool) -> int:
-        """How much less can be reclaimed once the item is taken."""
+        """Return how much less can be reclaimed once the item is taken."""
         if not is_held:
             return num_embeds
         is_reclaimable = self._cache.is_evictable(key) and key not in self._shared

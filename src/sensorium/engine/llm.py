@@ -3,163 +3,72 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import cached_property, partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any, Self, Unpack
 
-import torch
 from tqdm import tqdm
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.builder import Engine, Source, build_engine
-from sensorium.engine.build.config import EngineOptions
-from sensorium.engine.build.media_options import MediaKwargs, MediaOptions, make_media_options
-from sensorium.engine.delivery import Delivery
+from sensorium.engine.build.builder import Engine, build_engine
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
-from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.inputs.prompt_batch import as_params, as_prompts
-from sensorium.engine.inputs.renderer import Renderer
-from sensorium.engine.outputs.output_processor import OutputProcessor
-from sensorium.engine.outputs.parallel_sampling import ParallelSampling
-from sensorium.engine.run import Run
+from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.prompt_fields import as_params, as_prompts
+from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.multimodal.cache.interface import SenderCache
-from sensorium.multimodal.pipeline import PerceivedItem
-from sensorium.types.errors import ModelError, RequestError, SensoriumError, make_record
-from sensorium.types.outputs import RequestDelta, RequestOutput
+from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.types.options import check_names, make_group, takes_options
+from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreOutput, FinishReason
+from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
     """A model that is ready to generate. Not thread-safe.
 
-    `model` is a directory or a hub id; without one, or as "sensorium-mini", it is the model that
-    comes with the package. What is not given is chosen to fit the model and the machine:
+    `model` is a directory or a hub id. Without one, or as "sensorium-mini", it is the model that
+    comes with the package. Options that are left out are chosen to fit the model and the machine;
+    `help(LLM.__init__)` and docs/options.md explain each of them. Hub ids go through the hub's own
+    cache, and `HF_HUB_OFFLINE=1` uses nothing else.
 
-    - `max_model_len`: the context, from the model's config, cut to what the KV cache holds;
-    - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens a step at most (32 and 2048 on a
-      CPU, 256 and 8192 on CUDA);
-    - `kv_cache_memory_bytes`: enough for all requests at full length, but at most a share of what
-      is free; `block_size` tokens make a block; `enable_prefix_caching` keeps full ones;
-    - `encoder_cache_size`, `max_num_encoder_embeds`: embeddings kept, and encoded a step;
-    - `limit_mm_per_prompt`: most items of a modality in a prompt, e.g. `{"image": 4}`;
-    - `disable_chunked_mm_input`: an item's tokens are computed in one step;
-    - `scheduling_policy`: "fcfs", or "priority" (a prompt's lower `priority` first);
-    - `attention_backend`: "flashinfer", "varlen", "triton", "torch", or "auto", the first that runs
-      the model here;
-    - `enforce_eager`: no CUDA graphs; `cuda_graph_sizes`: the batch sizes that have one (default:
-      1, 2, 4, 8, then every eighth up to `max_num_seqs`); `fusion=False`: no fused kernels;
-    - `dtype="auto"`: the checkpoint's; on a CPU float32, unless it has bfloat16 instructions and
-      the checkpoint is in bfloat16;
-    - `revision`: the branch, tag or commit of a hub id; config, processor and weights are all of
-      it. Hub ids go through the hub's own cache; `HF_HUB_OFFLINE=1` uses nothing else;
-    - `trust_remote_code`: run code that a checkpoint brings (off: such a model is refused);
-    - `gpu_memory_utilization`: the share of a CUDA device's memory that may be in use afterwards;
-      a model that does not fit is refused before it is loaded, with the figures;
-    - `generation_config`: "auto": what a request leaves open is as in the checkpoint's
-      `generation_config.json`; "none": that counts only for its end-of-sequence tokens, so that a
-      silent request samples at temperature 1, and bans no tokens;
-    - `structured_string_limit`: bounds answers that follow a JSON schema, whose free strings get at
-      most so many characters; by default the model's directory sets it, which few do; 0: no limit;
-    - `use_tqdm_on_load`: progress of long loads, on a terminal;
-    - `seed`: where requests without a seed of their own get theirs from, so that a script repeats.
-
-    Of media, see `sensorium.engine.build.media_options.MediaOptions`: `mm_processor_cache_gb` (4;
-    0 is off) and `mm_processor_cache_type` ("lru" or "shm") for what was processed before,
-    `mm_processor_pool_size` processes to process in (0: this one), `mm_processor_kwargs` and
-    `media_io_kwargs` for every item, `allowed_local_media_path`, `allowed_media_domains` and
-    `media_limits` (a `sensorium.MediaLimits`) for where media may come from and what it may cost,
-    `enable_mm_embeds` for media that comes as its encoder's output (off), `allow_larger_media` for
-    prompts with options that enlarge an item beyond what `mm_processor_kwargs` can (off).
-    `close` ends processes and threads; `with LLM(...) as llm` does too.
+    `close` ends processes and threads, and so does the end of `with LLM(...) as llm`.
     """
 
     _is_closed = False
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = EMBEDDED_MODEL,
-        *,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        encoder_cache_size: int | None = None,
-        max_num_encoder_embeds: int | None = None,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        disable_chunked_mm_input: bool = False,
-        scheduling_policy: str = "fcfs",
-        attention_backend: str = "auto",
-        enforce_eager: bool = False,
-        fusion: bool = True,
-        cuda_graph_sizes: Sequence[int] | None = None,
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        gpu_memory_utilization: float = 0.9,
-        generation_config: str = "auto",
-        structured_string_limit: int | None = None,
-        use_tqdm_on_load: bool = True,
-        seed: int = 0,
-        **media: Unpack[MediaKwargs],
-    ) -> None:
-        options = EngineOptions(
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            encoder_cache_size=encoder_cache_size,
-            max_num_encoder_embeds=max_num_encoder_embeds,
-            block_size=block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            disable_chunked_mm_input=disable_chunked_mm_input,
-            scheduling_policy=scheduling_policy,
-            attention_backend=attention_backend,
-            enforce_eager=enforce_eager,
-            fusion=fusion,
-            cuda_graph_sizes=cuda_graph_sizes,
-            limit_mm_per_prompt={} if limit_mm_per_prompt is None else limit_mm_per_prompt,
-            gpu_memory_utilization=gpu_memory_utilization,
-            generation_config=generation_config,
-            structured_string_limit=structured_string_limit,
-            seed=seed,
-        )
-        source = Source(
-            model=_as_text(model),
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            use_tqdm_on_load=use_tqdm_on_load,
-        )
-        self._load(source, options, make_media_options(media))
+    @takes_options(LoadingOptions, EngineOptions, MediaOptions)
+    def __init__(self, model: str | os.PathLike[str] = EMBEDDED_MODEL, **options: Any) -> None:
+        """Load a model and build its engine. These are the options:"""
+        check_names(options, (LoadingOptions, EngineOptions, MediaOptions), caller="LLM()")
+        loading = make_group(LoadingOptions, {**options, "model": model})
+        engine_options = make_group(EngineOptions, options)
+        self._load(loading, engine_options, make_group(MediaOptions, options))
 
-    def _load(self, source: Source, options: EngineOptions, media_options: MediaOptions) -> None:
-        with blame_checkpoint(source.model):
-            engine = build_engine(source, options=options, media=media_options)
+    def _load(
+        self, loading: LoadingOptions, options: EngineOptions, media_options: MediaOptions
+    ) -> None:
+        with blame_checkpoint(loading.model):
+            engine = build_engine(loading, options=options, media=media_options)
         self.config, self.core, self.perception = engine.config, engine.core, engine.perception
         self.input_processor = _make_input_processor(engine, options, media_options)
         self._num_threads = media_options.mm_processor_pool_size
-        # What follows requests from their arrival to their end.
-        self._delivery = Delivery(self.core, self._sender, engine.perception.pipeline)
-        self._outputs = OutputProcessor(engine.processor.tokenizer)
-        self._siblings, self._ids = ParallelSampling(partial(_release, self._sender)), count()
-
-    @property
-    def _sender(self) -> SenderCache:
-        return self.perception.caches.sender
+        self._ids = count()
+        self._driver = RequestDriver(engine.processor.tokenizer, self.perception.caches.sender)
 
     def close(self) -> None:
-        """End the processes and threads that perceive; nothing can be generated afterwards."""
+        """End the processes and threads that process media. Nothing can be generated afterwards."""
         self._is_closed = True
         self.perception.close()
 
@@ -184,11 +93,11 @@ class LLM:
         use_tqdm: bool = True,
         return_errors: bool = False,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, batched; the outputs are in the order of the prompts.
+        """Generate for one prompt or many, in batches. Outputs are in the order of the prompts.
 
-        A prompt that can't be served doesn't touch the others: they finish. Then its `RequestError`
-        is raised, with all outputs in `error.outputs`; or, with `return_errors`, it is the `error`
-        of its own output.
+        If a prompt can't be served, the others finish nevertheless. Then its `RequestError` is
+        raised, with all outputs in `error.outputs`. With `return_errors` nothing is raised, and the
+        error is the `error` of that prompt's output.
         """
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, return_errors)
 
@@ -201,7 +110,7 @@ class LLM:
         return_errors: bool = False,
         **options: Unpack[ChatKwargs],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, batched; errors as in `generate`.
+        """Answer one conversation or many, in batches. Errors are those of `generate`.
 
         Messages are OpenAI's: `{"role": "user", "content": "text"}`, or content as a list of parts,
         `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
@@ -215,26 +124,23 @@ class LLM:
     def stream(
         self, prompt: Prompt | Chat, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestDelta, None, None]:
-        """The answer to one prompt as it grows: news after each step, the last with `final`.
+        """Yield the answer to one prompt as it grows; the last delta has `final`.
 
-        Nothing happens before the first `next`, which also raises what is wrong with the prompt. A
-        request that fails later raises its `RequestError`. Closing the iterator ends the request.
+        Nothing happens before the first `next`, which also raises an error of the prompt. A request
+        that fails later raises its `RequestError`. Closing the iterator ends the request.
         """
         self._check_open()
         (params,) = as_params(sampling_params, 1)
         request_id = self._add(prompt, params, is_streamed=True)
-        news = self._streams[request_id]
         try:
-            is_ended = False
-            while not is_ended:
-                while not news:
+            final = None
+            while final is None:
+                if (delta := self._driver.take_delta(request_id)) is None:
+                    self._check_alive(request_id)
                     self._step()
-                    if not news and not self._is_alive(request_id):
-                        raise RequestError("the request was given up by an interruption")
-                delta = news.popleft()
-                if delta.final is not None:
-                    is_ended = True
-                    _check_error(delta.final)
+                    continue
+                final = delta.final
+                _check_error(final)
                 yield delta
         finally:
             self._abort((request_id,))
@@ -245,7 +151,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatKwargs],
     ) -> Generator[RequestDelta, None, None]:
-        """`stream` for one conversation; `options` as in `chat`."""
+        """Yield the answer to one conversation as `stream` does; `options` are those of `chat`."""
         chats = make_chats(messages, options)
         if len(chats) != 1:
             raise RequestError(f"one conversation can be streamed, not {len(chats)}")
@@ -254,11 +160,6 @@ class LLM:
     @cached_property
     def renderer(self) -> Renderer:
         return Renderer(self.input_processor)
-
-    @cached_property
-    def _streams(self) -> dict[str, deque[RequestDelta]]:
-        """News that were not read yet, of the requests that are streamed."""
-        return {}
 
     def _generate(
         self,
@@ -269,12 +170,12 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_open()
         params = as_params(sampling_params, len(entries))
-        run = Run(self, entries, params, num_threads=self._num_threads)
+        batch = _Batch(self, entries, params, num_threads=self._num_threads)
         try:
             with tqdm(total=len(entries), disable=not use_tqdm, unit="req", desc="generate") as bar:
-                outputs = run.finish(bar)
+                outputs = batch.finish(bar)
         finally:
-            run.close()
+            batch.close()
         failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed and not return_errors:
             index, error = failed[0]
@@ -288,99 +189,195 @@ class LLM:
     def _add(
         self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
     ) -> str:
-        """Start one request; its id."""
-        return self._start(self._make_ready(prompt, params)(), is_streamed=is_streamed)
+        """Start one request, and return its id."""
+        return self._start(self._make_preparation(prompt, params)(), is_streamed=is_streamed)
 
-    def _make_ready(
+    def _make_preparation(
         self,
         prompt: Prompt | Chat,
         params: SamplingParams,
         *,
         cancelled: Future[None] | None = None,
-    ) -> Callable[[], ProcessedRequest]:
-        """What turns a prompt into a request, in any thread. Ids and seeds are given out now, in
-        the order of the prompts.
-        """
+    ) -> Callable[[], Prepared]:
+        """Return a function that makes a request of a prompt, in any thread."""
+        # Ids and seeds are given out now, in the order of the prompts.
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
 
-        def make_ready() -> ProcessedRequest:
+        def prepare() -> Prepared:
             options: Any = {"request_id": request_id, "seed": seed, "cancelled": cancelled}
-            return self.renderer.render(prompt, params, **options).processed
+            return self.renderer.render(prompt, params, **options)
 
-        return make_ready
+        return prepare
 
-    def _start(self, processed: ProcessedRequest, *, is_streamed: bool = False) -> str:
-        """Start one request; its id."""
-        request, items = processed.request, processed.items
-        request_id = request.request_id
-        self._outputs.add_request(request, processed.prompt, is_streamed=is_streamed)
-        if is_streamed:
-            self._streams[request_id] = deque()
-        has_siblings = False
+    def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
+        """Start one request, and return its id."""
+        request_id = prepared.processed.request.request_id
         try:
-            first, has_siblings = self._siblings.add(request, items)
-            reports = self._delivery.deliver(first, items)
-            self._outputs.add_reports(request_id, reports)
+            self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._abort((request_id,))
             raise
-        finally:
-            if not has_siblings:
-                self._release(items)
         return request_id
 
-    def _release(self, items: Sequence[PerceivedItem]) -> None:
-        _release(self._sender, items)
+    def _carry_out(self, delivery: Delivery) -> None:
+        with closing(delivery):
+            step = advance(delivery)
+            while step is not None:
+                step = advance(delivery, self._perform(step))
 
-    def _is_alive(self, request_id: str) -> bool:
-        child_ids = self._outputs.get_child_ids((request_id,))
-        return any(child_id in self.core.scheduler.requests for child_id in child_ids)
+    def _perform(self, step: Step) -> object:
+        """Perform a step of a delivery, and return the answer to it."""
+        if isinstance(step, PerceiveAgain):
+            return self.perception.pipeline.perceive_again(step.item)
+        missing = self.core.add_request(step.request, step.make_transfer())
+        if missing is not None:
+            self.perception.caches.sender.handle_missing(missing)
+        return missing
+
+    def _check_alive(self, request_id: str) -> None:
+        child_ids = self._driver.outputs.get_child_ids((request_id,))
+        if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
+            raise RequestError("the request was ended by an interruption")
 
     def _step(self) -> list[RequestOutput]:
-        """Compute one step; the requests that ended with it. News of streams go to these."""
-        news = self.core.step()
-        finished, stopped = self._outputs.process(news)
-        self.core.abort_requests(stopped)
-        finished += self._start_siblings(news)
-        for delta in self._outputs.take_deltas():
-            self._streams[delta.request_id].append(delta)
+        """Compute one step. Return the requests that ended with it and are not streamed."""
+        progress = self._driver.process(self.core.step())
+        self.core.abort_requests(progress.stopped_ids)
+        finished = list(progress.finished)
+        for request_id, delivery in progress.deliveries:
+            try:
+                self._carry_out(delivery)
+            except SensoriumError as error:
+                failure = self._driver.fail(request_id, error)
+                self.core.abort_requests(failure.stopped_ids)
+                finished += failure.finished
         return finished
 
-    def _start_siblings(self, news: Sequence[EngineCoreOutput]) -> list[RequestOutput]:
-        """The requests that failed at it."""
-        failed: list[RequestOutput] = []
-        for children, items in self._siblings.take_ready(news):
-            try:
-                for child in children:
-                    self._delivery.deliver(child, items)
-            except SensoriumError as error:
-                failed += self._fail(child.request_id, error)
-            finally:
-                self._release(items)
-        return failed
-
-    def _fail(self, child_id: str, error: SensoriumError) -> list[RequestOutput]:
-        """Fail the request because one of its n completions could not be started."""
-        end = EngineCoreOutput(
-            request_id=child_id, finish_reason=FinishReason.ERROR, error=make_record(error)
-        )
-        ended, stopped = self._outputs.process([end])
-        self.core.abort_requests(stopped)
-        return ended
-
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """By the callers' ids, or the core's."""
-        child_ids = self._outputs.get_child_ids(request_ids)
-        self._siblings.drop(child_ids)
-        self.core.abort_requests((*child_ids, *request_ids))
-        self._outputs.forget(request_ids)
-        for request_id in request_ids:
-            self._streams.pop(request_id, None)
+        """Abort requests by their ids, or by those of their completions in the core."""
+        self.core.abort_requests((*self._driver.abort(request_ids), *request_ids))
+
+    def _abort_returned(self) -> None:
+        """Abort all requests but the streamed ones."""
+        outputs = self._driver.outputs
+        kept = {*outputs.streamed_ids, *outputs.get_child_ids(outputs.streamed_ids)}
+        request_ids = (*outputs.request_ids, *self.core.scheduler.requests)
+        self._abort([request_id for request_id in request_ids if request_id not in kept])
 
 
-def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
-    """They have been sent: they may be evicted again."""
-    sender.release([item.handle for item in items])
+@dataclass(frozen=True, slots=True)
+class _Preparing:
+    """A prompt that is being prepared."""
+
+    index: int
+    prompt: Prompt | Chat
+    future: Future[Prepared]
+
+
+class _Batch:
+    """One call of `generate` or `chat`.
+
+    Prompts are started as the engine takes them, so that media is not processed far ahead. With a
+    pool of processes, `num_threads` threads prepare prompts ahead while the engine steps; without
+    one, each prompt is prepared when its turn comes.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[Prompt | Chat],
+        params: Sequence[SamplingParams],
+        *,
+        num_threads: int,
+    ) -> None:
+        self._llm = llm
+        self._todo = deque(zip(range(len(prompts)), prompts, params, strict=True))
+        self._outputs: list[RequestOutput | None] = [None] * len(prompts)
+        self._index_of: dict[str, int] = {}  # id of a request in flight -> index of its prompt
+        self._max_in_flight = 2 * llm.config.limits.max_num_seqs
+        self._num_threads = num_threads
+        self._executor = ThreadPoolExecutor(num_threads, "prepare") if num_threads else None
+        self._preparing: deque[_Preparing] = deque()
+        self._cancelled: Future[None] = Future()
+
+    def finish(self, bar: tqdm[Any]) -> list[RequestOutput]:
+        """Run all prompts to their end, and return their outputs in order."""
+        num_tokens = 0
+        while self._todo or self._preparing or self._index_of:
+            self._start_some(bar)
+            for output in self._llm._step() if self._llm.core.has_requests else ():
+                self._outputs[self._index_of.pop(output.request_id)] = output
+                num_tokens += sum(len(entry.token_ids) for entry in output.outputs)
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+        return [output for output in self._outputs if output is not None]
+
+    def _start_some(self, bar: tqdm[Any]) -> None:
+        while len(self._llm.core.scheduler.requests) < self._max_in_flight:
+            self._prepare_some()
+            if not self._preparing:
+                return
+            if not self._preparing[0].future.done() and self._llm.core.has_requests:
+                return  # the engine steps meanwhile
+            entry = self._preparing[0]
+            if (error := self._start(entry)) is not None:
+                self._outputs[entry.index] = _make_error_output(entry, error)
+                bar.update()
+
+    def _start(self, entry: _Preparing) -> RequestError | None:
+        """Start a prompt that is prepared, and return the error if it can't be served."""
+        try:
+            entry.future.exception()  # waits; an interruption here leaves the entry in its place
+            self._preparing.popleft()
+            self._index_of[self._llm._start(entry.future.result())] = entry.index
+        except RequestError as error:
+            return error
+        except CapacityError as error:
+            return RequestError(str(error))
+        except Exception as error:
+            # Our bug; the boundary at which one prompt fails and its neighbours don't.
+            logger.exception("prompt %d could not be started", entry.index)
+            return RequestError(f"internal error: {type(error).__name__}: {error}")
+        return None
+
+    def _prepare_some(self) -> None:
+        while self._todo and len(self._preparing) < max(1, 2 * self._num_threads):
+            index, prompt, params = self._todo.popleft()
+            prepare = self._llm._make_preparation(prompt, params, cancelled=self._cancelled)
+            future = _run(prepare) if self._executor is None else self._executor.submit(prepare)
+            self._preparing.append(_Preparing(index, prompt, future))
+
+    def close(self) -> None:
+        """End what is left of an interrupted call. Streams of other callers go on."""
+        self._cancelled.set_result(None)
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        for entry in self._preparing:
+            if not entry.future.cancelled() and entry.future.exception() is None:
+                self._llm._driver.release(entry.future.result().processed.items)
+        self._llm._abort_returned()
+
+
+def _run(prepare: Callable[[], Prepared]) -> Future[Prepared]:
+    future: Future[Prepared] = Future()
+    try:
+        future.set_result(prepare())
+    except Exception as error:  # raised where the result is read
+        future.set_exception(error)
+    return future
+
+
+def _make_error_output(entry: _Preparing, error: RequestError) -> RequestOutput:
+    text = entry.prompt.get("prompt") if isinstance(entry.prompt, Mapping) else entry.prompt
+    completion = CompletionOutput(index=0, text="", token_ids=(), finish_reason=FinishReason.ERROR)
+    return RequestOutput(
+        request_id=f"refused-{entry.index}",
+        prompt=text if isinstance(text, str) else None,
+        prompt_token_ids=(),
+        outputs=(completion,),
+        finished=True,
+        error=error,
+    )
 
 
 def _make_input_processor(
@@ -402,13 +399,7 @@ def _make_input_processor(
     return inputs
 
 
-def _as_text(model: object) -> str:
-    if not isinstance(model, str | os.PathLike):
-        raise ModelError(f"model is a directory or a hub id, not {type(model).__name__}")
-    return str(os.fspath(model))
-
-
-def _check_error(output: RequestOutput) -> None:
-    if output.error is not None:
+def _check_error(output: RequestOutput | None) -> None:
+    if output is not None and output.error is not None:
         output.error.outputs = (output,)
         raise output.error

@@ -37,11 +37,10 @@ from sensorium.models.seams.packed_attention import (
 from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 logger = logging.getLogger(__name__)
 
-MODALITIES = ("image", "video", "audio")
 # Transformers' numbers in `mm_token_type_ids`; 0 is text.
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 

@@ -16,7 +16,6 @@ from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBa
 
 logger = logging.getLogger(__name__)
 
-GENERATION_CONFIGS = ("auto", "none")
 # Fields that change the tokens and are not supported yet, with the value that changes nothing.
 _IGNORED_FIELDS: dict[str, object] = {
     "typical_p": 1.0,

@@ -1,12 +1,13 @@
 """Names media by content: equal names mean equal source, processing options and processor.
 
 A name is made in two steps. The source (a file's bytes, or an array that was given in process) is
-digested before anything is decoded; the digest, with all that the result of processing depends on,
-is digested again. So one source has as many names as it has ways to be processed, and is read once.
+digested before anything is decoded. The digest is digested again with all that the result of
+processing depends on. So one source has as many names as it has ways to be processed, and is read
+once.
 
 Every value is framed by its type and length and mappings are sorted, so that no two different
 inputs give the same bytes. Types without a canonical form are refused. Names are 256 bits of any
-algorithm; the algorithm and the version of this format are part of them.
+algorithm. The algorithm and the version of this format are part of them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from PIL import Image
 
 from sensorium.multimodal.decoding.images import DECODER_ERRORS, load_pixels
+from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds
 from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.multimodal import HASH_ALGORITHMS
 
-ALGORITHMS = ("sha256", "blake3", "sha512")
 _VERSION = b"sensorium-mm-2"
 _NUM_DIGITS = 64  # 256 bits
 _MAX_DEPTH = 32
@@ -35,7 +36,7 @@ _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in p
 
 
 class MediaHasher:
-    """`model_revision` and `processor_fingerprint` are part of every name."""
+    """A maker of names. `model_revision` and `processor_fingerprint` are part of every name."""
 
     def __init__(
         self,
@@ -49,8 +50,9 @@ class MediaHasher:
         self._context = self._digest("context", [model_revision, processor_fingerprint])
 
     def digest_source(self, media: object) -> str:
-        """What identifies the source alone. The bytes of `MediaBytes` are digested once. Embeddings
-        are never named as a picture or a sound of the same numbers.
+        """Return the digest of the source alone. The bytes of `MediaBytes` are digested once.
+
+        Embeddings are never named as a picture or a sound of the same numbers.
         """
         if isinstance(media, PrecomputedEmbeds):
             return self._digest("embeds", media.tensor)
@@ -69,12 +71,14 @@ class MediaHasher:
         processor_kwargs: Mapping[str, object],
         cache_salt: str | None,
     ) -> str:
-        """The `mm_hash`. `decode_options` are `None` for media that came decoded."""
+        """Return the `mm_hash` of an item. `decode_options` are `None` for media that
+        came decoded.
+        """
         parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Another name for a name that was not made here, so that the two never meet."""
+        """Return another name for a name that was not made here, so that the two never meet."""
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(
@@ -94,16 +98,18 @@ class MediaHasher:
 
 
 def choose_algorithm(machine: str) -> str:
-    """The fastest for files, by measurement (docs/adr/0008-identity.md): BLAKE3 where it has wide
-    vectors, SHA-256 where the processor computes it.
+    """Return the fastest algorithm for files, by measurement (docs/adr/0008-identity.md).
+
+    It is BLAKE3 where that has wide vectors, and SHA-256 where the processor computes it.
     """
     has_blake3 = importlib.util.find_spec("blake3") is not None
     return "blake3" if machine in ("x86_64", "AMD64") and has_blake3 else "sha256"
 
 
 def _get_constructor(algorithm: str) -> Callable[[], Any]:
-    if algorithm not in ALGORITHMS:
-        raise ModelError(f"unknown mm_hasher_algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
+    if algorithm not in HASH_ALGORITHMS:
+        known = ", ".join(HASH_ALGORITHMS)
+        raise ModelError(f"unknown mm_hasher_algorithm {algorithm!r}: use {known}")
     if algorithm == "blake3":
         from blake3 import blake3
 
@@ -152,7 +158,7 @@ def _update_scalar(digest: Any, value: object) -> None:
 
 
 def _as_plain(value: int | float) -> int | float:
-    """Subclasses may write themselves in other words."""
+    """Return a value of the plain type, because subclasses may have another `repr`."""
     return int(value) if isinstance(value, int) else float(value)
 
 

@@ -1,21 +1,31 @@
-"""Tensors as one block of bytes and a header that describes it, and back without a copy.
+"""Processed items as bytes, and back: between the processes of a server, and over the network.
 
-The block is what crosses between processes: in a pipe, in a message or in shared memory. The
-header is msgpack; nothing here is pickle. Headers may come from a client: they are checked.
+Between processes an item is one block of bytes and a header that describes its tensors: in a pipe,
+in a message or in shared memory. They are decoded without a copy.
+
+Over the network an item is one msgpack map: `{"tensors": {name: {"dtype": "float32", "shape":
+[...], "data": bytes}}, "layout": {"text": ..., "token_id": ..., "num_embeds": ...} | null}`.
+Embeddings that a client has computed come in the same form, as one tensor.
+
+Nothing here is pickle. What comes from elsewhere is checked against its own bytes before anything
+is allocated for it. Whether it fits the model is checked by `item_spec`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.multimodal import PRECOMPUTED, ItemLayout, MultiModalKwargsItem
 
+MAX_EMBEDS = 2**16  # of one item; the context and the encoder cache allow far less
 ALIGNMENT = 64  # of each tensor in the block, in bytes; a cache line
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -33,32 +43,68 @@ _DTYPES = {
     )
 }
 _MAX_DIMENSIONS = 8
+_MAX_TENSORS = 64
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class _TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
 
 
+class _WireTensor(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class _WireItem(msgspec.Struct, frozen=True):
+    tensors: dict[str, _WireTensor]
+    layout: ItemLayout | None = None
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+_header_decoder = msgspec.msgpack.Decoder(tuple[_TensorSpec, ...])
+_item_decoder = msgspec.msgpack.Decoder(_WireItem)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrecomputedEmbeds:
+    """What an encoder would give for an item, computed by a client.
+
+    Whether a model takes such embeddings is decided elsewhere.
+    """
+
+    tensor: torch.Tensor  # [num_embeds, width], floating-point numbers
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+            raise RequestError("embeddings are a plain tensor that holds its values")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise RequestError(f"embeddings are floating-point numbers, not {tensor.dtype}")
+        if tensor.ndim != 2 or not 0 < len(tensor) <= MAX_EMBEDS or not tensor.shape[1]:
+            raise RequestError(
+                f"embeddings have the shape [1 to {MAX_EMBEDS}, width], not {list(tensor.shape)}"
+            )
 
 
 def get_num_bytes(kwargs: MultiModalKwargsItem) -> int:
-    """The size of the block."""
+    """Return the size of the block that holds the tensors."""
     return sum(_align(tensor.nbytes) for tensor in kwargs.values())
 
 
 def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
+    """Return the description of the tensors in their block."""
     specs = []
     offset = 0
     for name, tensor in kwargs.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise RequestError(f"a processed item can't hold {name} as {dtype}")
-        specs.append(TensorSpec(name, dtype, tuple(tensor.shape), offset))
+        specs.append(_TensorSpec(name, dtype, tuple(tensor.shape), offset))
         offset += _align(tensor.nbytes)
     return _encoder.encode(specs)
 
@@ -68,15 +114,13 @@ def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
     offset = 0
     for tensor in kwargs.values():
         if tensor.nbytes:
-            source = as_bytes(tensor)
-            torch.frombuffer(block, dtype=torch.uint8, count=tensor.nbytes, offset=offset).copy_(
-                source
-            )
+            place = torch.frombuffer(block, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+            place.copy_(as_bytes(tensor))
         offset += _align(tensor.nbytes)
 
 
 def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """The block in pieces, for a writer that gathers: no copy, where a tensor is contiguous."""
+    """Return the block in pieces. Contiguous tensors are not copied."""
     buffers = []
     for tensor in kwargs.values():
         if tensor.nbytes:
@@ -86,42 +130,103 @@ def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory as a flat tensor of bytes: a view, where it is contiguous and on the host."""
+    """Return the tensor's memory as a flat tensor of bytes.
+
+    It is a view if the tensor is contiguous and on the host.
+    """
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
-    """Views of a writable block. A `RequestError` if the header doesn't fit it."""
-    return {spec.name: decode_tensor(spec, block) for spec in _decode_header(header)}
+    """Return views of a writable block. Raise `RequestError` if the header doesn't fit it."""
+    return {spec.name: _decode_tensor(spec, block) for spec in _decode_header(header)}
 
 
 def as_frames(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """One piece of memory per tensor, where each travels on its own: no copy, where it is
-    contiguous.
-    """
+    """Return one piece of memory per tensor. Contiguous tensors are not copied."""
     return [as_bytes(tensor).numpy().data for tensor in kwargs.values()]
 
 
 def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, torch.Tensor]:
-    """Views of writable frames, one per tensor of the header."""
+    """Return views of writable frames, one per tensor of the header."""
     specs = _decode_header(header)
     if len(specs) != len(frames):
         raise RequestError(f"{len(frames)} frames for {len(specs)} tensors")
     return {
-        spec.name: decode_tensor(replace(spec, offset=0), frame)
+        spec.name: _decode_tensor(replace(spec, offset=0), frame)
         for spec, frame in zip(specs, frames, strict=True)
     }
 
 
-def _decode_header(header: bytes) -> tuple[TensorSpec, ...]:
+def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> bytes:
+    """Return the item as it leaves the machine."""
+    tensors: dict[str, Any] = {
+        name: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": tuple(tensor.shape),
+            "data": as_bytes(tensor).numpy().data,
+        }
+        for name, tensor in kwargs.items()
+    }
+    return _encoder.encode({"tensors": tensors, "layout": layout})
+
+
+def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLayout | None]:
+    """Return tensors of finite numbers that own their memory, and the layout.
+
+    Raise `RequestError` if the bytes are no such item.
+    """
     try:
-        return _decoder.decode(header)
+        item = _item_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"it is no processed item in msgpack: {error}") from error
+    if len(item.tensors) > _MAX_TENSORS:
+        raise RequestError(f"it has {len(item.tensors)} tensors, {_MAX_TENSORS} at most")
+    tensors = {name: _copy_tensor(name, tensor) for name, tensor in item.tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise RequestError(f"tensor {name[:200]!r} holds values that are not finite numbers")
+    return tensors, item.layout
+
+
+def decode_embeds(encoded: bytes) -> PrecomputedEmbeds:
+    """Return the embeddings in `{"tensors": {"embeds": ...}}`. Raise `RequestError` without any."""
+    try:
+        item = _item_decoder.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"embeddings can't be decoded: they are msgpack: {error}") from error
+    if item.tensors.keys() != {PRECOMPUTED}:
+        raise RequestError(f"embeddings are one tensor of the name {PRECOMPUTED!r}")
+    given = item.tensors[PRECOMPUTED]
+    if len(given.shape) != 2 or min(given.shape) < 1:
+        raise RequestError(f"embeddings have the shape [number, width], not {list(given.shape)}")
+    return PrecomputedEmbeds(_copy_tensor(PRECOMPUTED, given))
+
+
+def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
+    spec = _TensorSpec(name[:200], tensor.dtype[:50], tensor.shape, 0)
+    if not all(spec.shape):
+        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape[:9]} holds nothing")
+    own = bytearray(tensor.data)  # the message may be of any size, and is read-only
+    decoded = _decode_tensor(spec, memoryview(own))
+    if decoded.nbytes != len(own):
+        raise RequestError(
+            f"tensor {spec.name!r} of shape {spec.shape} has {decoded.nbytes} bytes, not {len(own)}"
+        )
+    if decoded.dtype is torch.bool and bool((decoded.view(torch.uint8) > 1).any()):
+        raise RequestError(f"tensor {spec.name!r} holds bytes that are neither true nor false")
+    return decoded
+
+
+def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
+    try:
+        return _header_decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise RequestError(f"tensors can't be decoded: {error}") from error
 
 
-def decode_tensor(spec: TensorSpec, block: memoryview) -> torch.Tensor:
-    """A view of a writable block. A `RequestError` if it can't be one."""
+def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
+    """Return a view of a writable block. Raise `RequestError` if there can't be one."""
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")

@@ -5,81 +5,140 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sensorium.types.errors import ModelError
+from sensorium.types.options import ALL_COMMANDS, check_options, option
 
 _MEBIBYTE = 2**20
-_MAX_COUNT = 2**63 - 1  # that goes to other processes
+_MEGAPIXEL = 10**6
+_MAX_COUNT = 2**63 - 1  # what another process can be sent
 _MAX_DEADLINE_S = 1e8  # three years; the system's clocks take little more
-_COUNTS = {
-    "max_bytes": 1,
-    "max_pixels": 1,
-    "max_edge": 1,
-    "max_frames": 1,
-    "max_video_pixels": 1,
-    "max_decoded_pixels": 1,
-    "max_process_bytes": 1,
-    "max_redirects": 0,
-}
-_TIMES = {
-    "max_duration_s": float("inf"),
-    "deadline_s": _MAX_DEADLINE_S,
-    "request_deadline_s": _MAX_DEADLINE_S,
-    "process_deadline_s": _MAX_DEADLINE_S,
-    "process_wait_s": _MAX_DEADLINE_S,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """Safe by default: no local files, no private addresses.
+    """What media may cost, and where it may come from.
 
-    `max_bytes`: of an encoded item, wherever it comes from. `max_pixels`: of an image, or of one
-    frame. `max_edge`: of its width and of its height. `max_frames`, `max_video_pixels`: that are
-    kept of a video, after sampling. `max_decoded_pixels`: of all frames of a video that have to be
-    decoded to get at those. `max_duration_s`: of a sound or a video. `deadline_s`: for fetching an
-    item, from the first look-up to the last byte. `request_deadline_s`: for fetching all items of
-    one request together; `None` is twice `deadline_s`. `process_deadline_s`: for decoding and
-    processing an item, from the start of that work. `process_wait_s`: for waiting until a process
-    is free for it.
-    `max_process_bytes`: that a process of the pool may take for it.
-    `allowed_domains`: the only hosts that may be asked (`example.com` alone; `.example.com` or
-    `*.example.com`: all below it); none named means any public one.
-    `allowed_local_path`: files below it may be read. `allow_private_addresses`: loopback, private
-    and link-local networks may be asked.
+    Safe by default: no local files and no private addresses.
     """
 
-    max_bytes: int = 256 * _MEBIBYTE
-    max_pixels: int = 100_000_000
-    max_edge: int = 65_535  # the largest that JPEG and GIF can express
-    max_frames: int = 2048
-    max_video_pixels: int = 1_000_000_000
-    max_decoded_pixels: int = 20_000_000_000  # 1 to 2 minutes of work; 5 minutes of 1080p at 30 fps
-    max_duration_s: float = 4 * 3600.0
-    deadline_s: float = 30.0
-    request_deadline_s: float | None = None
-    process_deadline_s: float = 120.0
-    process_wait_s: float = 120.0
-    max_process_bytes: int = 8 * 2**30
-    max_redirects: int = 5
+    max_bytes: int = option(
+        256 * _MEBIBYTE,
+        least=1,
+        most=_MAX_COUNT,
+        section="media",
+        flag="--max-media-mb",
+        unit=_MEBIBYTE,
+        metavar="MIB",
+        commands=ALL_COMMANDS,
+        help="The size of an encoded item, wherever it comes from. The command line takes MiB.",
+    )
+    max_pixels: int = option(
+        100_000_000,
+        least=1,
+        most=_MAX_COUNT,
+        help="The pixels of an image, or of one frame of a video.",
+    )
+    max_edge: int = option(
+        65_535,  # the largest that JPEG and GIF can express
+        least=1,
+        most=_MAX_COUNT,
+        help="The width of an image, and its height.",
+    )
+    max_frames: int = option(
+        2048,
+        least=1,
+        most=_MAX_COUNT,
+        help="The frames that are kept of a video, after sampling.",
+    )
+    max_video_pixels: int = option(
+        1_000_000_000,
+        least=1,
+        most=_MAX_COUNT,
+        help="The pixels of all frames that are kept of a video.",
+    )
+    max_decoded_pixels: int = option(
+        20_000_000_000,  # 1 to 2 minutes of work; 5 minutes of 1080p at 30 frames a second
+        least=1,
+        most=_MAX_COUNT,
+        flag="--max-decoded-megapixels",
+        unit=_MEGAPIXEL,
+        metavar="N",
+        commands=ALL_COMMANDS,
+        help="The pixels of all frames that have to be decoded to get at those that are kept. A "
+        "video with more is refused. The command line takes megapixels.",
+    )
+    max_duration_s: float = option(
+        4 * 3600.0,
+        above=0,
+        most=float("inf"),
+        help="The length of a sound or a video, in seconds.",
+    )
+    deadline_s: float = option(
+        30.0,
+        above=0,
+        most=_MAX_DEADLINE_S,
+        flag="--media-deadline",
+        metavar="SECONDS",
+        commands=ALL_COMMANDS,
+        help="The time for fetching an item, from the first look-up to the last byte.",
+    )
+    request_deadline_s: float | None = option(
+        None,
+        kind="number",
+        above=0,
+        most=_MAX_DEADLINE_S,
+        flag="--media-request-deadline",
+        metavar="SECONDS",
+        commands=ALL_COMMANDS,
+        default_text="twice that of one item",
+        help="The time for fetching all items of one request together.",
+    )
+    process_deadline_s: float = option(
+        120.0,
+        above=0,
+        most=_MAX_DEADLINE_S,
+        flag="--media-process-deadline",
+        metavar="SECONDS",
+        commands=ALL_COMMANDS,
+        help="The time for decoding and processing an item, from the start of that work.",
+    )
+    process_wait_s: float = option(
+        120.0,
+        above=0,
+        most=_MAX_DEADLINE_S,
+        flag="--media-process-wait",
+        metavar="SECONDS",
+        commands=ALL_COMMANDS,
+        help="The time for which an item may wait until a process is free for it.",
+    )
+    max_process_bytes: int = option(
+        8 * 2**30,
+        least=1,
+        most=_MAX_COUNT,
+        help="The memory that a process of the pool may take for an item.",
+    )
+    max_redirects: int = option(
+        5, least=0, most=_MAX_COUNT, help="The redirections that are followed for an item."
+    )
+    # The only hosts that may be asked. `example.com` means that host alone; `.example.com` and
+    # `*.example.com` mean all below it. Empty: any public host.
     allowed_domains: frozenset[str] = field(default_factory=frozenset)
-    allowed_local_path: Path | None = None
-    allow_private_addresses: bool = False
+    allowed_local_path: Path | None = None  # files below it may be read
+    allow_private_addresses: bool = option(
+        False,
+        flag="--allow-private-media-addresses",
+        commands=ALL_COMMANDS,
+        help="Also fetch from loopback, private and link-local networks.",
+    )
 
     def __post_init__(self) -> None:
-        for name, least in _COUNTS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= _MAX_COUNT:
-                raise ModelError(f"media limits: {name} must be an integer >= {least}")
-        for name, most in _TIMES.items():
-            value = getattr(self, name)
-            if value is None and name == "request_deadline_s":
-                continue
-            if type(value) not in (int, float) or not 0 < value <= most:
-                raise ModelError(f"media limits: {name} must be a number above 0, {most:g} at most")
+        check_options(self, label="media limits: ")
 
     @property
     def flight_timeout_s(self) -> float:
-        """The longest that an item can be on its way: it may wait and be worked on twice."""
+        """Return the longest time that an item can be on its way.
+
+        An item may wait and be worked on twice.
+        """
         return 2 * (self.process_wait_s + self.process_deadline_s)
 
     def get_request_deadline_s(self) -> float:

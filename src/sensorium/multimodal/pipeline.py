@@ -28,9 +28,8 @@ from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
 from sensorium.multimodal.processing.checks import check_unread
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
-from sensorium.multimodal.processing.item_worker import ItemJob
+from sensorium.multimodal.processing.item_worker import ItemJob, StageTimes, add_times
 from sensorium.multimodal.processing.layouts import SizeLayouts
-from sensorium.multimodal.processing.stage_times import StageTimes, add_times
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
 from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import (
@@ -93,7 +92,7 @@ class MediaPipeline:
         self.layouts = layouts
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
-    def make_rehearsal(self) -> MediaPipeline:
+    def for_warmup(self) -> MediaPipeline:
         """One that does all that this one does, in the same place, with a cache, sources and names
         of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
         """

@@ -11,8 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.tokenizing import tokenize, tokenize_fragment
+from sensorium.multimodal.processing.processor import (
+    MultiModalProcessor,
+    tokenize,
+    tokenize_fragment,
+)
 from sensorium.multimodal.text_length import check_unicode
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange

@@ -1,14 +1,14 @@
-"""One computation per key at a time: who comes while it runs waits for its result.
+"""One computation per key at a time: a caller that comes while it runs waits for its result.
 
-Knows neither caches nor pools. A result is kept until its last waiter has left, so that waiters
-can put it into a cache before the flight is forgotten; `start` looks into that cache once more, for
-what came between a caller's look and its `join`. Then nothing is computed twice.
+A result is kept until its last waiter has left, so that waiters can put it into a cache before the
+flight is forgotten. `start` looks into that cache once more, for what came between a caller's look
+and its `join`. So nothing is computed twice.
 
 Invariants:
   1. Waiters of one flight get one result, or each its own copy of one error.
-  2. A flight is cancelled when its last waiter has gone, and is joined by nobody from then on.
-  3. Nobody gets a cancellation that was not its own.
-  4. A flight that failed is joined by nobody.
+  2. A flight is cancelled when its last waiter has gone, and can't be joined from then on.
+  3. A waiter gets no cancellation that was not its own.
+  4. A flight that failed can't be joined.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ class Flight(Protocol):
     def future(self) -> Future[Any]: ...
 
     def cancel(self) -> object:
-        """Nobody waits any more. It may go on, if it can't be stopped."""
+        """Give up the computation, which may go on if it can't be stopped."""
         ...
 
 
 class FinishedFlight:
-    """What was computed in the caller's own thread, within `start`. Nobody can stop that: a caller
-    that is cancelled meanwhile learns of it afterwards. Others wait for it as for any flight.
+    """A computation that was done in the caller's own thread, within `start`.
+
+    It can't be stopped: a caller that is cancelled meanwhile finds out afterwards. Others wait for
+    it as for any flight.
     """
 
     def __init__(self, result: Any) -> None:
@@ -51,29 +53,30 @@ class FinishedFlight:
         self.future.set_result(result)
 
     def cancel(self) -> None:
-        """Too late."""
+        """Do nothing, because it is too late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleFlightStatistics:
-    """Since the start; `num_waiting` is of now."""
+    """Counts since the start."""
 
     num_flights: int
     num_joined: int
-    num_waiting: int
+    num_waiting: int  # at this moment
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """`outcome` is cancelled where the flight was, and then its waiters start another."""
+    """A flight and its waiters."""
 
     num_waiters: int = 0
     flight: Flight | None = None
+    # Cancelled if the flight was: then its waiters start another.
     outcome: Future[Any] = field(default_factory=Future)
 
 
 class SingleFlight(Generic[K, V]):
-    """Safe to use from several threads."""
+    """The flights of all keys. Several threads may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +106,7 @@ class SingleFlight(Generic[K, V]):
         timeout_s: float,
         cancelled: Future[Any] | None = None,
     ) -> V:
-        """`join`, wait and leave."""
+        """Join the flight, wait for its result, and leave it."""
         if cancelled is not None and cancelled.done():
             raise CancelledError
         waiter = self.join(key, start)
@@ -163,13 +166,16 @@ class SingleFlight(Generic[K, V]):
             self._land(key, entry, None, future.result())
 
     def _land(self, key: K, entry: _Entry, error: BaseException | None, result: Any) -> None:
-        """Under the lock as a whole: no caller may join what has ended, nor find nothing before
-        the others have their result. Callbacks of `outcome` are those of `_wait`: they only wake.
+        """Settle the flight.
+
+        This is under the lock as a whole: no caller may join what has ended, nor find nothing
+        before the others have their result. The callbacks of `outcome` are those of `_wait`, which
+        only wake.
         """
         with self._lock:
             if error is not None or not entry.num_waiters:
                 self._forget(key, entry)
-            entry.flight = None  # whose future holds this entry
+            entry.flight = None  # its future holds this entry
             if error is None:
                 entry.outcome.set_result(result)
             elif _is_own(error):
@@ -183,7 +189,7 @@ class SingleFlight(Generic[K, V]):
 
 
 class Waiter(Generic[K, V]):
-    """One caller's part in a flight, until it leaves. `is_leader`: the flight began with it."""
+    """One caller's part in a flight, until it leaves."""
 
     def __init__(
         self,
@@ -198,13 +204,13 @@ class Waiter(Generic[K, V]):
         self._key = key
         self._start = start
         self._entry: _Entry | None = entry
-        self.is_leader = is_leader
+        self.is_leader = is_leader  # the flight began with this caller
 
     def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
-        """What the flight brings; of a flight that was given up, of the next one.
+        """Return what the flight brings, or the next one if this was given up.
 
-        `CancelledError` when `cancelled` completes first, `TimeoutError` after `timeout_s`. Stays
-        in the flight, unless that failed.
+        Raise `CancelledError` if `cancelled` completes first, and `TimeoutError` after `timeout_s`.
+        The caller stays in the flight, unless that failed.
         """
         deadline = time.monotonic() + timeout_s
         for attempt in range(_MAX_FLIGHTS):
@@ -222,14 +228,16 @@ class Waiter(Generic[K, V]):
         raise CapacityError("the item was given up by others, again and again")
 
     def leave(self) -> None:
-        """The result is no longer needed. Again: nothing."""
+        """Give up the result. Further calls do nothing."""
         entry, self._entry = self._entry, None
         if entry is not None:
             self._flights._leave(self._key, entry)
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether it concerns only the caller in whose thread it came: an interrupt, a cancellation."""
+    """Return True if an error concerns only the caller in this thread: an interrupt, a
+    cancellation.
+    """
     return isinstance(error, CancelledError) or not isinstance(error, Exception)
 
 
@@ -254,7 +262,7 @@ def _get_own(outcome: Future[Any]) -> Any:
 
 
 def _make_own(error: BaseException) -> BaseException:
-    """A copy for each waiter: a traceback grows with each raise."""
+    """Return a copy for each waiter, because a traceback grows with each raise."""
     own = _copy_error(error)
     if own is not error and error.__traceback__ is not None:
         own.__cause__ = error

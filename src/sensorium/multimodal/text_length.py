@@ -18,7 +18,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from sensorium.multimodal.processing.tokenizing import tokenize_fragment
+from sensorium.multimodal.processing.processor import tokenize_fragment
 from sensorium.types.errors import RequestError
 
 _SHORT_CHARACTERS = 2**16  # tokenised whole in a tenth of a second, whatever the context is

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sensorium.multimodal.processing.precomputed_embeds import PrecomputedEmbeds, decode_embeds
+from sensorium.multimodal.item_codec import PrecomputedEmbeds, decode_embeds
 from sensorium.types.errors import RequestError, at
 
 _MODALITIES = ("image", "video", "audio")

@@ -1,4 +1,4 @@
-"""How all processes of a server log: on stderr, as text or as JSON lines, with who says it."""
+"""How all processes of a server log: on stderr, as text or JSON lines, with the process's name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import msgspec
 
 from sensorium.server.options import LogFormat, LogLevel
 
-# Libraries speak when something is wrong. The server's library announces each start of its own,
-# which is the supervisor's to tell; its access log is wanted as it is.
+logger = logging.getLogger(__name__)
+# Libraries log when something is wrong. uvicorn would also announce each of its starts, which the
+# supervisor does here; its access log is used as it is.
 _QUIET = logging.WARNING
-# What the engine resolved is announced by the parent, for people.
-_TOLD_ELSEWHERE = "sensorium.engine.build.builder"
+# The parent prints the resolved options of the engine for people, so its log lines are left out.
+_PRINTED_ELSEWHERE = "sensorium.engine.build.builder"
 _ACCESS_LOGGER = "uvicorn.access"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to stderr. A disk that is full, or a terminal that is gone, costs the line and nothing
-    else: no error of its own is written after it, and none reaches the request that logs.
+    """A handler that writes to stderr and ignores that it can't be written.
+
+    A disk that is full, or a terminal that is gone, costs the line and nothing else. No error is
+    written after it, and none reaches the request that logs.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -30,7 +33,10 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text`"""
+    """Formats lines for people.
+
+    `2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text`
+    """
 
     default_msec_format = "%s.%03d"
 
@@ -39,8 +45,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. What a call gives as `extra={"fields": {...}}` is put beside the
-    text.
+    """Formats one JSON object a line.
+
+    The fields that a call gives as `extra={"fields": {...}}` are put beside the text.
     """
 
     def __init__(self, process: str) -> None:
@@ -72,7 +79,10 @@ def _format_utc(seconds: float) -> str:
 def set_up_logging(
     process: str, *, log_format: LogFormat, log_level: LogLevel, access_log: bool = False
 ) -> None:
-    """For this whole process, which `process` names: "parent", "core", "frontend-0"."""
+    """Set up the logs of this whole process.
+
+    `process` is its name, such as "parent", "core" or "frontend-0".
+    """
     handler = _Handler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     level = logging.getLevelNamesMapping()[log_level.upper()]
@@ -80,14 +90,20 @@ def set_up_logging(
     root.handlers = [handler]
     root.setLevel(max(level, _QUIET))
     logging.getLogger("sensorium").setLevel(level)
-    logging.getLogger(_TOLD_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
+    logging.getLogger(_PRINTED_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
     logging.getLogger(_ACCESS_LOGGER).setLevel(level if access_log else _QUIET)
     logging.captureWarnings(True)
 
 
+def log_step(step: str) -> None:
+    """Log a step of loading a model."""
+    logger.info("starting: %s", step)
+
+
 def adopt_library_logs() -> None:
-    """Transformers writes to stderr by itself; from now on it logs as all do. For processes that
-    need it anyway: it is imported here.
+    """Let Transformers log like everything else, instead of writing to stderr by itself.
+
+    This imports Transformers, so it is for processes that need it anyway.
     """
     from transformers.utils import logging as transformers_logging
 

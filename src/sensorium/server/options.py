@@ -1,122 +1,273 @@
-"""What the user says of a server, as one value that goes to all of its processes.
+"""The options of a server, as one value that goes to all of its processes.
 
-Free of torch: the process that supervises the others has it too. `loading`, `engine` and `media`
-are for the processes that build an engine.
+Free of torch, because the process that supervises the others has it too. The options of the engine
+that the server runs are part of it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-import msgspec
-
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.render.answers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sensorium.types.errors import RequestError
+from sensorium.types.options import SERVE, SERVERS, option
 from sensorium.types.sampling import MAX_N
 
-if TYPE_CHECKING:
-    from sensorium.engine.build.builder import Source
-    from sensorium.engine.build.config import EngineOptions
-    from sensorium.engine.build.media_options import MediaOptions
-
-DEFAULT_CACHE_GB = 4.0
-_GIBIBYTE = 2**30
-_MEBIBYTE = 2**20
+_MAX_FRONTENDS = 64
+_MAX_TIMEOUT_S = 86_400.0
+_MAX_SHM_MEMBERS = 256  # processes that can share the memory of a cache
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`loading`, `engine`: keywords of `Source` and `EngineOptions`. `media`: those of
-    `MediaOptions`, with the fields of `MediaLimits` as `media_limits`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """How a server listens, whom it serves, how much it takes on, and what it logs."""
 
-    `max_concurrent_requests` is the sum over all frontends. `max_body_mb`: of one request; a chat
-    of several videos as base64 still fits. `port` 0: any free one. `trust_injected`: hashes of
-    media that come over the wire are taken as they are. `is_render_only`: there is no core, and
-    no weights are loaded. `tool_call_parser`, `reasoning_parser`: names of formats, "auto" (found
-    by looking at the model) or "none".
-    """
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
+    is_render_only: bool = False  # there is no core, and no weights are loaded
 
-    model: str
-    served_model_name: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: tuple[str, ...] = ()
-    api_server_count: int = 1
-    shutdown_timeout: float = 30.0
-    # Seconds without progress after which a core counts as stalled; 0: it is not watched.
-    core_stall_timeout: float = 60.0
-    max_concurrent_requests: int = 512
-    max_body_mb: int = 512
-    max_n: int = MAX_N  # completions of one prompt
-    stream_timeout: float = 60.0  # seconds in which a client reads nothing; 0: it may
-    head_timeout: float = 30.0  # seconds, for the line and the headers of a request
-    body_timeout: float = 600.0  # seconds, for a whole body
-    min_body_rate: int = 8  # KiB a second
-    max_unfinished_bodies_mb: int = 1024  # of all bodies that are still coming, per frontend
-    allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    share_uuids: bool = False
-    chat_template: str | None = None
-    trust_request_chat_template: bool = False
-    trust_injected: bool = False
-    warmup: bool = True
-    is_render_only: bool = False
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    generation_config: Literal["auto", "none"] = "auto"
-    protect_metrics: bool = False
-    log_format: LogFormat = "text"
-    log_level: LogLevel = "info"
-    access_log: bool = True
-    loading: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
-    media: dict[str, Any] = {}
+    host: str = option(
+        "127.0.0.1",
+        section="server",
+        commands=SERVERS,
+        help="The address to listen on. 127.0.0.1 serves this machine only, 0.0.0.0 everyone.",
+    )
+    port: int = option(
+        8000, least=0, most=65_535, commands=SERVERS, help="The port. 0 means any free one."
+    )
+    api_server_count: int = option(
+        1,
+        least=1,
+        most=_MAX_FRONTENDS,
+        metavar="N",
+        commands=SERVERS,
+        help="The number of frontends: processes that serve HTTP and process media. With more than "
+        "one, processed media is kept in shared memory.",
+    )
+    api_key: tuple[str, ...] = option(
+        (),
+        kind="texts",
+        metavar="KEY",
+        commands=SERVERS,
+        default_text="no key is needed",
+        help="A key that requests must bring.",
+    )
+    warmup: bool = option(
+        True,
+        commands=SERVERS,
+        help="Process a small item of each modality before the first request.",
+    )
+    protect_metrics: bool = option(False, commands=SERVERS, help="Ask for the key at /metrics too.")
+    shutdown_timeout: float = option(
+        30.0,
+        least=0,
+        most=_MAX_TIMEOUT_S,
+        metavar="SECONDS",
+        commands=SERVERS,
+        help="The time that requests have to end after SIGTERM.",
+    )
+    core_stall_timeout: float = option(
+        60.0,
+        least=0,
+        most=_MAX_TIMEOUT_S,
+        metavar="SECONDS",
+        commands=SERVE,
+        help="The time without progress of the engine after which /health is 503. After twice that "
+        "time the engine is killed and started again. A long step that goes on does not count, nor "
+        "does compiling kernels. 0 turns this off.",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        kind="texts",
+        metavar="ORIGIN",
+        commands=SERVERS,
+        default_text="only the server's own page",
+        help="An origin (https://example.com) of web pages that may send requests, or * for all.",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        kind="texts",
+        metavar="NAME",
+        commands=SERVERS,
+        default_text="localhost, 127.0.0.0/8, [::1] and --host where that is this machine only, "
+        "else all",
+        help="A name by which clients may call the server (the Host header), or * for all. Needed "
+        "behind a proxy that forwards its own name to a server on 127.0.0.1.",
+    )
+    share_uuids: bool = option(
+        False,
+        commands=SERVERS,
+        help="Share uuids of media, and hashes that clients chose, among all API keys. Without it "
+        "each key has its own.",
+    )
+
+    served_model_name: tuple[str, ...] = option(
+        (),
+        section="requests",
+        kind="names",
+        metavar="NAME",
+        commands=SERVERS,
+        default_text="MODEL",
+        help="What clients may call the model. Answers bear the first of these names.",
+    )
+    max_concurrent_requests: int = option(
+        512,
+        least=1,
+        metavar="N",
+        commands=SERVERS,
+        help="The most requests at once, in all frontends together. More are refused with 429.",
+    )
+    max_body_mb: int = option(
+        512,
+        least=1,
+        metavar="MIB",
+        commands=SERVERS,
+        help="The largest body of a request, in MiB. Media as base64 counts.",
+    )
+    stream_timeout: float = option(
+        60.0,
+        least=0,
+        most=_MAX_TIMEOUT_S,
+        metavar="SECONDS",
+        commands=SERVERS,
+        help="The time for which a client may read nothing of what waits for it. Then its "
+        "connection and its request are ended. 0 turns this off.",
+    )
+    chat_template: str | None = option(
+        None,
+        kind="file",
+        metavar="FILE",
+        commands=SERVERS,
+        default_text="the model's own template",
+        help="The file of a chat template.",
+    )
+    trust_request_chat_template: bool = option(
+        False,
+        commands=SERVERS,
+        help="Let requests bring a chat template, which is a program. Without it they are refused.",
+    )
+    head_timeout: float = option(
+        30.0,
+        least=0.1,
+        most=_MAX_TIMEOUT_S,
+        metavar="SECONDS",
+        commands=SERVERS,
+        help="The time for the line and the headers of a request. A connection that has not sent "
+        "them by then is closed.",
+    )
+    body_timeout: float = option(
+        600.0,
+        least=0.1,
+        most=_MAX_TIMEOUT_S,
+        metavar="SECONDS",
+        commands=SERVERS,
+        help="The time for the whole body of a request.",
+    )
+    min_body_rate: int = option(
+        8,
+        least=1,
+        metavar="KIB",
+        commands=SERVERS,
+        help="The KiB of a body that must come in each second, on average after the first 30 "
+        "seconds.",
+    )
+    max_unfinished_bodies_mb: int = option(
+        1024,
+        least=1,
+        metavar="MIB",
+        commands=SERVERS,
+        help="The memory of a frontend for bodies that are still coming, in MiB; --max-body-mb at "
+        "least. Beyond it the oldest body is refused.",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        choices=TOOL_CALL_PARSERS,
+        metavar="FORMAT",
+        commands=SERVERS,
+        help=f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}. With auto it is "
+        "found by looking at the model.",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        choices=REASONING_PARSERS,
+        metavar="FORMAT",
+        commands=SERVERS,
+        help=f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. With auto it is "
+        "found by looking at the model.",
+    )
+    max_n: int = option(
+        MAX_N,
+        least=1,
+        most=MAX_N,
+        metavar="N",
+        commands=SERVE,
+        help="The most completions that a request may ask for with one prompt.",
+    )
+    trust_injected: bool = option(
+        False,
+        commands=SERVE,
+        help="Keep processed media that a client sends to /inference/v1/generate under the hash it "
+        "came with, for everybody. Without it such media is kept apart from what the server itself "
+        "processed.",
+    )
+
+    log_format: LogFormat = option(
+        "text",
+        section="logging",
+        choices=("text", "json"),
+        commands=SERVERS,
+        help="How log lines are written.",
+    )
+    log_level: LogLevel = option(
+        "info",
+        choices=("debug", "info", "warning", "error"),
+        commands=SERVERS,
+        help="The least important lines that are logged.",
+    )
+    access_log: bool = option(True, commands=SERVERS, help="Log a line for each request.")
 
     def __post_init__(self) -> None:
-        is_shared = self.api_server_count > 1 and not self.is_render_only
-        if is_shared and self.has_processor_cache and not self.shm_capacity_bytes:
+        count, media = self.api_server_count, self.media
+        if self.is_render_only:
+            return
+        if count > 1 and media.capacity_bytes and not media.has_shared_memory:
             raise RequestError(
-                f"api_server_count={self.api_server_count}: several frontends share their cache of "
-                "media. Use mm_processor_cache_type=shm, or mm_processor_cache_gb=0 for none"
+                f"api_server_count={count} needs mm_processor_cache_type=shm, because several "
+                "frontends share one cache of media (mm_processor_cache_gb=0 turns the cache off)"
+            )
+        num_members = count * (media.mm_processor_pool_size + 1) + 1
+        if media.has_shared_memory and num_members > _MAX_SHM_MEMBERS:
+            raise RequestError(
+                f"{num_members} processes would share the cache of media, but only "
+                f"{_MAX_SHM_MEMBERS} can: use a smaller mm_processor_pool_size or api_server_count"
             )
 
     @property
-    def has_processor_cache(self) -> bool:
-        return bool(self.media.get("mm_processor_cache_gb", DEFAULT_CACHE_GB))
+    def model(self) -> str:
+        """Return the model as the user named it."""
+        return self.loading.model
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What requests may call the model; the first is what answers call it."""
+        """Return what requests may call the model; answers bear the first of these names."""
         return self.served_model_name or (self.model,)
 
     @property
-    def shm_capacity_bytes(self) -> int:
-        """Of the memory that processes share for media; 0: they share none."""
-        if self.is_render_only or self.media.get("mm_processor_cache_type") != "shm":
-            return 0
-        return int(self.media.get("mm_processor_cache_gb", DEFAULT_CACHE_GB) * _GIBIBYTE)
+    def model_label(self) -> str:
+        """Return the model and what clients may call it, for people."""
+        if self.model_names == (self.model,):
+            return self.model
+        return f"{self.model} as {', '.join(self.model_names)}"
 
     @property
-    def shm_max_object_bytes(self) -> int:
-        return int(self.media.get("mm_shm_cache_max_object_size_mb", 128)) * _MEBIBYTE
-
-
-def make_source(options: ServeOptions, *, use_tqdm: bool) -> Source:
-    from sensorium.engine.build.builder import Source
-
-    return Source(**{**options.loading, "model": options.model, "use_tqdm_on_load": use_tqdm})
-
-
-def make_engine_options(options: ServeOptions) -> EngineOptions:
-    from sensorium.engine.build.config import EngineOptions
-
-    return EngineOptions(**{**options.engine, "generation_config": options.generation_config})
-
-
-def make_media_options(options: ServeOptions) -> MediaOptions:
-    from sensorium.engine.build.media_options import MediaOptions
-    from sensorium.multimodal.limits import MediaLimits
-
-    limits = MediaLimits(**options.media.get("media_limits", {}))
-    return MediaOptions(**{**options.media, "media_limits": limits})
+    def shm_capacity_bytes(self) -> int:
+        """Return the size of the memory that processes share for media; 0 if they share none."""
+        if self.is_render_only or not self.media.has_shared_memory:
+            return 0
+        return self.media.capacity_bytes

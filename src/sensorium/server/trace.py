@@ -1,4 +1,4 @@
-"""The `sensorium_trace` object of an answer: where its time went, and which caches served it."""
+"""Makes the `sensorium_trace` object of an answer: its times, and the caches that served it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def make_trace(output: RequestOutput, clock: RequestClock) -> dict[str, Any]:
-    """Stages of media items are sums over the items, which are perceived side by side: they may
-    be longer than `total`. What did not happen is not named.
+    """Return the trace of an answer.
+
+    The stages of media items are sums over the items. These are processed side by side, so a sum
+    may be longer than `total`. Stages that did not happen are left out.
     """
     seconds: Counter[str] = Counter()
     for stages in (clock.stages, get_request_stages(output)):
@@ -46,14 +48,17 @@ def _trace_item(item: MediaItemReport, output: RequestOutput) -> dict[str, Any]:
 
 
 def _describe_encoder(item: MediaItemReport, output: RequestOutput, *, is_in_prefix: bool) -> str:
-    """ "skipped": the prefix cache has all of its tokens, and its embeddings are not needed."""
+    """Return how an item got its embeddings.
+
+    It is "skipped" if the prefix cache has all of its tokens, so that no embeddings are needed.
+    """
     if is_in_prefix:
         return "skipped"
     return "hit" if item.mm_index in output.encoder_hits else "miss"
 
 
 def _as_ms(seconds: Mapping[str, float]) -> dict[str, float]:
-    """In the order of the stages."""
+    """Return times in milliseconds, in the order of the stages."""
     named = [stage for stage in STAGES if stage in seconds]
     named += [stage for stage in seconds if stage not in STAGES]
     return {stage: _round(seconds[stage]) for stage in named}

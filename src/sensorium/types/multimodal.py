@@ -1,7 +1,7 @@
-"""What the engine knows about media items: where they stand in the prompt, and how large they are.
+"""Media items of a request: their places in the prompt, their sizes and their names.
 
-Never tensors. Ranges are half-open. Everything that is asked per step costs O(1), or O(log n) in
-the number of items of a request.
+Ranges are half-open. Everything that is needed in each step costs O(1), or O(log n) in the number
+of items of a request.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from sensorium.types.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
-# The tensors that one item's processor call gave, by the name of the model's argument.
+# name of a model's argument -> tensor, as the processor returned them for one item.
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
-# The only tensor of an item that is an encoder's output already.
+# The name of the only tensor of an item that came as the output of an encoder.
 PRECOMPUTED = "embeds"
+MODALITIES = ("image", "video", "audio")
+HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
-    """The prompt positions `[offset, offset + length)` that one media item takes.
-
-    `is_embed` marks which of them are replaced by encoder embeddings; `None` means all of them.
-    `end` and `embeds_cumsum` are derived: neither compared nor sent.
-    """
+    """The prompt positions `[offset, offset + length)` that one media item takes."""
 
     offset: int
     length: int
+    # Which of the positions are replaced by encoder embeddings; None means all of them.
     is_embed: tuple[bool, ...] | None = None
+    # The next two are derived: neither compared nor sent.
     end: int = field(init=False, compare=False, repr=False)
     # embeds_cumsum[i] = number of embeddings among the first i + 1 positions. A list, because the
     # scheduler asks in every step and indexing a tensor costs microseconds.
@@ -59,13 +59,13 @@ class PlaceholderRange:
         )
 
     def get_num_embeds(self) -> int:
-        """How many embeddings the item's encoder must give."""
+        """Return how many embeddings the item's encoder must give."""
         if self.embeds_cumsum is None:
             return self.length
         return self.embeds_cumsum[-1] if self.embeds_cumsum else 0
 
     def get_embeds_indices_in_range(self, start: int, end: int) -> tuple[int, int]:
-        """The item's embeddings `[a, b)` that belong to its positions `[start, end)`.
+        """Return the item's embeddings `[a, b)` that belong to its positions `[start, end)`.
 
         The positions are relative to `offset`.
         """
@@ -77,7 +77,7 @@ class PlaceholderRange:
         return (cumsum[start - 1] if start > 0 else 0), (cumsum[end - 1] if end > 0 else 0)
 
     def extract_embeds_range(self) -> list[tuple[int, int]]:
-        """Absolute spans of consecutive embedding positions."""
+        """Return the absolute spans of consecutive embedding positions."""
         if self.is_embed is None:
             return [(self.offset, self.end)] if self.length else []
         spans = []
@@ -91,8 +91,9 @@ class PlaceholderRange:
 
 
 def as_runs(is_embed: Sequence[bool] | None) -> tuple[int, ...] | None:
-    """A mask as the lengths of its runs, beginning with one of False: `(2, 3)` is FFTTT, `(0, 2)`
-    is TT. `None` is `None`: all True.
+    """Return the lengths of the runs of a mask, beginning with a run of False.
+
+    `(2, 3)` is FFTTT, `(0, 2)` is TT. `None` is `None`: all True.
     """
     if is_embed is None:
         return None
@@ -101,7 +102,7 @@ def as_runs(is_embed: Sequence[bool] | None) -> tuple[int, ...] | None:
 
 
 def as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
-    """The other way."""
+    """Return the mask that has runs of these lengths."""
     if runs is None:
         return None
     return tuple(bool(index % 2) for index, length in enumerate(runs) for _ in range(length))
@@ -109,30 +110,26 @@ def as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLayout:
-    """What an item becomes in a prompt: `text` in place of its marker, in which the tokens
-    `token_id` stand for the encoder's `num_embeds` embeddings.
-    """
+    """The text that replaces an item's marker in a prompt."""
 
     text: str
-    token_id: int
-    num_embeds: int
+    token_id: int  # the token in the text that stands for one embedding
+    num_embeds: int  # how often it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedItem:
-    """One media item after its processor. Without a layout (it was injected so) it can serve a
-    prompt that is expanded already, and no other.
-    """
+    """One media item after its processor."""
 
     modality: str
     mm_hash: str
     kwargs: MultiModalKwargsItem
-    layout: ItemLayout | None
+    layout: ItemLayout | None  # None: it was injected so, for prompts that are expanded already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalFeatureSpec:
-    """One media item of a request, as metadata; its tensors travel beside it under `mm_hash`."""
+    """One media item of a request, as metadata; its tensors are sent beside it by `mm_hash`."""
 
     modality: str
     mm_hash: str
@@ -150,7 +147,7 @@ def get_mm_features_in_window(
     *,
     is_encoder_decoder: bool = False,
 ) -> tuple[int, int]:
-    """The items `[lo, hi)` that overlap the positions `[start, end)`.
+    """Return the items `[lo, hi)` that overlap the positions `[start, end)`.
 
     `mm_features` are sorted and don't overlap. An encoder-decoder model has every item at offset 0,
     not at a place of the prompt: `lo` is 0 there.

@@ -1,4 +1,4 @@
-"""What a caller of `LLM.generate` gets back; names as in vLLM."""
+"""The values that a caller of `LLM.generate` gets back, with the names that vLLM uses."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from sensorium.types.times import CoreTimes, ItemTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """`rank` is 1 for the likeliest token."""
+    """The log-probability of one token at one position."""
 
     logprob: float
-    rank: int
+    rank: int  # 1 for the likeliest token
     decoded_token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence.
-
-    `stop_reason`: the stop string or token id that ended it; `None` for end-of-sequence.
-    """
+    """One of the sequences that were generated for a prompt."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    # The stop string or the stop token that ended it; None for an end-of-sequence token.
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     logprobs: tuple[dict[int, Logprob], ...] | None = None
@@ -36,71 +34,57 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItemReport:
-    """Which caches served an item: `is_processor_hit`: it was not processed for this request;
-    `transfer`: what went to the core, "tensors", "shared" (a place in shared memory) or "none".
-    `times`: seconds by stage, of what was done for this request. `mm_index`, `prompt_end`: which of
-    the prompt's items it is, and where its placeholders end, once that is known.
-    """
+    """A report of how one media item was processed and sent to the core."""
 
     modality: str
     mm_hash: str
-    is_processor_hit: bool
-    transfer: str
-    times: ItemTimes = field(default_factory=dict)
-    mm_index: int | None = None
-    prompt_end: int | None = None
+    is_processor_hit: bool  # a cache had it, so that it was not processed for this request
+    transfer: str  # what was sent: "tensors", "shared" (a place in shared memory) or "none"
+    times: ItemTimes = field(default_factory=dict)  # of what was done for this request
+    mm_index: int | None = None  # its place among the prompt's items, once that is known
+    prompt_end: int | None = None  # where its placeholders end, once that is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and what came of it: `n` completions, in the order of their indices.
-
-    `prompt_logprobs`: `None` for the first token of the prompt, which nothing predicts, then as in
-    a completion. `num_cached_tokens` came from the prefix cache, `num_encoder_hits` counts the
-    items whose encoder output was there already (`encoder_hits`: which), `mm_items` says of each
-    item how it came there. `times` are those of the first completion in the core, `stages` the
-    seconds by stage of what came before it.
-    """
+    """A request and its `n` completions, in the order of their indices."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
+    # None for the first token of the prompt, which nothing predicts, then as in a completion.
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    num_cached_tokens: int = 0
-    num_encoder_hits: int = 0
-    encoder_hits: tuple[int, ...] = ()
+    num_cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
+    num_encoder_hits: int = 0  # items with an encoder output that was in the cache
+    encoder_hits: tuple[int, ...] = ()  # the indices of these items
     mm_items: tuple[MediaItemReport, ...] = ()
-    times: CoreTimes | None = None
-    stages: ItemTimes = field(default_factory=dict)
+    times: CoreTimes | None = None  # of the first completion
+    stages: ItemTimes = field(default_factory=dict)  # of what was done before the core had it
     error: RequestError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """What one completion has got since the last time. The one with a `finish_reason` is its last.
-
-    `text` may lag behind `token_ids`: it is given out when nothing that follows can change it.
-    """
+    """What one completion has got since the last delta."""
 
     index: int
-    text: str
+    text: str  # may lag behind `token_ids`: it comes when nothing that follows can change it
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # in the last delta of the completion only
     stop_reason: str | int | None = None
     logprobs: tuple[dict[int, Logprob], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDelta:
-    """News of a request that is streamed: at most one delta per completion.
+    """What a streamed request has got since the last delta.
 
-    `final`: the whole request, with its last news only. The texts of all deltas of a completion
-    together are the text that it has there.
+    The texts of all deltas of a completion, joined, are its text in `final`.
     """
 
     request_id: str
-    deltas: tuple[CompletionDelta, ...]
+    deltas: tuple[CompletionDelta, ...]  # at most one for each completion
     prompt_token_ids: tuple[int, ...] = ()
-    final: RequestOutput | None = None
+    final: RequestOutput | None = None  # the whole request, in its last delta only

@@ -1,4 +1,4 @@
-"""What goes into the core and what comes out of it."""
+"""The requests that go into the core, and the outputs that come out of it."""
 
 from __future__ import annotations
 
@@ -25,32 +25,27 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreRequest:
-    """A request that is ready to run: tokens and metadata, no text and no tensors.
-
-    `mm_features` are sorted by offset. `sampling_params` are resolved. `eos_token_ids` end it
-    unless it ignores them. `bans` are what it never generates. `cache_salt` and `adapter` separate
-    what may share KV blocks and encoder outputs. A lower `priority` runs first. `sibling`: which of
-    the completions of one prompt it is.
-    """
+    """A request that is ready to run: tokens and metadata, no text and no tensors."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling_params: SamplingParams
-    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-    bans: TokenBans = NO_BANS
+    sampling_params: SamplingParams  # with the defaults of the model filled in
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()  # sorted by offset
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end it, unless its parameters ignore them
+    bans: TokenBans = NO_BANS  # tokens that it never generates
+    # KV blocks and encoder outputs are shared only by requests with the same salt and adapter.
     cache_salt: str | None = None
     adapter: str | None = None
-    priority: int = 0
-    sibling: int = 0
-    # The call that it belongs to, with other prompts or completions; None: it has none of them.
+    priority: int = 0  # lower runs first
+    completion_index: int = 0  # among the completions of one prompt
+    # Names the call that it belongs to, with other prompts or completions; None if it is alone.
     group: str | None = None
 
     @property
     def encoder_key_suffix(self) -> str:
-        """What an encoder output's key has after the item's `mm_hash`.
+        """The end of an encoder output's key, after the item's `mm_hash`.
 
-        It keeps salts and adapters apart.
+        With it, requests with different salts or adapters share no encoder outputs.
         """
         if self.cache_salt is None and self.adapter is None:
             return ""
@@ -59,36 +54,28 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one position.
+    """The log-probabilities of tokens at one position."""
 
-    Those of the token that stands there (sampled, or of the prompt), its rank (1 = likeliest), and
-    those of the likeliest tokens.
-    """
-
-    logprob: float
-    rank: int
+    logprob: float  # of the token that stands there: sampled, or of the prompt
+    rank: int  # of that token; 1 is the likeliest
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreOutput:
-    """News of one request after a step. The one with a `finish_reason` is its last.
-
-    `prompt_logprobs` are those of the next prompt tokens, from the second on. `stop_token_id` is
-    the token that ended it, when a token did. `error` explains `FinishReason.ERROR`. Of one that is
-    the last, or may be (a stop string would make it so): `encoder_hits` are the indices of the
-    items whose encoder output was there, `times` when things happened.
-    """
+    """What one request has got in a step. The output with a `finish_reason` is its last."""
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # Those of the next prompt tokens; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    error: ErrorRecord | None = None
+    stop_token_id: int | None = None  # the stop token of the caller that ended it
+    error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
-    encoder_hits: tuple[int, ...] = ()
+    # These two only in the last output, and in each that a stop string may make the last.
+    encoder_hits: tuple[int, ...] = ()  # indices of items with an encoder output in the cache
     times: CoreTimes | None = None

@@ -1,4 +1,4 @@
-"""What the core tells the worker to do in one step, and what the worker answers."""
+"""The plan of one step, which the worker obeys, and the result that the worker returns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """An item to encode: the n-th of its request, and the key under which its output is kept."""
+    """A media item to encode in a step."""
 
-    mm_index: int
-    key: str
+    mm_index: int  # among the items of its request
+    key: str  # the key under which the output is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,37 +26,35 @@ class ScheduledRequest:
     """One request's share of a step.
 
     Compute the tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)`.
-    `new_block_ids` are appended to the block tables that the worker keeps, or replace them when the
-    request is (re)started. `is_sampled` says whether the step reaches the request's last token, so
-    that a next one is chosen.
     """
 
     request_id: str
     num_computed_tokens: int
     num_new_tokens: int
+    # Appended to the block tables in the worker; they replace these if the request is (re)started.
     new_block_ids: BlockIds
-    is_sampled: bool
+    is_sampled: bool  # the step reaches the last token, so that a next one is chosen
     encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRequest:
-    """A request that the worker doesn't hold.
+    """A request that the worker doesn't hold, because it is new or starts again.
 
-    New, or resumed with the tokens it had made: after a preemption, or because it has become long.
+    It starts again after a preemption, or because it has become long.
     """
 
     request: EngineCoreRequest
-    output_token_ids: tuple[int, ...] = ()
-    # Whether the model computes it as one that is longer than `Limits.long_after`, until it stops.
+    output_token_ids: tuple[int, ...] = ()  # tokens that it had generated before
+    # The model computes it as longer than `Limits.long_after`, until it stops.
     is_long: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """The only thing the worker obeys.
+    """The plan of a step, and the only thing that the worker obeys.
 
-    Lists are in the order in which to act: drop, free, start, then run.
+    The worker first drops and frees, then starts requests, then runs.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
@@ -71,7 +69,7 @@ class SchedulerOutput:
 
 
 class StepMode(str, Enum):
-    """How a step was computed: replayed as a CUDA graph, or launched kernel by kernel, and why."""
+    """The way a step was computed: as a CUDA graph, or kernel by kernel and for which reason."""
 
     DECODE_GRAPH = "decode_graph"  # one graph
     SEGMENT_GRAPHS = "segment_graphs"  # graphs with attention between them
@@ -86,35 +84,27 @@ class StepMode(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The sampled token of each request that sampled, and what failed, with the reason.
+    """The results of a step: the sampled tokens, and what failed."""
 
-    A failed request was left out of the step, or nothing sensible came of it. `failed_encodes` are
-    by encoder key. `prompt_logprobs` has an entry for each token of the step that is followed by
-    another one of the prompt, for the requests that want them. `encode_s`: how long the step's
-    encoders took, seen from the host. `mode` is `None` if nothing was computed.
-
-    Of requests with a grammar: `late_request_ids` could not choose a token, because it isn't known
-    yet which are allowed; they have to compute their last token once more. After their token
-    `completed_request_ids` can say nothing else.
-    """
-
-    sampled_token_ids: Mapping[str, int]
-    logprobs: Mapping[str, TokenLogprobs]
-    failed_encodes: Mapping[str, str]
-    failed_requests: Mapping[str, RequestError] = field(default_factory=dict)  # by request id
+    sampled_token_ids: Mapping[str, int]  # request id -> token
+    logprobs: Mapping[str, TokenLogprobs]  # request id -> those of its token
+    failed_encodes: Mapping[str, str]  # encoder key -> reason
+    # request id -> why it was left out of the step, or has no usable result
+    failed_requests: Mapping[str, RequestError] = field(default_factory=dict)
+    # request id -> an entry for each token of the step that is followed by another one of the
+    # prompt, for requests that want them
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    encode_s: float = 0.0
-    mode: StepMode | None = None
+    encode_s: float = 0.0  # how long the encoders took, measured by the host
+    mode: StepMode | None = None  # None: nothing was computed
+    # Requests that could not choose a token, because their grammar has not computed yet which are
+    # allowed. They have to compute their last token once more.
     late_request_ids: frozenset[str] = frozenset()
-    completed_request_ids: frozenset[str] = frozenset()
+    completed_request_ids: frozenset[str] = frozenset()  # their grammar allows nothing after this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroup:
-    """Layers that share a block table, because they need the same positions.
-
-    `window`: they attend to the last `window` positions only; `None`: to all.
-    """
+    """Layers that share a block table, because they need the same positions."""
 
     num_blocks: int
-    window: int | None = None
+    window: int | None = None  # they attend to so many last positions; None: to all

@@ -1,6 +1,7 @@
-"""What carries processed media from a frontend to the core, and the core's answer.
+"""The values that carry processed media from a frontend to the core, and the core's answer.
 
-A request travels as metadata; beside it goes a `Transfer` with tensors, references or nothing.
+A request is sent as metadata. A `Transfer` is sent with it, which has tensors, references to shared
+memory, or nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from sensorium.types.multimodal import MultiModalKwargsItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmReference:
-    """Where an item lies in the shared-memory store: entry `slot` in its `generation`."""
+    """The place of an item in the shared-memory store."""
 
     slot: int
-    generation: int
+    generation: int  # of the slot, which is used again after an eviction
 
 
 Payload = MultiModalKwargsItem | ShmReference
@@ -24,37 +25,32 @@ Payload = MultiModalKwargsItem | ShmReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorUpdate:
-    """What the core's half of the mirrored cache must do, in this order: forget `evictions`, keep
-    the payloads of `inserts`.
+    """The changes that the core's half of the mirrored cache must make: first the evictions."""
 
-    `epoch` is the life of the core that the frontend believes to talk to; `sequence` counts the
-    messages of that life, from 0.
-    """
-
-    epoch: int
-    sequence: int
-    inserts: tuple[str, ...] = ()
-    evictions: tuple[str, ...] = ()
+    epoch: int  # the life of the core that the frontend believes to be connected to
+    sequence: int  # the number of this message in that life, from 0
+    inserts: tuple[str, ...] = ()  # items to keep, with payloads in the same transfer
+    evictions: tuple[str, ...] = ()  # items to forget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Payloads by `mm_hash`; what is not among them the core is believed to have."""
+    """The media that is sent with one request."""
 
+    # mm_hash -> payload; the core is believed to have the other items of the request.
     payloads: Mapping[str, Payload] = field(default_factory=dict)
     update: MirrorUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingItems:
-    """The core's answer to a request whose media it lacks: send these. The request was not taken.
+    """The core's answer to a request that it did not take because it lacks media.
 
-    `epoch` is the core's own; a frontend that believed in another one starts anew with it. In that
-    case the hashes are all those of the request, and there may be none: its message was not
-    applied, and is to be made again. `num_applied` counts the messages of its epoch that the core
-    had applied when it gave this answer.
+    If the frontend believed in another epoch, it starts anew with the core's. Then the hashes are
+    all those of the request, and there may be none: the message was not applied, and has to be made
+    again.
     """
 
-    mm_hashes: tuple[str, ...]
-    epoch: int
-    num_applied: int = 0
+    mm_hashes: tuple[str, ...]  # the items to send
+    epoch: int  # the core's own
+    num_applied: int = 0  # the messages of this epoch that the core has applied

@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """A cache whose entries together weigh at most `capacity`. Several threads may use it.
+    """A cache with entries that together weigh at most `capacity`, for several threads.
 
     Without `weigh` an entry weighs 1, and the capacity is a number of entries.
     """

@@ -18,7 +18,7 @@ Pausing = Generator[Future[Any], None, T]
 
 
 def run_through(work: Pausing[T]) -> T:
-    """Run the work to its end in this thread, which waits wherever the work pauses."""
+    """Run the work to its end in this thread, and wait here wherever the work pauses."""
     with closing(work):  # an interruption of the wait must not leave the work half done
         while True:
             try:

@@ -1,4 +1,4 @@
-"""How many bytes this process can still get from the system without being killed for it."""
+"""Finds out how much memory this process can still get without being killed for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class _Version(NamedTuple):
-    """Where a version of control groups says what."""
+    """The file names of one version of control groups."""
 
     folder: str  # below the mount; also the name of the controller
     limit: str
@@ -31,7 +31,7 @@ _VERSIONS = (
 def get_free_system_bytes(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """What the machine has available, or what the tightest control group leaves if that is less."""
+    """Return what the machine has available, or what the tightest control group leaves if less."""
     return min([_get_available_bytes(proc), *_get_cgroup_rooms(proc, cgroups)])
 
 
@@ -40,7 +40,7 @@ def _get_available_bytes(proc: Path) -> int:
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    # Counts what the page cache would give back.
+    # Includes what the page cache would give back.
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
@@ -56,8 +56,9 @@ def _get_cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _get_rooms_upwards(root: Path, path: str, version: _Version) -> Iterator[int]:
-    """The room in a group and in those above it. In a container the group itself may be out of
-    sight: the root is then its own.
+    """Yield the room in a group and in the groups above it.
+
+    In a container the group itself may be invisible; then the root stands for it.
     """
     group = root / path
     for folder in (group, *group.parents):

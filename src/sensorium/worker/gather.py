@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.utils.growing_array import IntArray
+from sensorium.utils.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 
 from sensorium.layers.attention.backend import GroupTables, StepLayout
 from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest
-from sensorium.utils.growing_array import IntArray
+from sensorium.utils.arrays import IntArray
 from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.gather import get_gather_slices
 from sensorium.worker.request_states import RequestState

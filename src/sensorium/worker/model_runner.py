@@ -26,7 +26,7 @@ from sensorium.types.scheduling import (
     SchedulerOutput,
     StepMode,
 )
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 from sensorium.worker.encoder_cache import EncoderCache
 from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
 from sensorium.worker.gather import get_gather_slices

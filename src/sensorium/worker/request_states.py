@@ -12,7 +12,7 @@ import numpy as np
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
-from sensorium.utils.growing_array import GrowingArray, IntArray
+from sensorium.utils.arrays import GrowingArray, IntArray
 from sensorium.worker.sampling.sampling_row import SamplingRow
 from sensorium.worker.sampling.token_history import SequenceBans, TokenCounts
 

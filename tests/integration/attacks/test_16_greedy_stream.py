@@ -1,4 +1,4 @@
-"""Row 16: one request for many completions, and streams that are not read, hold up nobody."""
+"""Row 16: many completions in one request, or unread streams, hold up no other request."""
 
 from __future__ import annotations
 

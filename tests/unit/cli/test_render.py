@@ -1,4 +1,4 @@
-"""`sensorium render`: from words to options, or to the usage."""
+"""The words of `sensorium render` become options, or a usage error."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import sys
 import pytest
 
 from sensorium import cli
-from sensorium.cli import render
-from sensorium.server.options import (
-    ServeOptions,
-    make_engine_options,
-    make_media_options,
-    make_source,
-)
+from sensorium.cli import serve
+from sensorium.server.options import ServeOptions
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServeOptions:
     monkeypatch.setattr(sys, "argv", ["sensorium", "render", *words])
-    return render.make_options(cli._parse_arguments())
+    return serve.make_options(cli._parse_arguments())
 
 
 def test_without_flags_it_renders_for_this_machine_and_has_no_core(
@@ -27,10 +22,8 @@ def test_without_flags_it_renders_for_this_machine_and_has_no_core(
     options = parse(monkeypatch, "m")
     assert (options.model, options.host, options.port) == ("m", "127.0.0.1", 8000)
     assert (options.is_render_only, options.warmup) == (True, True)
-    assert options.media["mm_processor_pool_size"] >= 1
-    make_engine_options(options)
-    make_media_options(options)
-    assert make_source(options, use_tqdm=False).model == "m"
+    assert options.media.mm_processor_pool_size >= 1
+    assert options.loading.model == "m"
 
 
 def test_flags_reach_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,15 +34,14 @@ def test_flags_reach_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--mm-processor-cache-gb=1", "--mm-processor-pool-size=0", "--max-media-mb=3"),
         *("--revision=v1", "--trust-remote-code", "--tool-call-parser=hermes", "--port=0"),
     )
-    engine, media = make_engine_options(options), make_media_options(options)
+    engine, media = options.engine, options.media
     assert (engine.max_model_len, engine.seed, engine.limit_mm_per_prompt) == (99, 3, {"image": 2})
     assert (media.capacity_bytes, media.mm_processor_pool_size) == (2**30, 0)
     assert media.get_limits().max_bytes == 3 * 2**20
-    assert (options.warmup, options.generation_config) == (False, "none")
+    assert (options.warmup, engine.generation_config) == (False, "none")
     assert (options.model_names, options.api_key, options.port) == (("x",), ("k",), 0)
     assert options.tool_call_parser == "hermes"
-    source = make_source(options, use_tqdm=False)
-    assert (source.revision, source.trust_remote_code) == ("v1", True)
+    assert (options.loading.revision, options.loading.trust_remote_code) == ("v1", True)
 
 
 def test_several_frontends_need_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

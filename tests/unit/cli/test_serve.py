@@ -1,4 +1,4 @@
-"""`sensorium serve`: from words to options, or to the usage."""
+"""The words of `sensorium serve` become options, or a usage error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from sensorium import cli
 from sensorium.cli import serve
-from sensorium.server.options import ServeOptions, make_engine_options, make_media_options
+from sensorium.engine.build.options import LoadingOptions
+from sensorium.server.options import ServeOptions
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServeOptions:
@@ -21,10 +22,8 @@ def test_without_flags_the_server_is_for_this_machine(monkeypatch: pytest.Monkey
     options = parse(monkeypatch, "m")
     assert (options.model, options.host, options.port) == ("m", "127.0.0.1", 8000)
     assert (options.api_key, options.shutdown_timeout) == ((), 30.0)
-    assert options.media["mm_processor_cache_type"] == "lru"
-    assert options.media["mm_processor_pool_size"] >= 1
-    make_engine_options(options)
-    make_media_options(options)
+    assert options.media.mm_processor_cache_type == "lru"
+    assert options.media.mm_processor_pool_size >= 1
 
 
 @pytest.mark.parametrize("words", [[], ["sensorium-mini"], ["--model", "sensorium-mini"]])
@@ -33,7 +32,7 @@ def test_the_default_is_the_embedded_model_by_its_name(
 ) -> None:
     options = parse(monkeypatch, *words)
     assert (options.model, options.model_names) == ("sensorium-mini", ("sensorium-mini",))
-    assert options.loading["model"] == "sensorium-mini"
+    assert options.loading.model == "sensorium-mini"
 
 
 def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,15 +44,16 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--scheduling-policy=priority", "--seed=-4", "--limit-mm-per-prompt", '{"image": 4}'),
         *("--dtype=float32", "--device=cpu", "--trust-remote-code", "--revision=main"),
     )
-    engine = make_engine_options(options)
+    engine = options.engine
     assert (engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens) == (99, 3, 64)
     assert engine.kv_cache_memory_bytes == 2 * 2**30
     assert (engine.encoder_cache_size, engine.max_num_encoder_embeds) == (7, 5)
     assert (engine.disable_chunked_mm_input, engine.enable_prefix_caching) == (True, False)
     assert (engine.block_size, engine.scheduling_policy, engine.seed) == (32, "priority", -4)
     assert engine.limit_mm_per_prompt == {"image": 4}
-    expected = {"dtype": "float32", "device": "cpu", "trust_remote_code": True, "revision": "main"}
-    assert options.loading == expected | {"model": "m"}
+    assert options.loading == LoadingOptions(
+        model="m", dtype="float32", device="cpu", trust_remote_code=True, revision="main"
+    )
 
 
 def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--media-process-deadline=7", "--media-process-wait=8.5", "--max-decoded-megapixels=9"),
         "--media-request-deadline=3",
     )
-    media = make_media_options(options)
+    media = options.media
     assert (media.capacity_bytes, media.has_shared_memory) == (2**29, True)
     assert (media.max_object_bytes, media.mm_processor_pool_size) == (9 * 2**20, 0)
     limits = media.get_limits()
@@ -90,7 +90,7 @@ def test_flags_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.max_concurrent_requests, options.max_body_mb) == (2, 1)
     assert (options.allowed_origins, options.protect_metrics) == (("*",), True)
     assert (options.log_format, options.log_level, options.access_log) == ("json", "debug", False)
-    assert options.generation_config == "none"
+    assert options.engine.generation_config == "none"
 
 
 def test_several_frontends_share_their_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,23 +118,26 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_leas
         (["m", "--port", "70000"], "from 0 to 65535, not 70000"),
         (["m", "--port", "x"], "'x' is not an integer"),
         (["m", "--api-server-count", "0"], "from 1 to 64, not 0"),
-        (["m", "--shutdown-timeout", "-1"], "--shutdown-timeout: it must be from 0"),
-        (["m", "--shutdown-timeout", "nan"], "--shutdown-timeout: it must be from 0"),
-        (["m", "--max-num-seqs", "0"], "at least 1, not 0"),
-        (["m", "--max-num-seqs", "9" * 30], "at least 1, not 999"),
+        (["m", "--shutdown-timeout", "-1"], "--shutdown-timeout: it must be a number from 0"),
+        (["m", "--shutdown-timeout", "nan"], "--shutdown-timeout: it must be a number from 0"),
+        (["m", "--max-num-seqs", "0"], "an integer >= 1, not 0"),
+        (["m", "--max-num-seqs", "9" * 30], "an integer >= 1, not 999"),
         (["m", "--kv-cache-memory-bytes", "lots"], "'lots' is no number of bytes"),
         (["m", "--limit-mm-per-prompt", "image"], "use JSON, or e.g. image=4,video=1"),
-        (["m", "--limit-mm-per-prompt", "smell=1"], "'smell' is not image, audio or video"),
-        (["m", "--limit-mm-per-prompt", '{"image": -1}'], "image: an integer of at least 0"),
+        (["m", "--limit-mm-per-prompt", "smell=1"], "names 'smell': use image, video, audio"),
+        (["m", "--limit-mm-per-prompt", '{"image": -1}'], "image must be an integer >= 0"),
         (["m", "--mm-processor-cache-gb", "-1"], "from 0 to"),
         (["m", "--mm-processor-kwargs", "[]"], "a JSON object is needed"),
-        (["m", "--media-deadline", "0"], "deadline_s must be a number above 0"),
-        (["m", "--media-process-wait", "-1"], "process_wait_s must be a number above 0"),
-        (["m", "--max-decoded-megapixels", "0"], "at least 1, not 0"),
-        (["m", "--media-request-deadline", "0"], "request_deadline_s must be a number above 0"),
+        (["m", "--media-deadline", "0"], "deadline: it must be a number above 0"),
+        (["m", "--media-process-wait", "-1"], "process-wait: it must be a number above 0"),
+        (["m", "--max-decoded-megapixels", "0"], "an integer >= 1, not 0"),
+        (["m", "--media-request-deadline", "0"], "deadline: it must be a number above 0"),
         (["m", "--allowed-local-media-path", "/nowhere"], "'/nowhere' is not a directory"),
         (["m", "--chat-template", "/nowhere"], "there is no file '/nowhere'"),
-        (["m", "--api-server-count=2", "--mm-processor-cache-type=lru"], "needs --mm-processor-c"),
+        (
+            ["m", "--api-server-count=2", "--mm-processor-cache-type=lru"],
+            "needs mm_processor_cache_type",
+        ),
         (["m", "--api-server-count=64", "--mm-processor-pool-size=9"], "641 processes"),
         (["m", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["m", "--max-model", "7"], "unrecognized arguments: --max-model"),
@@ -165,7 +168,7 @@ def test_limits_of_media_are_json_or_short(
     monkeypatch: pytest.MonkeyPatch, text: str, expected: dict[str, Any]
 ) -> None:
     options = parse(monkeypatch, "m", "--limit-mm-per-prompt", text)
-    assert options.engine["limit_mm_per_prompt"] == expected
+    assert options.engine.limit_mm_per_prompt == expected
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_limits_of_media_are_json_or_short(
 )
 def test_bytes_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int) -> None:
     options = parse(monkeypatch, "m", "--kv-cache-memory-bytes", text)
-    assert options.engine["kv_cache_memory_bytes"] == num_bytes
+    assert options.engine.kv_cache_memory_bytes == num_bytes
 
 
 @pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sensorium import cli
-from sensorium.cli.words import hint_at_question, split_prompts, split_question
+from sensorium.cli.flags import hint_at_question, split_prompts, split_question
 
 MINI = "sensorium-mini"
 

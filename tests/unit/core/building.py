@@ -28,7 +28,7 @@ def make_driver(
     enable_prefix_caching: bool = True,
     **changes: int | bool,
 ) -> SchedulerDriver:
-    """`changes`: limits that differ from `LIMITS`."""
+    """Make a driver with `LIMITS`, in which `changes` replace some."""
     groups = tuple(KVCacheGroup(num_blocks=num_blocks, window=window) for window in windows)
     sizes = CacheSizes(
         block_size=block_size, groups=groups, enable_prefix_caching=enable_prefix_caching

@@ -17,7 +17,7 @@ def make_request(
     cache_salt: str | None = None,
     adapter: str | None = None,
 ) -> Request:
-    """`items`: (mm_hash, offset, length)."""
+    """Make a request with items given as (mm_hash, offset, length)."""
     features = tuple(
         MultiModalFeatureSpec(
             modality="image", mm_hash=mm_hash, mm_position=PlaceholderRange(offset, length)

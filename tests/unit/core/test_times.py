@@ -1,4 +1,4 @@
-"""When things happened to a request: told once, with its last output."""
+"""The last output of a request has the times at which things happened to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The expanded model is there, whole, whatever was there before and whoever else starts."""
+"""The expanded model is there, whole, whatever was there before and however many start at once."""
 
 from __future__ import annotations
 

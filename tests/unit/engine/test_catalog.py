@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from sensorium.multimodal.processing.family_calls import PROCESSOR_CALLS
 from transformers import AutoConfig
 
-from sensorium.engine.build.builder import Source
-from sensorium.engine.build.catalog import HEADER, describe_model, format_table, get_rows
-from sensorium.models.families import ADAPTERS, FAMILIES
+from sensorium.cli.models import HEADER, format_table, get_rows
+from sensorium.engine.build.catalog import describe_model
+from sensorium.engine.build.options import LoadingOptions
+from sensorium.models.families import ADAPTERS, OWN_ADAPTERS
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.families import FAMILIES
 from tests.parity.cases import MODALITIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
@@ -21,6 +24,12 @@ def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
     listed = {TINY_MODELS.get(name, name) for name in MODEL_TYPES}
     assert listed | {"gemma4_causal"} == set(MODALITIES)
     assert len(ADAPTERS) == len(FAMILIES)
+
+
+def test_the_list_names_exactly_the_code_that_families_have() -> None:
+    code = {"models": OWN_ADAPTERS, "multimodal": PROCESSOR_CALLS}
+    for package, by_type in code.items():
+        assert {f.model_type for f in FAMILIES if package in f.own_code} == set(by_type)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -41,7 +50,7 @@ def test_the_table_has_a_line_for_each_family() -> None:
 
 
 def test_a_model_is_described_without_its_weights(tiny_model: Callable[[str], str]) -> None:
-    text = describe_model(Source(model=tiny_model("qwen2_5_vl")))
+    text = describe_model(LoadingOptions(model=tiny_model("qwen2_5_vl")))
     assert "Qwen2_5_VLForConditionalGeneration" in text
     assert "<|image_pad|>, <|video_pad|>" in text
     assert "8192 tokens" in text

@@ -182,7 +182,9 @@ def test_only_groups_that_keep_everything_bound_the_context() -> None:
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, "0.9", True, float("nan")])
 def test_a_share_of_memory_that_is_none_is_refused(share: Any) -> None:
-    with pytest.raises(ModelError, match="gpu_memory_utilization must be above 0 and at most 1"):
+    with pytest.raises(
+        ModelError, match="gpu_memory_utilization must be a number above 0 and at most 1"
+    ):
         EngineOptions(gpu_memory_utilization=share)
 
 

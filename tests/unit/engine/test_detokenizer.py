@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -28,12 +28,8 @@ def tokenizer(tiny_model: Callable[[str], str]) -> Any:
 
 def feed(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
     """The text after each token, and after the end."""
-    seen = []
-    for token_id in token_ids:
-        detokenizer.add(token_id)
-        seen.append(detokenizer.text)
-    detokenizer.finish()
-    return [*seen, detokenizer.text]
+    pieces = [detokenizer.add(token_id) for token_id in token_ids]
+    return list(accumulate([*pieces, detokenizer.finish()]))
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> str:
@@ -109,11 +105,8 @@ def test_a_character_comes_out_with_its_last_byte(tokenizer: Any) -> None:
 def test_an_incomplete_character_comes_out_at_the_end_only(tokenizer: Any) -> None:
     token_ids = tokenizer("a🙂")["input_ids"][:-1]
     detokenizer = Detokenizer(tokenizer)
-    for token_id in token_ids:
-        detokenizer.add(token_id)
-    assert detokenizer.text == "a"
-    detokenizer.finish()
-    assert detokenizer.text == "a\ufffd"
+    assert "".join(map(detokenizer.add, token_ids)) == "a"
+    assert detokenizer.finish() == "\ufffd"
 
 
 def test_special_tokens_have_no_text(tokenizer: Any) -> None:

@@ -8,8 +8,7 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import ErrorRecord, InvariantError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
@@ -89,7 +88,7 @@ def add(core: EngineCore, *requests: EngineCoreRequest) -> None:
 
 
 def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
-    """All outputs by request, until nobody is left."""
+    """Return all outputs by request, once no request is left."""
     outputs: dict[str, list[EngineCoreOutput]] = {}
     while core.has_requests:
         for output in core.step():
@@ -221,7 +220,7 @@ def test_requests_that_can_never_move_are_our_bug_and_loud(
     monkeypatch.setattr(core.scheduler, "schedule", SchedulerOutput)
     for _ in range(8):
         assert core.step() == []
-    with pytest.raises(InvariantError, match="1 requests, and none can be scheduled"):
+    with pytest.raises(InvariantError, match="none of 1 requests can be scheduled"):
         core.step()
 
 

@@ -39,7 +39,7 @@ class LetterTokenizer:
 
 
 class FakeProcessor:
-    """`I` and `V` stand for an image and a video, which become two placeholders each: `iv`."""
+    """A processor in which `I` and `V` become two placeholders each, `i` and `v`."""
 
     modalities = ("image", "video")
     tokenizer = LetterTokenizer()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import PayloadStore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange

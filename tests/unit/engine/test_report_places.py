@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sensorium.engine.outputs.report_places import place_reports
+from sensorium.engine.outputs.output_processor import place_reports
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.outputs import MediaItemReport
 

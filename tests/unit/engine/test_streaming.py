@@ -34,7 +34,7 @@ def make_processor(*, is_streamed: bool = True, **params: Any) -> OutputProcesso
     return processor
 
 
-def news(
+def give(
     text: str, finish_reason: FinishReason | None = None, request_id: str = "r", **more: Any
 ) -> EngineCoreOutput:
     return EngineCoreOutput(
@@ -48,7 +48,12 @@ def news(
 def step(processor: OutputProcessor, *outputs: EngineCoreOutput) -> list[RequestDelta]:
     finished, _ = processor.process(outputs)
     assert finished == []  # it is streamed
-    return processor.take_deltas()
+    return take_deltas(processor)
+
+
+def take_deltas(processor: OutputProcessor) -> list[RequestDelta]:
+    delta = processor.take_delta("r")
+    return [] if delta is None else [delta]
 
 
 def take_one(processor: OutputProcessor, *outputs: EngineCoreOutput) -> CompletionDelta:
@@ -58,34 +63,40 @@ def take_one(processor: OutputProcessor, *outputs: EngineCoreOutput) -> Completi
 
 def test_each_step_gives_its_new_text_and_the_last_the_whole_request() -> None:
     processor = make_processor()
-    (first,) = step(processor, news("ab"))
+    (first,) = step(processor, give("ab"))
     assert first == RequestDelta(
         request_id="r",
         deltas=(CompletionDelta(index=0, text="ab", token_ids=(97, 98)),),
         prompt_token_ids=first.prompt_token_ids,
     )
-    assert processor.take_deltas() == []  # taken
-    (last,) = step(processor, news("c", FinishReason.LENGTH))
+    assert take_deltas(processor) == []  # taken
+    (last,) = step(processor, give("c", FinishReason.LENGTH))
     assert last.deltas == (
         CompletionDelta(index=0, text="c", token_ids=(99,), finish_reason=FinishReason.LENGTH),
     )
     assert last.final is not None
     assert last.final.outputs[0].text == "abc"
-    assert processor.take_deltas() == []
+    assert take_deltas(processor) == []
     assert processor.request_ids == ()
 
 
-def test_steps_that_nobody_took_come_together() -> None:
+def test_steps_that_were_not_taken_come_together() -> None:
     processor = make_processor()
-    processor.process([news("a")])
-    processor.process([news("b")])
-    assert take_one(processor, news("c", FinishReason.LENGTH)).text == "abc"
+    processor.process([give("a")])
+    processor.process([give("b")])
+    assert take_one(processor, give("c", FinishReason.LENGTH)).text == "abc"
 
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     processor = make_processor(stop=("xyz",))
-    assert [take_one(processor, news(letter)).text for letter in "axyxy"] == ["a", "", "", "xy", ""]
-    (last,) = step(processor, news("z"))
+    assert [take_one(processor, give(letter)).text for letter in "axyxy"] == [
+        "a",
+        "",
+        "",
+        "xy",
+        "",
+    ]
+    (last,) = step(processor, give("z"))
     (delta,) = last.deltas
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", FinishReason.STOP, "xyz")
     assert last.final is not None
@@ -94,44 +105,44 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
 
 def test_what_was_held_back_comes_when_it_is_no_stop_string() -> None:
     processor = make_processor(stop=("xyz",))
-    assert take_one(processor, news("xy")).text == ""
-    assert take_one(processor, news("!")).text == "xy!"
-    assert take_one(processor, news("x", FinishReason.LENGTH)).text == "x"
+    assert take_one(processor, give("xy")).text == ""
+    assert take_one(processor, give("!")).text == "xy!"
+    assert take_one(processor, give("x", FinishReason.LENGTH)).text == "x"
 
 
 def test_an_incomplete_character_is_held_back_until_the_end() -> None:
     processor = make_processor()
-    assert take_one(processor, news("a\ufffd")).text == "a"
-    assert take_one(processor, news("", FinishReason.ABORT)).text == "\ufffd"
+    assert take_one(processor, give("a\ufffd")).text == "a"
+    assert take_one(processor, give("", FinishReason.ABORT)).text == "\ufffd"
 
 
 def test_log_probabilities_come_with_their_tokens() -> None:
     entry = TokenLogprobs(logprob=-1.0, rank=1, top_token_ids=(97,), top_logprobs=(-1.0,))
     processor = make_processor(logprobs=1, stop=("ab",))
-    delta = take_one(processor, news("a", logprobs=(entry,)))
+    delta = take_one(processor, give("a", logprobs=(entry,)))
     assert (delta.text, len(delta.logprobs or ())) == ("", 1)
-    (last,) = step(processor, news("c", FinishReason.LENGTH, logprobs=(entry,)))
+    (last,) = step(processor, give("c", FinishReason.LENGTH, logprobs=(entry,)))
     assert [len(delta.logprobs or ()) for delta in last.deltas] == [1]
     assert last.final is not None
     assert len(last.final.outputs[0].logprobs or ()) == 2
 
 
-def test_siblings_are_told_apart_and_each_ends_once() -> None:
+def test_completions_are_kept_apart_and_each_ends_once() -> None:
     processor = make_processor(n=2)
-    (both,) = step(processor, news("a", request_id="r#0"), news("b", request_id="r#1"))
+    (both,) = step(processor, give("a", request_id="r#0"), give("b", request_id="r#1"))
     assert [(delta.index, delta.text) for delta in both.deltas] == [(0, "a"), (1, "b")]
-    (first,) = step(processor, news("c", FinishReason.LENGTH, request_id="r#0"))
+    (first,) = step(processor, give("c", FinishReason.LENGTH, request_id="r#0"))
     assert first.final is None
     assert [delta.finish_reason for delta in first.deltas] == [FinishReason.LENGTH]
-    (last,) = step(processor, news("d", FinishReason.STOP, request_id="r#1"))
+    (last,) = step(processor, give("d", FinishReason.STOP, request_id="r#1"))
     assert [delta.index for delta in last.deltas] == [1]
     assert last.final is not None
 
 
-def test_siblings_of_a_failure_end_with_it() -> None:
+def test_other_completions_of_a_failure_end_with_it() -> None:
     processor = make_processor(n=2, stop=("xyz",))
-    step(processor, news("a", request_id="r#0"), news("bxy", request_id="r#1"))
-    failure = news("", FinishReason.ERROR, request_id="r#0", error=ErrorRecord(message="no memory"))
+    step(processor, give("a", request_id="r#0"), give("bxy", request_id="r#1"))
+    failure = give("", FinishReason.ERROR, request_id="r#0", error=ErrorRecord(message="no memory"))
     (last,) = step(processor, failure)
     assert [(delta.index, delta.text, delta.finish_reason) for delta in last.deltas] == [
         (0, "", FinishReason.ERROR),
@@ -143,16 +154,16 @@ def test_siblings_of_a_failure_end_with_it() -> None:
 
 def test_a_forgotten_stream_gives_nothing() -> None:
     processor = make_processor()
-    processor.process([news("a")])
+    processor.process([give("a")])
     processor.forget(["r"])
-    assert processor.take_deltas() == []
+    assert take_deltas(processor) == []
 
 
 def test_a_request_that_is_not_streamed_gives_no_deltas() -> None:
     processor = make_processor(is_streamed=False)
-    finished, _ = processor.process([news("a", FinishReason.LENGTH)])
+    finished, _ = processor.process([give("a", FinishReason.LENGTH)])
     assert len(finished) == 1
-    assert processor.take_deltas() == []
+    assert take_deltas(processor) == []
 
 
 LETTERS = st.text("ab\ufffd", min_size=1, max_size=12)
@@ -178,7 +189,7 @@ def test_the_deltas_together_are_the_text(
     final: RequestOutput | None = None
     for position in range(max(map(len, texts))):
         outputs = [
-            news(text[position], reason if position == len(text) - 1 else None, request_id)
+            give(text[position], reason if position == len(text) - 1 else None, request_id)
             for text, request_id in zip(texts, ids, strict=True)
             if position < len(text)
         ]

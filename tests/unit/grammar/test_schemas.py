@@ -67,7 +67,7 @@ def compile_schema(schema: Any, limit: int | None) -> LLMatcher:
 
 
 def allows(schema: Any, value: Any, limit: int | None = None) -> bool:
-    """`value`: the answer's text, or what it stands for."""
+    """Return whether the grammar allows an answer, given as its text or as a value."""
     text = value if isinstance(value, str) else json.dumps(value)
     matcher = compile_schema(schema, limit)
     tokens = list(text.encode())

@@ -59,8 +59,10 @@ def attend_densely(
 
 
 class PagedStep:
-    """Every position before a chunk lies in the cache already, in blocks at random places; all
-    other slots hold large garbage. A group with a window has lost the blocks that it has passed.
+    """A step in which every position before a chunk lies in the cache already.
+
+    The blocks lie at random places; all other slots hold large garbage. A group with a window has
+    lost the blocks that it has passed.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""FlashInfer and `varlen_attn` are told the right step: on a CPU, with stand-ins that do what their
-documentation says. Whether the real kernels do is asked in `tests/gpu`.
+"""FlashInfer and `varlen_attn` are called with the right step.
+
+On a CPU stand-ins do what their documentation says. `tests/gpu` asks whether the real kernels do.
 """
 
 from __future__ import annotations

@@ -154,8 +154,10 @@ def test_finite_garbage_behind_a_mask_changes_nothing() -> None:
 def test_a_nan_behind_a_mask_would_spoil_its_reader_so_the_cache_must_stay_finite(
     place: str,
 ) -> None:
-    """A masked value is multiplied by zero, and NaN times zero is NaN. That is why the cache is
-    zeroed at the start and why encoder outputs are checked. Should a backend not care, both may go.
+    """A masked value is multiplied by zero, and NaN times zero is NaN.
+
+    That is why the cache is zeroed at the start and why encoder outputs are checked. Should a
+    backend not care, both may go.
     """
     step = make_padded_step()
     row = 1  # five positions in blocks of four: its second block has three unused slots

@@ -1,4 +1,4 @@
-"""Paged attention equals dense attention for steps that nobody thought of."""
+"""Paged attention equals dense attention for randomly drawn steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers tell sizes as the library does, and files that are cut short are told from whole ones."""
+"""Headers give the same sizes as the library, and files that are cut short are found."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from PIL import Image
 from sensorium.models.loading import load_config
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing import item_worker as item_worker_module
-from sensorium.multimodal.processing.cost_guard import OwnOptions
-from sensorium.multimodal.processing.item_cost import get_cost, measure
+from sensorium.multimodal.processing.cost_guard import OwnOptions, get_cost, measure
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError

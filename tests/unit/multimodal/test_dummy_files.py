@@ -7,8 +7,7 @@ import pytest
 
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.processing.dummy_files import make_dummy_file
-from sensorium.multimodal.processing.dummy_media import make_dummy_media
+from sensorium.multimodal.processing.dummy_media import make_dummy_file, make_dummy_media
 
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])

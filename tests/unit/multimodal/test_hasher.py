@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sensorium.multimodal.hasher import ALGORITHMS, MediaHasher
+from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.multimodal import HASH_ALGORITHMS
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
 VECTORS = Path(__file__).with_name("digest_vectors.json")
@@ -93,7 +94,7 @@ def make_vectors() -> dict[str, str]:
     }
     options = {"size": {"shortest_edge": 56}, "x": [None, True, 1, -2.5, "é", 2**70]}
     vectors = {}
-    for algorithm in ALGORITHMS:
+    for algorithm in HASH_ALGORITHMS:
         hasher = MediaHasher(algorithm, model_revision="r1", processor_fingerprint='{"a": 1}')
         for kind, item in media.items():
             vectors[f"{algorithm}/{kind}/source"] = hasher.digest_source(item)
@@ -140,7 +141,7 @@ def test_everything_that_a_result_depends_on_is_part_of_its_name() -> None:
         {"model_revision": "rp", "processor_fingerprint": ""},
     ):
         names.append(MediaHasher(**others).name_item("d", **plain))
-    names += [MediaHasher(algorithm).name_item("d", **plain) for algorithm in ALGORITHMS]
+    names += [MediaHasher(algorithm).name_item("d", **plain) for algorithm in HASH_ALGORITHMS]
     names += [HASHER.name_external("d", None), HASHER.name_external("d", "")]
     assert len(set(names)) == len(names)
 

@@ -1,4 +1,4 @@
-"""Sounds are heard to their end, or refused with the number of seconds that the model hears."""
+"""Sounds are taken whole, or refused with the number of seconds that the model takes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.processing.hearing import Hearing
-from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
+from sensorium.multimodal.processing.item_worker import Hearing, ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem

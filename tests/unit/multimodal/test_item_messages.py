@@ -1,4 +1,4 @@
-"""Jobs as bytes: what can't be sent is the caller's fault, and is told so."""
+"""Jobs as bytes: what can't be sent is reported as the caller's fault."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.multimodal.processing.item_messages import decode_job, encode_job
+from sensorium.multimodal.processing.item_handler import decode_job, encode_job
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.types.errors import RequestError
 

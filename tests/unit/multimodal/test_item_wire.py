@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from sensorium.multimodal.item_wire import decode_item, encode_item
+from sensorium.multimodal.item_codec import decode_item, encode_item
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.processing.precomputed_embeds import (
+from sensorium.multimodal.item_codec import (
     MAX_EMBEDS,
     PrecomputedEmbeds,
     decode_embeds,
@@ -51,7 +51,7 @@ def test_a_tensor_comes_out_as_it_went_in(dtype: str) -> None:
         (encode(shape=[0, 2**60]), r"shape \[number, width\]"),
         (encode(shape=[-2, -3]), r"shape \[number, width\]"),
         (encode(shape=[2**40, 2**40]), "not inside its block"),
-        (encode(shape=[1, 3]), "24 bytes for embeddings of 12"),
+        (encode(shape=[1, 3]), "has 12 bytes, not 24"),
     ],
 )
 def test_bytes_that_are_no_embeddings_are_refused(encoded: bytes, reason: str) -> None:

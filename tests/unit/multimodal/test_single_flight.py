@@ -1,4 +1,4 @@
-"""One computation per key, whoever comes and goes meanwhile."""
+"""There is one computation per key, however many callers come and go meanwhile."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from sensorium.multimodal.processing.stage_times import StageTimes, add_times
+from sensorium.multimodal.processing.item_worker import StageTimes, add_times
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("sensorium.multimodal.processing.stage_times.time", clock)
+    monkeypatch.setattr("sensorium.multimodal.processing.item_worker.time", clock)
     return clock
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor
 
-from sensorium.multimodal.processing.tokenizing import tokenize, tokenize_fragment
+from sensorium.multimodal.processing.processor import tokenize, tokenize_fragment
 
 TEXT = "<s>[INST][BEGIN_AUDIO][AUDIO][AUDIO]what is  said?[/INST]"
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.multimodal.processing.work_estimate import estimate_cost_s
+from sensorium.multimodal.processing.item_backend import estimate_cost_s
 from sensorium.types.errors import RequestError
 from tests.integration.media_bombs import BOMBS
 from tests.support.media import make_clip, make_pixels, make_png, write_image, write_video

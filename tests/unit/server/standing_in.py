@@ -16,8 +16,7 @@ import httpx
 import uvicorn
 
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.format import PLAIN
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.app import make_app
 from sensorium.types.outputs import (
     CompletionDelta,
@@ -43,8 +42,10 @@ def make_logprob(index: int) -> dict[int, Logprob]:
 
 @dataclass
 class ScriptedEngine:
-    """Says `WORDS`, one a delta, to whatever it is asked. `prepare` runs before the first delta,
-    `between` before each later one; either may wait or raise.
+    """An engine that answers everything with `WORDS`, one a delta.
+
+    `prepare` runs before the first delta, `between` before each later one; either may wait or
+    raise.
     """
 
     is_connected: bool = True
@@ -63,6 +64,7 @@ class ScriptedEngine:
     reset_error: Exception | None = None
     modalities: tuple[str, ...] = ("image",)
     switched_off: dict[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def tokenizer(self) -> Any:
@@ -145,7 +147,7 @@ class ScriptedEngine:
 
 
 def _check_chat(chat: Chat) -> None:
-    """As rendering does."""
+    """Check a chat as rendering does."""
     from sensorium.render.messages import parse_messages
 
     parse_messages(chat.messages)

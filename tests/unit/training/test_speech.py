@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from training.free_speech import read_sentences, score
 from training.samples import Split
 from training.speech import espeak, flite, heard, sentences
 from training.speech.kinds import is_random_string
 from training.speech.resample import resample
 from training.speech.test_voices import fits_vocabulary, human_recordings
 from training.speech.words import UNCLEAR_ALONE, VOCABULARY
+from training.vocabulary import make_page
 
 ASSETS = Path(__file__).parents[3] / "build" / "training"
 NUM_SENTENCES = 3000
@@ -147,3 +149,23 @@ def test_what_people_say_is_kept_for_the_test_and_fits_the_vocabulary() -> None:
         assert audio.dtype == np.int16
         assert fits_vocabulary(transcript)
         assert sentences.is_test_sentence(transcript)
+
+
+def test_free_sentences_use_every_word_and_fit_no_pattern() -> None:
+    free = read_sentences()
+    assert len(set(free)) == len(free) == 200
+    assert {word for sentence in free for word in sentence.split()} == set(VOCABULARY)
+    assert [sentence for sentence in free if not is_random_string(sentence)] == []
+    assert {len(sentence.split()) for sentence in free} <= set(range(4, 13))
+
+
+def test_words_that_sound_alike_are_counted_apart() -> None:
+    figures = score(["two birds are here", "i know"], ["to birds are there", "eye no"])
+    assert (figures["words"], figures["words_wrong"]) == (6, 4)
+    assert figures["word_errors_without_sound_alikes"] == pytest.approx(1 / 6, abs=1e-4)
+    assert figures["sentences_right"] == 0
+
+
+def test_the_page_of_words_and_emoji_is_up_to_date() -> None:
+    page = Path(__file__).parents[3] / "docs" / "sensorium-mini-words.md"
+    assert page.read_text() == make_page()

@@ -162,8 +162,9 @@ def test_a_model_without_bidirectional_modalities_is_causal_everywhere() -> None
 
 
 def test_new_blocks_that_the_step_does_not_fill_are_known() -> None:
-    """Blocks of 4: the first request ends inside its last one, the second fills its only one, the
-    third has none that is new.
+    """The first request ends inside its last block of 4 tokens.
+
+    The second fills its only block, and the third has none that is new.
     """
     states = [make_state(make_request(tuple(range(9))), ((7, 8),)) for _ in range(3)]
     scheduled = [

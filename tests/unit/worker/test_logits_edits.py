@@ -53,8 +53,9 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 
 
 def test_bad_words_are_those_of_transformers() -> None:
-    """A single token, a sequence that the last tokens begin, one that they don't, one that begins
-    in the prompt, and one that is longer than everything there is.
+    """Words are single tokens and sequences that the last tokens begin, or don't.
+
+    One begins in the prompt, and one is longer than everything there is.
     """
     sequences = ((7,), (12, 11, 20), (11, 11, 21), (60, *OUTPUT, 22), (1,) * 20, (11, 7))
     logits = make_logits()

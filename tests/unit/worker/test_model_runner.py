@@ -32,8 +32,9 @@ VOCAB_SIZE = 16
 
 
 class CountingAdapter:
-    """A model of one attention-free layer: the next token is the last one plus one. An embedding of
-    an item stands for the token that its value names.
+    """A model of one attention-free layer: the next token is the last one plus one.
+
+    An embedding of an item stands for the token that its value names.
     """
 
     device = torch.device("cpu")

@@ -1,6 +1,4 @@
-"""Puts an engine core together: loads the model, learns its layout, plans the memory, connects
-the parts.
-"""
+"""Builds an engine: loads the model, learns its layout, plans the memory, connects the parts."""
 
 from __future__ import annotations
 
@@ -20,13 +18,12 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.config import (
     EngineConfig,
-    EngineOptions,
     limit_context,
     resolve_config,
     resolve_limits,
 )
-from sensorium.engine.build.media_options import MediaOptions
 from sensorium.engine.build.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.build.perception import (
     Caches,
     Perception,
@@ -37,14 +34,13 @@ from sensorium.engine.build.perception import (
 )
 from sensorium.engine.build.switched_off import log_switched_off
 from sensorium.engine.build.trial import Trial
-from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerGroup, group_layers
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
-from sensorium.models.families import ADAPTERS, EMBEDS
+from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.loading import (
     get_model_class,
@@ -57,7 +53,9 @@ from sensorium.models.loading import (
 from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
+from sensorium.utils.process import report_step
 from sensorium.worker.graphs.building import GraphOptions, build_graphs
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
@@ -66,44 +64,33 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where a model comes from, and how it is loaded."""
+class Checkpoint:
+    """A checkpoint on this machine, with its config. Its weights are read by the core only."""
 
-    model: str
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    use_tqdm_on_load: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedConfig:
-    """What both halves of an engine read of a checkpoint."""
-
-    checkpoint: Path
+    directory: Path
     hf_config: PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """The half of an engine that computes. `grammars`: what it compiles structured outputs with."""
+    """The part of an engine that computes."""
 
     core: EngineCore
-    grammars: GrammarCompiler
+    grammars: GrammarCompiler  # compiles what structured outputs must look like
     config: EngineConfig
     adapter: ModelAdapter
     generation_config: str
-    needs_trial: bool
+    needs_trial: bool  # whether the model is of an unknown family, and has to pass `try_core`
 
     @property
     def defaults(self) -> GenerationDefaults:
+        """Return what holds for requests that leave sampling open."""
         return get_generation_defaults(self.adapter.model, self.generation_config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
-    """The half of an engine that makes requests."""
+    """The part of an engine that turns prompts into requests."""
 
     processor: MultiModalProcessor
     perception: Perception
@@ -111,7 +98,7 @@ class Frontend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Both halves, in one process."""
+    """A core and its frontend in one process."""
 
     core: EngineCore
     grammars: GrammarCompiler
@@ -122,18 +109,19 @@ class Engine:
     switched_off: Mapping[str, str]  # modality -> why it can't be used
 
 
-def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions) -> Engine:
-    loaded = load_source(source)
+def build_engine(loading: LoadingOptions, *, options: EngineOptions, media: MediaOptions) -> Engine:
+    """Build a core and its frontend, and try a model of an unknown family."""
+    checkpoint = read_checkpoint(loading)
     store = build_store(media)
     receiver = build_receiver(store)
     built = build_core(
-        source,
-        loaded,
+        loading,
+        checkpoint,
         options=options,
         receiver=receiver,
         get_tokenizer=lambda: frontend.processor.tokenizer,  # needed with the first grammar
     )
-    frontend = build_frontend(source, loaded, media, build_caches(media, store, receiver))
+    frontend = build_frontend(loading, checkpoint, media, build_caches(media, store, receiver))
     switched_off = {}
     if built.needs_trial:
         switched_off = try_core(built, frontend, options.limit_mm_per_prompt)
@@ -149,57 +137,56 @@ def build_engine(source: Source, *, options: EngineOptions, media: MediaOptions)
     )
 
 
-def load_source(source: Source) -> LoadedConfig:
-    checkpoint = find_checkpoint(
-        source.model,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        use_tqdm=source.use_tqdm_on_load,
+def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
+    """Find a checkpoint, or fetch its small files, and read its config."""
+    report_step("reading the checkpoint")
+    directory = find_checkpoint(
+        loading.model,
+        revision=loading.revision,
+        trust_remote_code=loading.trust_remote_code,
+        use_tqdm=loading.use_tqdm_on_load,
     )
-    hf_config = load_config(str(checkpoint), trust_remote_code=source.trust_remote_code)
-    return LoadedConfig(checkpoint=checkpoint, hf_config=hf_config)
+    hf_config = load_config(str(directory), trust_remote_code=loading.trust_remote_code)
+    return Checkpoint(directory=directory, hf_config=hf_config)
 
 
 def build_core(
-    source: Source,
-    loaded: LoadedConfig,
+    loading: LoadingOptions,
+    checkpoint: Checkpoint,
     *,
     options: EngineOptions,
     receiver: ReceiverCache,
     get_tokenizer: Callable[[], Any] | None = None,
 ) -> Core:
-    """What `needs_trial`, a model of an unknown family, has to pass `try_core` first.
+    """Load the model and build the part of an engine that computes.
 
-    `get_tokenizer`: where there is a tokenizer already; else the checkpoint's is loaded, if ever a
-    request has a grammar.
+    `get_tokenizer` returns a tokenizer that is there already. Without it the checkpoint's is loaded
+    for the first request that has a grammar.
     """
-    hf_config, trust_remote_code = loaded.hf_config, source.trust_remote_code
-    directory = str(loaded.checkpoint)
-    device = resolve_device(source.device)
-    dtype = resolve_dtype(source.dtype, hf_config, device)
+    hf_config, trust_remote_code = checkpoint.hf_config, loading.trust_remote_code
+    directory = str(checkpoint.directory)
+    device = resolve_device(loading.device)
+    dtype = resolve_dtype(loading.dtype, hf_config, device)
     get_model_class(directory, hf_config, trust_remote_code=trust_remote_code)
     text_config = hf_config.get_text_config(decoder=True)
     limits = resolve_limits(options, text_config=text_config, device=device)
-    weights = find_weights(source.model, loaded.checkpoint, use_tqdm=source.use_tqdm_on_load)
+    use_tqdm = loading.use_tqdm_on_load
+    weights = find_weights(loading.model, checkpoint.directory, use_tqdm=use_tqdm)
     memory = _plan_memory(weights, hf_config, options, limits, dtype.itemsize, device)
     free_bytes = get_free_bytes(device, options.gpu_memory_utilization)
     check_memory(memory, free_bytes=free_bytes, device=device)
+    report_step("loading the weights")
     adapter = load_model(
         directory,
         hf_config,
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        use_tqdm=source.use_tqdm_on_load,
+        use_tqdm=use_tqdm,
     )
-    grammars = GrammarCompiler(
-        get_tokenizer or partial(load_tokenizer, directory, trust_remote_code=trust_remote_code),
-        vocab_size=adapter.vocab_size,
-        eos_token_ids=get_generation_defaults(
-            adapter.model, options.generation_config
-        ).eos_token_ids,
-        max_string_length=resolve_string_limit(options, loaded),
-    )
+    load = partial(load_tokenizer, directory, trust_remote_code=trust_remote_code)
+    grammars = _make_grammars(adapter, options, checkpoint, get_tokenizer or load)
+    report_step("preparing the engine")
     core, config = build_engine_core(
         adapter,
         options,
@@ -209,9 +196,9 @@ def build_core(
         memory=memory,
         # Weights that lie in memory as pages of their files still count as free.
         most_bytes=free_bytes - memory.weights_bytes,
-        use_tqdm=source.use_tqdm_on_load,
+        use_tqdm=use_tqdm,
     )
-    logger.info("model %s on %s, %s: %s", source.model, device, dtype, config)
+    logger.info("model %s on %s, %s: %s", loading.model, device, dtype, config)
     return Core(
         core=core,
         grammars=grammars,
@@ -222,15 +209,31 @@ def build_core(
     )
 
 
-def resolve_string_limit(options: EngineOptions, loaded: LoadedConfig) -> int | None:
+def _make_grammars(
+    adapter: ModelAdapter,
+    options: EngineOptions,
+    checkpoint: Checkpoint,
+    get_tokenizer: Callable[[], Any],
+) -> GrammarCompiler:
+    return GrammarCompiler(
+        get_tokenizer,
+        vocab_size=adapter.vocab_size,
+        eos_token_ids=get_generation_defaults(
+            adapter.model, options.generation_config
+        ).eos_token_ids,
+        max_string_length=resolve_string_limit(options, checkpoint),
+    )
+
+
+def resolve_string_limit(options: EngineOptions, checkpoint: Checkpoint) -> int | None:
     """Return how long strings may be that a schema leaves free, or `None` if they have no limit."""
     asked = options.structured_string_limit
-    return load_string_limit(str(loaded.checkpoint)) if asked is None else asked or None
+    return load_string_limit(str(checkpoint.directory)) if asked is None else asked or None
 
 
 def build_frontend(
-    source: Source,
-    loaded: LoadedConfig,
+    loading: LoadingOptions,
+    checkpoint: Checkpoint,
     media: MediaOptions,
     caches: Caches,
     *,
@@ -238,21 +241,23 @@ def build_frontend(
     warm_modalities: Collection[str] = (),
 ) -> Frontend:
     """Build what renders prompts and perceives media. `build_perception` explains the last two."""
-    directory, hf_config = str(loaded.checkpoint), loaded.hf_config
-    embeds_modalities = EMBEDS.get(hf_config.model_type, ())
+    report_step("loading the processor")
+    directory, hf_config = str(checkpoint.directory), checkpoint.hf_config
+    embeds = {family.model_type: family.embeds for family in FAMILIES}
+    embeds_modalities = embeds.get(hf_config.model_type, ())
     processor = MultiModalProcessor(
         directory,
         hf_config,
         limits=media.get_limits(),
-        trust_remote_code=source.trust_remote_code,
+        trust_remote_code=loading.trust_remote_code,
     )
     perception = build_perception(
         media,
         caches,
         processor,
         directory=directory,
-        model_revision=get_revision(loaded.checkpoint),
-        trust_remote_code=source.trust_remote_code,
+        model_revision=get_revision(checkpoint.directory),
+        trust_remote_code=loading.trust_remote_code,
         embeds_modalities=embeds_modalities,
         embeds_width=hf_config.get_text_config(decoder=True).hidden_size
         if embeds_modalities
@@ -276,7 +281,7 @@ def _plan_memory(
         limits=limits,
         weights_bytes=get_num_weight_bytes(weights, element_size=element_size),
         kv_cache_bytes=options.kv_cache_memory_bytes,
-        # A context that nobody asked for is cut to what fits: one step must.
+        # A context that was not asked for is cut to what fits, but one step must fit.
         num_kv_tokens=options.max_model_len
         or min(limits.max_model_len, limits.max_num_batched_tokens),
         element_size=element_size,
@@ -295,6 +300,7 @@ def build_engine_core(
     grammars: GrammarCompiler | None = None,
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
+    """Build the scheduler and the worker around a loaded model."""
     layers = adapter.probe_layers()  # refuses models that can't be run
     if options.fusion and adapter.device.type == "cuda":
         adapter.fuse()
@@ -392,11 +398,13 @@ def _make_scheduler(config: EngineConfig) -> Scheduler:
 def try_core(
     built: Core, frontend: Frontend, limit_mm_per_prompt: Mapping[str, int]
 ) -> dict[str, str]:
-    """Compare a core with its model; return why modalities can't be used: modality -> reason.
+    """Compare a core with its model, and return why modalities can't be used.
 
-    Raises a `ModelError` if the model can't be used at all. Leaves no trace in either half.
+    The result maps a modality to a reason. Raises a `ModelError` if the model can't be used at all.
+    Neither the core nor the frontend keeps anything of it.
     """
-    pipeline = frontend.perception.readonly.make_rehearsal()
+    report_step("comparing the engine with the model, which is of an unknown family")
+    pipeline = frontend.perception.readonly.for_warmup()
     trial = Trial(
         built.core,
         built.adapter,

@@ -1,140 +1,32 @@
-"""What the user said, made complete: every value that the engine's parts are built with."""
+"""The resolved options of an engine: every value that its parts are built with."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.engine.build.memory import MemoryPlan, format_bytes
-from sensorium.layers.attention import ATTENTION_BACKENDS
+from sensorium.engine.build.options import EngineOptions
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
-from sensorium.models.adapter import MODALITIES
 from sensorium.models.context_limit import ContextLimit
-from sensorium.models.generation_config import GENERATION_CONFIGS
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
-# Of what is free once the weights are loaded. A CPU's memory belongs to others as well; on CUDA
-# `gpu_memory_utilization` has left them theirs.
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """What the user may say; `None` means: choose."""
-
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    encoder_cache_size: int | None = None
-    max_num_encoder_embeds: int | None = None
-    block_size: int = DEFAULT_BLOCK_SIZE
-    enable_prefix_caching: bool = True
-    disable_chunked_mm_input: bool = False
-    scheduling_policy: str = "fcfs"
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    fusion: bool = True
-    cuda_graph_sizes: Sequence[int] | None = None
-    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
-    gpu_memory_utilization: float = 0.9
-    generation_config: str = "auto"
-    # Characters of a string that a JSON schema leaves free; 0: no limit; `None`: the model's own.
-    structured_string_limit: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "kv_cache_memory_bytes",
-            "encoder_cache_size",
-            "max_num_encoder_embeds",
-            "block_size",
-        ):
-            value = getattr(self, name)
-            is_open = value is None and name != "block_size"
-            if not is_open and not _is_count(value, at_least=1):
-                raise ModelError(f"{name} must be an integer >= 1, not {value!r}")
-        if self.scheduling_policy not in ("fcfs", "priority"):
-            raise ModelError(
-                f"scheduling_policy must be fcfs or priority, not {self.scheduling_policy!r}"
-            )
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise ModelError(
-                f"unknown attention_backend {self.attention_backend!r}: "
-                f"use {', '.join(ATTENTION_BACKENDS)}"
-            )
-        if self.generation_config not in GENERATION_CONFIGS:
-            raise ModelError(
-                f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, "
-                f"not {self.generation_config!r}"
-            )
-        sizes = self.cuda_graph_sizes
-        if sizes is not None and not _are_sizes(sizes):
-            raise ModelError(
-                f"cuda_graph_sizes must be a list of integers >= 1, not {sizes!r}; "
-                "enforce_eager turns CUDA graphs off"
-            )
-        if not _is_share(self.gpu_memory_utilization):
-            raise ModelError(
-                "gpu_memory_utilization must be above 0 and at most 1, "
-                f"not {self.gpu_memory_utilization!r}"
-            )
-        limit = self.structured_string_limit
-        if limit is not None and not _is_count(limit, at_least=0):
-            raise ModelError(f"structured_string_limit must be an integer >= 0, not {limit!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ModelError(f"seed must be an integer, not {self.seed!r}")
-        self._check_media_limits()
-
-    @property
-    def allowed_modalities(self) -> tuple[str, ...]:
-        """Return the modalities that `limit_mm_per_prompt` does not switch off."""
-        return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
-
-    def _check_media_limits(self) -> None:
-        if not isinstance(self.limit_mm_per_prompt, Mapping):
-            raise ModelError("limit_mm_per_prompt must be a mapping, e.g. {'image': 4}")
-        for modality, limit in self.limit_mm_per_prompt.items():
-            if modality not in MODALITIES:
-                raise ModelError(
-                    f"limit_mm_per_prompt names {modality!r}: use {', '.join(MODALITIES)}"
-                )
-            if not _is_count(limit, at_least=0):
-                raise ModelError(
-                    f"limit_mm_per_prompt: {modality} must be an integer >= 0, not {limit!r}"
-                )
-
-
-def _is_count(value: object, *, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-def _are_sizes(value: object) -> bool:
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    return all(_is_count(size, at_least=1) for size in value)
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+_ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
+# Device type -> share of the memory that is free once the weights are loaded. Other programs need
+# memory of a CPU as well; on CUDA `gpu_memory_utilization` has left them theirs.
+_MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Complete, and the same for as long as the engine lives."""
+    """All values of an engine, which stay the same for as long as it lives."""
 
     limits: Limits
     groups: tuple[KVCacheGroup, ...]
@@ -150,8 +42,9 @@ class EngineConfig:
 def resolve_limits(
     options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
 ) -> Limits:
-    """What can be said before the model is loaded: `max_model_len` may have to shrink afterwards,
-    if nobody asked for it.
+    """Return the limits as far as they are clear before the model is loaded.
+
+    `max_model_len` may have to shrink afterwards, if the user did not ask for it.
     """
     is_cuda = device.type == "cuda"
     max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
@@ -159,14 +52,14 @@ def resolve_limits(
         max_model_len=resolve_context(options, text_config=text_config),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs or (256 if is_cuda else 32),
-        encoder_cache_size=options.encoder_cache_size or DEFAULT_ENCODER_CACHE_SIZE,
+        encoder_cache_size=options.encoder_cache_size or _ENCODER_CACHE_SIZE,
         max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
         disable_chunked_mm_input=options.disable_chunked_mm_input,
     )
 
 
 def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) -> int:
-    """The context in tokens: what the user said, or the model's."""
+    """Return the context in tokens: what the user asked for, or the model's."""
     context = getattr(text_config, "max_position_embeddings", None)
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:
@@ -179,8 +72,9 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
 
 
 def limit_context(options: EngineOptions, limits: Limits, limit: ContextLimit | None) -> Limits:
-    """Cut the context to what the loaded model can compute; a `ModelError` if the user asked for
-    more.
+    """Cut the context to what the loaded model can compute.
+
+    Raises a `ModelError` if the user asked for more.
     """
     if limit is None or limits.max_model_len < limit.num_tokens:
         return limits
@@ -217,7 +111,7 @@ def resolve_config(
         # Enough for all requests at full length, but not more than a share of what is free.
         most_tokens = limits.max_num_seqs * limits.max_model_len
         wanted = (-(-most_tokens // options.block_size) + 1) * sum(block_bytes)
-        memory_bytes = min(wanted, int(room * MEMORY_SHARE[device.type]))
+        memory_bytes = min(wanted, int(room * _MEMORY_SHARE[device.type]))
     elif memory_bytes > room:
         raise ModelError(
             f"kv_cache_memory_bytes={memory_bytes} ({format_bytes(memory_bytes)}) is more than the "
@@ -258,7 +152,7 @@ def resolve_config(
 def _fit_context(
     asked: int | None, max_model_len: int, groups: tuple[KVCacheGroup, ...], block_size: int
 ) -> int:
-    """A request of full length must fit into the groups that keep everything."""
+    """Return a context such that a request of full length fits into the groups without windows."""
     capacity = min(
         ((group.num_blocks - 1) * block_size for group in groups if group.window is None),
         default=max_model_len,

@@ -1,4 +1,4 @@
-"""How much memory an engine needs, said before anything is loaded.
+"""How much memory an engine needs, computed before anything is loaded.
 
 Weights are counted from the files' headers. Keys and values are computed: from the config before
 the model is there, from its layers afterwards. What a step needs beside them is an estimate from
@@ -31,24 +31,25 @@ _DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the device. `encoder_peak_bytes` and `step_bytes` are estimates."""
+    """The memory of an engine on its device, in bytes."""
 
     weights_bytes: int
     kv_cache_bytes: int
     encoder_cache_bytes: int
-    encoder_peak_bytes: int
-    step_bytes: int
+    encoder_peak_bytes: int  # of encoders at work; an estimate
+    step_bytes: int  # of a step's tensors; an estimate
     graph_bytes: int = 0
 
     @property
     def reserve_bytes(self) -> int:
-        """What has to stay free beside weights and KV cache."""
+        """Return what has to stay free beside weights and KV cache."""
         return (
             self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes + self.graph_bytes
         )
 
     @property
     def total_bytes(self) -> int:
+        """Return all memory that the engine needs."""
         return self.weights_bytes + self.kv_cache_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
@@ -64,6 +65,7 @@ class MemoryPlan:
 
 
 def format_bytes(num_bytes: int) -> str:
+    """Return a number of bytes with a unit that fits."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 2**power:
             return f"{num_bytes / 2**power:.1f} {unit}"
@@ -71,7 +73,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """What the engine may still take: on CUDA a part of the device's memory stays untouched."""
+    """Return what the engine may still take. On CUDA a part of the memory stays untouched."""
     if device.type != "cuda":
         return get_free_system_bytes()
     free, total = torch.cuda.mem_get_info(device)
@@ -88,8 +90,10 @@ def plan_memory(
     element_size: int,
     has_graphs: bool = False,
 ) -> MemoryPlan:
-    """The least that is needed. `kv_cache_bytes`: what was asked for; `None`: as much as
-    `num_kv_tokens` take.
+    """Return the least memory that an engine needs.
+
+    `kv_cache_bytes` is what the user asked for. If it is `None`, the KV cache has to hold
+    `num_kv_tokens`.
     """
     text_config = config.get_text_config(decoder=True)
     if kv_cache_bytes is None:
@@ -117,7 +121,10 @@ def plan_memory(
 
 
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
-    """Graphs share the memory of the largest; tensors that cross a break have their own."""
+    """Return the memory of CUDA graphs.
+
+    Graphs share the memory of the largest. Tensors that cross a break have their own.
+    """
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
     num_crossing = _get_num_crossing_elements(text_config)
     token_bytes = (num_elements + num_crossing) * element_size
@@ -131,8 +138,10 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
 
 
 def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
-    """Return how many numbers of a token lie in fixed memory: embeddings, hidden states, inputs of
-    single layers, and queries, keys, values and outputs of attention for each shape of layers.
+    """Return how many numbers of a token lie in fixed memory.
+
+    These are embeddings, hidden states, inputs of single layers, and queries, keys, values and
+    outputs of attention for each shape of layers.
     """
     layers = _get_layers(text_config)
     num_inputs = len(layers) * _get_number(text_config, ("hidden_size_per_layer_input",), 0)
@@ -142,7 +151,7 @@ def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
 
 
 def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> None:
-    """Refuse what would be killed later."""
+    """Raise a `ModelError` with all figures if there is not enough memory."""
     if plan.total_bytes <= free_bytes:
         return
     advice = "a smaller max_model_len, max_num_batched_tokens or kv_cache_memory_bytes"
@@ -157,8 +166,10 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 
 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
-    """As if every layer kept everything: windows and shared layers need less. A config without
-    heads counts as 0; the layout of the loaded model will tell.
+    """Return the bytes of keys and values per token, as if every layer kept everything.
+
+    Windows and shared layers need less. A config without heads counts as 0; for such a model only
+    the layout of the loaded model shows it.
     """
     return sum(_get_num_kv_elements(layer) for layer in _get_layers(text_config)) * element_size
 
@@ -180,7 +191,7 @@ def _get_head_dim(layer: PretrainedConfig) -> int:
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """The configs of a model's parts, at any depth, that are not its decoder."""
+    """Return the configs of a model's parts, at any depth, except its decoder."""
     text_config = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -193,7 +204,7 @@ def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConfig) -> int:
-    """How many places in the encoder become one embedding; 1 if the config has no word for it."""
+    """Return how many patches become one embedding, or 1 if the config does not tell."""
     if merge_size := getattr(encoder, "spatial_merge_size", None):
         return int(merge_size) ** 2
     if ratio := getattr(config, "downsample_ratio", None):
@@ -207,7 +218,10 @@ def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConf
 
 
 def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
-    """Per token or patch. `keeps_layers`: every layer's output is kept, to choose one by number."""
+    """Return the numbers that live at once for a token or a patch.
+
+    With `keeps_layers` every layer's output is kept, to choose one of them by number.
+    """
     layers = _get_layers(config)
     widest = max(map(_get_num_elements_at_once, layers), default=0)
     return widest + (sum(_get_number(layer, _WIDTH_NAMES, 0) for layer in layers) * keeps_layers)
@@ -220,13 +234,13 @@ def _get_num_elements_at_once(layer: PretrainedConfig) -> int:
 
 
 def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
-    """One config for each layer. Where layers differ, the whole config refuses to answer."""
+    """Return one config for each layer. If layers differ, the whole config can't be asked."""
     if config.is_heterogeneous:
         return tuple(config.per_layer_config)
     return (config,) * _get_number(config, _DEPTH_NAMES, 1)
 
 
 def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
-    """Families name the same number differently; some have a list of them."""
+    """Return a number that families name differently. Lists of numbers don't count."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), default)

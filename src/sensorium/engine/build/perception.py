@@ -1,25 +1,26 @@
-"""Puts perception together: sources, names, processing and the caches, on both sides."""
+"""Builds what processes media: sources, hashes, backends and caches."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sensorium.engine.build.media_options import MediaOptions
+from sensorium.engine.build.options import MediaOptions
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import UNKNOWN_EPOCH, MirrorReceiver, MirrorSender
 from sensorium.multimodal.cache.shm import SharedReadonlyCache, ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.hasher import MediaHasher, choose_algorithm
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processing.cost_guard import OwnOptions
-from sensorium.multimodal.processing.embeds_backend import EmbedsBackend
 from sensorium.multimodal.processing.item_backend import (
     EARLY_COST_S,
     EarlyBackend,
+    EmbedsBackend,
     InProcessBackend,
     ItemBackend,
     PoolBackend,
@@ -36,19 +37,17 @@ _HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """The frontend's half, that of requests which run no engine, and the core's half if the core is
-    in the same process.
-    """
+    """The caches of a frontend."""
 
     sender: SenderCache
-    readonly: ProcessorCache
-    receiver: ReceiverCache | None = None
+    readonly: ProcessorCache  # for requests that run no engine
+    receiver: ReceiverCache | None = None  # the core's side, if the core is in the same process
     store: ShmStore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perception:
-    """What a frontend perceives with. `close` ends its processes and threads."""
+    """What a frontend processes media with."""
 
     caches: Caches
     pipeline: MediaPipeline
@@ -57,6 +56,7 @@ class Perception:
     pool: ProcessPool | None
 
     def close(self) -> None:
+        """End the processes and threads."""
         self.loader.close()
         if self.pool is not None:
             self.pool.close()
@@ -65,7 +65,7 @@ class Perception:
 
 
 def build_store(options: MediaOptions) -> ShmStore | None:
-    """The memory that frontends, their pools and the core share, where the options say so."""
+    """Return the memory that frontends, their pools and the core share, if they share any."""
     if not options.has_shared_memory:
         return None
     return ShmStore.create(
@@ -74,13 +74,14 @@ def build_store(options: MediaOptions) -> ShmStore | None:
 
 
 def build_receiver(store: ShmStore | None) -> ReceiverCache:
+    """Return the core's side of the cache."""
     return MirrorReceiver() if store is None else ShmReceiver(store)
 
 
 def build_caches(
     options: MediaOptions, store: ShmStore | None, receiver: ReceiverCache | None = None
 ) -> Caches:
-    """`receiver`: the core's half, where that is in this process."""
+    """Return a frontend's caches. `receiver` is the core's side, if the core is in this process."""
     capacity = options.capacity_bytes
     if store is None:
         epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
@@ -98,7 +99,7 @@ def build_caches(
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
-    """Where no engine runs: no cache leads to a core."""
+    """Return the caches of a frontend without an engine, which lead to no core."""
     return Caches(sender=MirrorSender(0), readonly=ItemTable(options.capacity_bytes))
 
 
@@ -110,14 +111,12 @@ def build_perception(
     directory: str,
     model_revision: str,
     trust_remote_code: bool,
-    embeds_modalities: Collection[str] = (),
-    embeds_width: int = 0,
-    starts_early: bool = False,
-    warm_modalities: Collection[str] = (),
+    embeds_modalities: Collection[str] = (),  # that may be sent as precomputed embeddings
+    embeds_width: int = 0,  # of these
+    starts_early: bool = False,  # items don't wait for a pool that starts
+    warm_modalities: Collection[str] = (),  # that the pool's processes warm up for
 ) -> Perception:
-    """`embeds_modalities`: of which embeddings may come computed, so wide. `starts_early`: items
-    don't wait for a pool that starts. `warm_modalities`: for which the pool's processes warm up.
-    """
+    """Build what processes media."""
     limits, store = options.get_limits(), caches.store
     hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)
@@ -166,8 +165,9 @@ def build_perception(
 def _build_hasher(
     options: MediaOptions, processor: MultiModalProcessor, model_revision: str
 ) -> MediaHasher:
+    algorithm = options.mm_hasher_algorithm
     return MediaHasher(
-        options.hasher_algorithm,
+        choose_algorithm(platform.machine()) if algorithm == "auto" else algorithm,
         model_revision=model_revision,
         processor_fingerprint=processor.fingerprint,
     )

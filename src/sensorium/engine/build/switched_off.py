@@ -1,7 +1,7 @@
 """Which modalities of a model can't be used here, and why.
 
-A core finds out by its trial, a frontend by its warm-up. Each frontend has one of these. It is the
-only place that a request, a list of models or a log line has the reason from.
+A core finds out by its trial, a frontend by its warm-up. Requests, the list of models and log lines
+all get the reason from here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchedOff:
+    """The modalities that a frontend can't use, each with the reason."""
+
     def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
         self._of_core = dict(of_core or {})  # modality -> reason, of the core that is there now
         self._own: dict[str, str] = {}  # modality -> reason, of this frontend's warm-up
@@ -41,6 +43,6 @@ class SwitchedOff:
 
 
 def log_switched_off(modality: str, reason: str) -> None:
-    """Write the one line that a log has of it."""
+    """Log that a modality is switched off, in one line."""
     line = " ".join(reason.split())
     logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)

@@ -1,8 +1,8 @@
-"""A frontend's connection to one life of a core: what it sends is in the order of its calls, what
-it hears in the order of the core's.
+"""A frontend's connection to one life of a core.
 
-Owns the socket and the answers that are waited for. Used on one event loop. When the core is gone,
-`close` fails what is waited for, and the client is of no more use.
+Messages arrive in the order in which they are sent, in both directions. Owns the socket and the
+futures of answers that have not come yet. Used on one event loop. When the core is gone, `close`
+fails these futures, and the client can't be used any more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import zmq.asyncio
 from sensorium.engine.core_process.core_messages import (
     Abort,
     Answer,
+    CoreOutputs,
     ForgetMedia,
     Hello,
-    News,
     ResetCache,
     ResetDone,
     ToCore,
@@ -39,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class CoreClient:
-    """`on_missing` and `on_outputs` are called as the messages come, before anybody who waits for
-    an answer runs. `on_forget`: another frontend has reset the cache of media.
+    """A connection to a core.
+
+    `on_missing` and `on_outputs` are called when a message comes, before a caller that waits for an
+    answer runs. `on_forget` is called after another frontend has reset the media cache.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class CoreClient:
     def add(
         self, request: EngineCoreRequest, make_transfer: Callable[[], Transfer]
     ) -> asyncio.Future[MissingItems | None]:
-        """Send a request; the answer: it is taken (`None`), or what is missing, or an error. The
-        transfer is made only when the request can be sent.
+        """Send a request. The answer is `None` if the core took it, what it misses, or an error.
+
+        The transfer is made only when the request can be sent.
         """
         encoded = encode_request(request)
         message, frames = encode_transfer(request, make_transfer())
@@ -99,14 +102,14 @@ class CoreClient:
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineLostError(reason))
-                future.exception()  # somebody may have stopped waiting
+                future.exception()  # read, because there may be no caller left that reads it
         self._answers.clear()
         self._resets.clear()
         self._socket.close()
         self._context.term()
 
     def _send(self, message: ToCore, *frames: Any) -> None:
-        # With no limit on what may be queued this never has to wait: it is sent when it returns.
+        # The queue has no limit, so that the message is queued when this returns.
         sent: Any = self._socket.send_multipart([encode_message(message), *frames], copy=False)
         sent.add_done_callback(_log_failure)
 
@@ -115,12 +118,12 @@ class CoreClient:
             (frame,) = await self._socket.recv_multipart()
             try:
                 self._handle(frame)
-            except Exception:  # one message must not end the connection; a bug, and loud
+            except Exception:  # a bug; one message must not end the connection
                 logger.exception("a message of the core could not be handled")
 
     def _handle(self, frame: bytes) -> None:
         message = decode_from_core(frame)
-        if isinstance(message, News):
+        if isinstance(message, CoreOutputs):
             for answer in message.answers:
                 self._take_answer(answer)
             if message.outputs:

@@ -1,4 +1,7 @@
-"""What is known of a core that is ready. Free of torch: the parent of all processes has it too."""
+"""The description of a core that is ready.
+
+Free of torch, because the parent of all processes reads it too.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,12 @@ from sensorium.types.sampling import GenerationDefaults
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend has to know of a core. `epoch`: of its half of the mirrored cache, if it has
-    one. `description`: what was resolved, as pairs of words for people. `kernels`: by what a step
-    is computed.
-    """
+    """The facts about a core that a frontend needs."""
 
     endpoint: str
     max_model_len: int
     defaults: GenerationDefaults
-    epoch: int | None = None
-    description: tuple[tuple[str, str], ...] = ()
-    kernels: dict[str, str] = {}
+    epoch: int | None = None  # of the core's half of the mirrored cache; None if it has none
+    description: tuple[tuple[str, str], ...] = ()  # names and values of its configuration
+    kernels: dict[str, str] = {}  # part of a step -> implementation that computes it
     switched_off: dict[str, str] = {}  # modality -> why the core's trial refused it

@@ -1,8 +1,8 @@
-"""The core in a process of its own: messages in, steps, news out.
+"""The core in a process of its own: messages in, steps, outputs out.
 
-Owns the socket, and which frontend each request belongs to. One thread; `stop` and
-`forget_frontend` may be called from others. A frontend that is gone, as the parent says or the
-socket notices, leaves no request behind.
+Owns the socket, and the map from requests to their frontends. Runs in one thread; `stop` and
+`forget_frontend` may be called from others. When a frontend is gone, because the parent process
+reports it or the socket can't reach it, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sensorium.engine.core_process.core_messages import (
     Abort,
     AddRequest,
     Answer,
+    CoreOutputs,
     ForgetMedia,
     FromCore,
-    News,
     ResetCache,
     ResetDone,
     UpdateCache,
@@ -41,24 +41,17 @@ from sensorium.types.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[[EngineCore, Sequence[EngineCoreOutput]], None]
-_MAX_MESSAGES = 64  # taken between two steps, so that a crowd of new requests doesn't stop the rest
-# A device that has failed fails every step from then on; a fresh process may not.
+_MAX_MESSAGES = 64  # between two steps, so that many new requests don't stop the running ones
+# A device that has failed fails every step from then on; a new process may work again.
 _MAX_FAILED_STEPS = 8
 _IDLE_S = 1.0
 
 
-def _ignore(core: EngineCore, outputs: Sequence[EngineCoreOutput]) -> None:
-    del core, outputs
-
-
-def _note_nothing() -> None:
-    """A loop that is not watched."""
-
-
 class CoreLoop:
-    """`on_step` is called after each step, before its news is sent, and when messages have changed
-    something without one. `on_progress` is called by the thread that computes, between the things
-    that it does, and at least every `idle_s` seconds while there is nothing to do.
+    """The loop that receives messages, computes steps and sends their outputs.
+
+    `on_step` is called in every round, before outputs are sent. `on_progress` is called by the
+    same thread between the things that it does, and at least every `idle_s` seconds.
     """
 
     def __init__(
@@ -66,8 +59,8 @@ class CoreLoop:
         core: EngineCore,
         endpoint: str,
         *,
-        on_step: OnStep = _ignore,
-        on_progress: Callable[[], None] = _note_nothing,
+        on_step: OnStep = lambda *_: None,
+        on_progress: Callable[[], None] = lambda: None,
         idle_s: float = _IDLE_S,
     ) -> None:
         self._core = core
@@ -76,30 +69,31 @@ class CoreLoop:
         self._idle_ms = max(1, round(1000 * idle_s))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # A router drops what it can't deliver; here it says so, and nothing is too much: what is
-        # under way is bounded by the requests that frontends admit.
+        # With this option a router raises an error for what it can't deliver, instead of dropping
+        # it. Its queues need no limit: frontends limit the requests that are under way.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.bind(endpoint)
         self._frontends: set[bytes] = set()
-        self._gone: set[bytes] = set()  # some of their messages may still come
-        self._owners: dict[str, bytes] = {}  # of the requests that have not ended
-        self._answers: dict[bytes, list[Answer]] = {}  # that were not sent yet
+        self._gone: set[bytes] = set()  # frontends that ended; their last messages may still come
+        self._owners: dict[str, bytes] = {}  # id of a request that has not ended -> frontend
+        self._answers: dict[bytes, list[Answer]] = {}  # frontend -> answers that were not sent yet
         self._num_failed_steps = 0
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_stopped = False
 
     def stop(self) -> None:
-        """From any thread: `run` returns after the step that it is in."""
+        """Make `run` return after its current step. May be called from any thread."""
         self._call(self._stop)
 
     def forget_frontend(self, identity: str) -> None:
-        """From any thread: this frontend has ended, and so do its requests."""
+        """Abort the requests of a frontend that has ended. May be called from any thread."""
         self._call(lambda: self._forget_frontend(identity.encode()))
 
     def run(self) -> None:
+        """Run until `stop` is called."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -109,7 +103,7 @@ class CoreLoop:
                 self._on_progress()
                 self._run_calls()
                 self._receive()
-                self._send_news(self._step())
+                self._send_outputs(self._step())
         finally:
             self._socket.close()
             self._context.term()
@@ -176,7 +170,7 @@ class CoreLoop:
         return Answer(request_id, missing=missing)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Nobody waits for the outputs."""
+        """Abort requests without sending their last outputs."""
         self._core.abort_requests(request_ids)
         for request_id in request_ids:
             self._owners.pop(request_id, None)
@@ -188,13 +182,13 @@ class CoreLoop:
         elif message.level == "encoder":
             core.scheduler.encoder_cache.clear_cache()
             if not core.has_requests:
-                core.step()  # the worker drops what is no longer there
+                core.step()  # an empty step, in which the worker drops its tensors
         elif message.level == "mm":
             core.payloads.receiver.clear_cache()
             for other in self._frontends - {frontend}:
                 self._send(other, ForgetMedia())
         else:
-            raise InvariantError(f"there is no cache {message.level!r}")
+            raise InvariantError(f"there is no cache called {message.level!r}")
         self._send(frontend, ResetDone(message.number))
 
     def _step(self) -> list[EngineCoreOutput]:
@@ -213,7 +207,7 @@ class CoreLoop:
             reason = failures[-1].message
             raise InvariantError(f"{_MAX_FAILED_STEPS} steps failed in a row: {reason}")
 
-    def _send_news(self, outputs: Sequence[EngineCoreOutput]) -> None:
+    def _send_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not outputs and not self._answers:
             return
         sorted_outputs: dict[bytes, list[EngineCoreOutput]] = {}
@@ -227,7 +221,7 @@ class CoreLoop:
         answers, self._answers = self._answers, {}
         for frontend in answers.keys() | sorted_outputs.keys():
             own_answers = tuple(answers.get(frontend, ()))
-            self._send(frontend, News(own_answers, tuple(sorted_outputs.get(frontend, ()))))
+            self._send(frontend, CoreOutputs(own_answers, tuple(sorted_outputs.get(frontend, ()))))
 
     def _send(self, frontend: bytes, message: FromCore) -> None:
         try:

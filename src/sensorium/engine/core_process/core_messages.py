@@ -1,8 +1,8 @@
-"""What a frontend and a core in another process say to each other: msgpack, and tensors as frames.
+"""The messages between a frontend and a core in another process: msgpack, and tensors as frames.
 
-A message is a list of frames. The first is one of the types below. Behind an `AddRequest` come the
-request itself and the raw memory of tensors, in the order of `AddRequest.tensors`. Nothing here is
-pickle.
+A message is a list of frames. The first is one of the types below. An `AddRequest` is followed by
+the request itself and the raw memory of tensors, in the order of `AddRequest.tensors`. Pickle is
+not used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import msgspec
 
-from sensorium.engine.core_process.core_info import CoreInfo as CoreInfo
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
 from sensorium.types.errors import ErrorRecord, RequestError
 from sensorium.types.multimodal import (
@@ -28,83 +27,90 @@ Frame = bytes | memoryview
 
 
 class Feature(msgspec.Struct, frozen=True, array_like=True):
-    """`runs`: the lengths of the runs of `is_embed`, beginning with one of False."""
+    """One media item of a request: a `MultiModalFeatureSpec` with a short form of its mask."""
 
     modality: str
     mm_hash: str
     offset: int
     length: int
-    runs: tuple[int, ...] | None
+    runs: tuple[int, ...] | None  # see `as_runs`
 
 
 class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
-    """One item whose tensors come as frames: `header` is that of `item_codec`."""
+    """One item with tensors that come as frames."""
 
     mm_hash: str
-    header: bytes
+    header: bytes  # see `item_codec`
     num_frames: int
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Everything about a request but itself."""
+    """A new request: its media, and what happens to the core's half of the cache."""
 
     features: tuple[Feature, ...] = ()
     update: MirrorUpdate | None = None
-    references: dict[str, ShmReference] = {}
+    references: dict[str, ShmReference] = {}  # mm_hash -> its place in shared memory
     tensors: tuple[ItemTensors, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A frontend is there, and wants to hear of what concerns all of them."""
+    """The first message of a frontend, which makes it known to the core."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
+    """A wish to end requests, without further outputs."""
+
     request_ids: tuple[str, ...]
 
 
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
-    """Evictions that an idle frontend has not told yet."""
+    """Evictions of a frontend that sends no requests."""
 
     update: MirrorUpdate
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag=True):
-    """`level`: "mm", "encoder" or "prefix". Answered by `ResetDone` of the same number."""
+    """A wish to empty a cache. The answer is a `ResetDone` with the same number."""
 
     number: int
-    level: str
+    level: str  # "mm", "encoder" or "prefix"
 
 
 ToCore = Hello | AddRequest | Abort | UpdateCache | ResetCache
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To an `AddRequest`: taken, or what has to be sent, or refused."""
+    """The answer to an `AddRequest`. The request was taken if nothing is missing or refused."""
 
     request_id: str
     missing: MissingItems | None = None
     refusal: ErrorRecord | None = None
 
 
-class News(msgspec.Struct, frozen=True, tag=True):
-    """Answers come before outputs: a request is taken before there is news of it."""
+class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
+    """What a step gave, and answers to the requests that came before it.
+
+    Answers are read before outputs: a request is taken before it has outputs.
+    """
 
     answers: tuple[Answer, ...] = ()
     outputs: tuple[EngineCoreOutput, ...] = ()
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the `ResetCache` with the same number."""
+
     number: int
 
 
 class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
-    """Another frontend has reset the cache of media. The core has emptied its own, or the one that
-    all share.
+    """A note that another frontend has reset the media cache.
+
+    The core has emptied its own cache before, or the one that all processes share.
     """
 
 
-FromCore = News | ResetDone | ForgetMedia
-
+FromCore = CoreOutputs | ResetDone | ForgetMedia
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
@@ -125,12 +131,12 @@ def decode_from_core(frame: Frame) -> FromCore:
 
 
 def encode_request(request: EngineCoreRequest) -> bytes:
-    """Without its features. A `RequestError` for what no message can hold."""
+    """Encode a request without its features; raise a `RequestError` if no message can hold it."""
     try:
         return _encoder.encode(replace(request, mm_features=()))
     except (UnicodeEncodeError, OverflowError) as error:
         raise RequestError(
-            "the request holds half a character, or a number beyond 64 bits"
+            "the request has half a character (a lone surrogate), or a number beyond 64 bits"
         ) from error
 
 
@@ -159,7 +165,10 @@ def encode_transfer(
 def decode_request(
     message: AddRequest, frame: Frame, tensor_frames: Sequence[memoryview]
 ) -> tuple[EngineCoreRequest, Transfer]:
-    """`tensor_frames` must be writable; the tensors are views of them."""
+    """Return a request and its transfer, with tensors that are views of the frames.
+
+    The frames must be writable.
+    """
     payloads: dict[str, Payload] = dict(message.references)
     start = 0
     for entry in message.tensors:

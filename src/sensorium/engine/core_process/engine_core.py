@@ -1,4 +1,4 @@
-"""The step loop: the scheduler decides, the worker obeys, the scheduler learns.
+"""The step loop: the scheduler plans, the worker computes, the scheduler takes the result.
 
 Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is
 refused at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a
@@ -8,24 +8,27 @@ finish reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
 from sensorium.types.transfer import MissingItems, Transfer
 
 logger = logging.getLogger(__name__)
-_MAX_IDLE_STEPS = 8  # a step may be empty once in a while; a row of them means that nobody can move
+_MAX_IDLE_STEPS = 8  # one step may be empty; after a row of them no request can ever run
 
 
 class Runner(Protocol):
+    """The worker, as the step loop uses it."""
+
     @property
     def num_encoder_bytes(self) -> int:
-        """Of all encoder outputs that it holds."""
+        """The size of all encoder outputs that it holds."""
         ...
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
@@ -35,7 +38,60 @@ class Runner(Protocol):
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
+class PayloadStore(Mapping[str, MultiModalKwargsItem]):
+    """The processed tensors of all requests that have not ended: mm_hash -> tensors.
+
+    The engine core owns it, and the worker reads it. What a request brings goes through the core's
+    half of the processor cache, which also has items that a request need not bring.
+
+    Invariant: the tensors that are read for an item belong to a request that has not ended. Two
+    requests may have received equal tensors that lie in different places; each holds its own.
+    """
+
+    def __init__(self, receiver: ReceiverCache) -> None:
+        self.receiver = receiver
+        # mm_hash -> request id -> tensors
+        self._items: dict[str, dict[str, MultiModalKwargsItem]] = {}
+        self._hashes_of: dict[str, tuple[str, ...]] = {}  # request id -> mm_hashes
+
+    def __getitem__(self, mm_hash: str) -> MultiModalKwargsItem:
+        return next(iter(self._items[mm_hash].values()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
+        """Keep a request's items until `release`, or return those that have to be sent.
+
+        In the second case nothing is kept.
+        """
+        if request.request_id in self._hashes_of:
+            raise InvariantError(f"payloads of request {request.request_id!r} were added twice")
+        hashes = tuple(dict.fromkeys(feature.mm_hash for feature in request.mm_features))
+        received = self.receiver.receive(hashes, transfer)
+        if isinstance(received, MissingItems):
+            return received
+        for mm_hash in hashes:
+            self._items.setdefault(mm_hash, {})[request.request_id] = received[mm_hash]
+        self._hashes_of[request.request_id] = hashes
+        return None
+
+    def release(self, request_id: str) -> None:
+        """Drop the items of a request, if it has any."""
+        hashes = self._hashes_of.pop(request_id, ())
+        for mm_hash in hashes:
+            del self._items[mm_hash][request_id]
+            if not self._items[mm_hash]:
+                del self._items[mm_hash]
+        self.receiver.release(hashes)
+
+
 class EngineCore:
+    """A scheduler and a worker that compute requests step by step."""
+
     def __init__(self, scheduler: Scheduler, runner: Runner, payloads: PayloadStore) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -47,8 +103,9 @@ class EngineCore:
         return self.scheduler.has_requests
 
     def add_request(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
-        """Accept a request with the media that its transfer leads to; or say what has to be sent,
-        or raise a `RequestError`. A transfer is applied to the cache whatever becomes of it.
+        """Accept a request with its media, return what has to be sent, or raise a `RequestError`.
+
+        The transfer is applied to the cache in all three cases.
         """
         if request.request_id in self.scheduler.requests:
             self.payloads.receiver.receive((), transfer)
@@ -65,17 +122,17 @@ class EngineCore:
         return None
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests at their callers' wish. Those that have ended already are passed over."""
+        """End requests that are no longer wanted. Those that have ended already are ignored."""
         aborted = [self.scheduler.abort_request(request_id) for request_id in request_ids]
         outputs = [output for output in aborted if output is not None]
         self._forget_finished(outputs)
         return outputs
 
     def step(self) -> list[EngineCoreOutput]:
-        """Compute one step; the news of its requests."""
+        """Compute one step, and return the outputs of its requests."""
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             raise InvariantError(
-                f"{len(self.scheduler.requests)} requests, and none can be scheduled"
+                f"none of {len(self.scheduler.requests)} requests can be scheduled"
             )
         scheduled = self.scheduler.schedule()
         is_idle = scheduled.is_empty and self.has_requests

@@ -111,15 +111,15 @@ class InputProcessor:
         )
 
     @contextmanager
-    def rehearse(self) -> Iterator[InputProcessor]:
-        """One that does all that this one does; this one's caches and counts stay as they are."""
-        rehearsal = copy.copy(self)
-        rehearsal.max_model_len = None
-        pipelines = [p.make_rehearsal() for p in (self.pipeline, self._readonly) if p is not None]
-        rehearsal.pipeline = pipelines[0]
-        rehearsal._readonly = pipelines[1] if len(pipelines) > 1 else None
+    def for_warmup(self) -> Iterator[InputProcessor]:
+        """Yield an input processor that works as this one, with caches and counts of its own."""
+        inputs = copy.copy(self)
+        inputs.max_model_len = None
+        pipelines = [p.for_warmup() for p in (self.pipeline, self._readonly) if p is not None]
+        inputs.pipeline = pipelines[0]
+        inputs._readonly = pipelines[1] if len(pipelines) > 1 else None
         try:
-            yield rehearsal
+            yield inputs
         finally:
             for pipeline in pipelines:
                 pipeline.loader.close()

@@ -1,4 +1,4 @@
-"""The fields of a prompt, checked: what is wrong is named before anything is done with it."""
+"""Checks of prompts and their fields, which come before anything is done with them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sensorium.multimodal.media_item import MediaItem
 from sensorium.multimodal.uuid_bindings import check_uuid
 from sensorium.types.errors import RequestError, at
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
+from sensorium.types.sampling import SamplingParams
 
 _TEXT_KEYS = frozenset(TextPrompt.__annotations__)
 _RENDERED_KEYS = frozenset(RenderedPrompt.__annotations__)
@@ -149,3 +150,39 @@ def _is_frame(media: Any) -> bool:
     if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
         return False
     return bool(getattr(media, "ndim", 3) == 3)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts of a call as a list.
+
+    One prompt is text, a mapping or a list of token ids; anything else is many.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray | torch.Tensor):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
+        )
+    if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return the sampling parameters of a call, one for each of its `count` prompts."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+    return list(params)

@@ -1,50 +1,48 @@
-"""From conversations and prompts to requests: the chat template, perception, one tokenisation.
+"""Makes requests of conversations and prompts: the chat template, media, one tokenisation.
 
-`skip_mm_cache` is for requests that run no engine here (render, tokenize, or the engine is
-elsewhere): their items bring their tensors, and the cache that leads to the core is neither asked
-nor changed.
+`skip_mm_cache` is for requests that are not run by this engine (render, tokenize, or an engine
+elsewhere): their items have their tensors, and the cache of the core is neither read nor changed.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.inputs.warmup import PromptWarmup, warm_up_template
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.errors import RequestError
 from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
 from sensorium.utils.pausing import Pausing, run_through
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """`stages`: how long it took, in seconds: to render the conversation, to perceive and
-    tokenise, and, where it had to, to wait for a thread.
-    """
+    """A request that is ready to be started."""
 
     processed: ProcessedRequest
-    stages: ItemTimes
+    stages: ItemTimes  # "render", "perceive" and, in a server, "wait_thread"
 
 
 class Renderer:
-    """Safe to use from several threads. `chat_template`: the text of one instead of the model's."""
+    """A maker of requests that is safe to use from several threads.
+
+    `chat_template` is the text of a template to use instead of the model's.
+    """
 
     def __init__(self, inputs: InputProcessor, *, chat_template: str | None = None) -> None:
-        self._inputs = inputs
-        self._chat_template = chat_template
-        self._chat_renderer = ChatRenderer(inputs.processor)
+        self.inputs = inputs
+        self.chat_template = chat_template
+        self.chat_renderer = ChatRenderer(inputs.processor)
 
     def render(self, prompt: Prompt | Chat, params: SamplingParams, **options: Any) -> Prepared:
         """Do what `render_pausing` does, and wait for media in this thread."""
@@ -61,11 +59,10 @@ class Renderer:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[Prepared]:
-        """Make a request of a conversation, or of a prompt of text or token ids; pause while its
-        media is fetched.
+        """Make a request of a conversation or a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` that names what is wrong with it. `needs_tensors`: whether the items'
-        tensors will be read; with `skip_mm_cache` only.
+        Raise a `RequestError` that names what is wrong with it. Without `needs_tensors`, which
+        needs `skip_mm_cache`, items may come without tensors.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}
@@ -74,7 +71,7 @@ class Renderer:
             prompt, params = self._render_chat(prompt, params, is_counted_only=is_counted_only)
             stages["render"] = time.monotonic() - started
         started = time.monotonic()
-        processed = yield from self._inputs.process_pausing(
+        processed = yield from self.inputs.process_pausing(
             request_id,
             prompt,
             params,
@@ -86,26 +83,13 @@ class Renderer:
         stages["perceive"] = time.monotonic() - started
         return Prepared(processed=processed, stages=stages)
 
-    def warmup(self) -> None:
-        """So that the first requests find nothing undone: the chat template, the processor with an
-        item of each kind that a prompt may have, the same for requests that run no engine. Leaves
-        no trace in caches and counts. What fails is a warning in the log, and a modality that
-        can't be prepared is switched off. Raises a `ModelError` only if no text can be prepared.
-        """
-        try:
-            with self._inputs.rehearse() as inputs:
-                rehearsal = copy.copy(self)
-                rehearsal._inputs = inputs
-                has_template = warm_up_template(
-                    self._chat_renderer,
-                    chat_template=self._chat_template,
-                    modalities=self._inputs.allowed_modalities,
-                )
-                PromptWarmup(rehearsal, self._inputs, has_template=has_template).run()
-        except ModelError:
-            raise
-        except Exception:  # as its parts: a server must not depend on its warm-up
-            logger.warning("Warmup failed", exc_info=True)
+    @contextmanager
+    def for_warmup(self) -> Iterator[Renderer]:
+        """Yield a renderer with the same parts that leaves no trace in caches and counts."""
+        with self.inputs.for_warmup() as inputs:
+            renderer = copy.copy(self)
+            renderer.inputs = inputs
+            yield renderer
 
     def _render_chat(
         self, chat: Chat, params: SamplingParams, *, is_counted_only: bool
@@ -117,13 +101,13 @@ class Renderer:
         return prompt, params
 
     def _render_text(self, chat: Chat, *, is_counted_only: bool) -> TextPrompt:
-        if chat.options.chat_template is None and self._chat_template is not None:
-            options = replace(chat.options, chat_template=self._chat_template)
+        if chat.options.chat_template is None and self.chat_template is not None:
+            options = replace(chat.options, chat_template=self.chat_template)
             chat = replace(chat, options=options)
-        inputs = self._inputs
+        inputs = self.inputs
         _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
         return chat.render(
-            self._chat_renderer,
+            self.chat_renderer,
             check_length=partial(inputs.check_text, is_counted_only=is_counted_only),
         )
 

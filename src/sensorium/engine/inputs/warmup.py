@@ -1,10 +1,9 @@
-"""Does once, before the first request, what that would find undone: modules that are imported late,
-templates that are compiled and asked, decoders, the processor's first call.
+"""Does before the first request what only a first request has to do.
 
-Dummies go the way of requests: as encoded files, through the same processor, in a rehearsal that
-has neither the caches nor the counts of the real thing. What fails because it is only cold is a
-warning. A modality that can't be prepared at all is switched off, and a model whose text can't be
-prepared is refused.
+This is the import of modules that are imported late, the compilation of templates, the first use of
+decoders and of the processor. Dummy items take the way of real ones, as encoded files, through a
+renderer with caches and counts of its own. A failure is a warning in the log. A modality that can't
+be prepared at all is switched off, and a model that can't even prepare text is refused.
 """
 
 from __future__ import annotations
@@ -13,19 +12,16 @@ import base64
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.multimodal.processing.dummy_files import exceeds_limits, make_dummy_file
+from sensorium.engine.inputs.renderer import Renderer
+from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.chat_options import ChatOptions
-from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import CapacityError, ModelError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from sensorium.engine.inputs.renderer import Renderer
 
 logger = logging.getLogger(__name__)
 _WORDS = "Hello"
@@ -33,35 +29,51 @@ _TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def warm_up_template(
-    renderer: ChatRenderer, *, chat_template: str | None, modalities: tuple[str, ...]
-) -> bool:
-    """Whether there is one that takes a plain conversation."""
-    plain = ChatOptions(chat_template=chat_template)
+def warm_up(renderer: Renderer) -> None:
+    """Warm up the chat template, and the processor with an item of each modality.
+
+    Leaves no trace in caches and counts. Raise a `ModelError` only if no text can be prepared.
+    """
+    try:
+        with renderer.for_warmup() as for_warmup:
+            has_template = _warm_up_template(renderer)
+            _PromptWarmup(for_warmup, renderer.inputs, has_template=has_template).run()
+    except ModelError:
+        raise
+    except Exception:  # a server must not depend on its warm-up
+        logger.warning("Warmup failed", exc_info=True)
+
+
+def _warm_up_template(renderer: Renderer) -> bool:
+    """Return whether there is a chat template that takes a plain conversation."""
+    chat_renderer, modalities = renderer.chat_renderer, renderer.inputs.allowed_modalities
+    plain = ChatOptions(chat_template=renderer.chat_template)
 
     def run() -> None:
-        renderer.learn(plain, modalities)
-        renderer.learn(ChatOptions(chat_template=chat_template, tools=[_TOOL]), modalities)
-        renderer.render([{"role": "user", "content": _WORDS}], plain)
+        chat_renderer.learn(plain, modalities)
+        chat_renderer.learn(replace(plain, tools=[_TOOL]), modalities)
+        chat_renderer.render([{"role": "user", "content": _WORDS}], plain)
 
     return _try(run, "Chat template warmup failed")
 
 
-class PromptWarmup:
-    """`rehearsal` renders and leaves no trace; `inputs` are those of the real thing.
-    `has_template`: whether conversations can be rendered.
+class _PromptWarmup:
+    """The warm-up with prompts, through a renderer that leaves no trace.
+
+    The `inputs` are those that will serve requests. With `has_template`, conversations can be
+    rendered.
     """
 
-    def __init__(self, rehearsal: Renderer, inputs: InputProcessor, *, has_template: bool) -> None:
-        self._rehearsal = rehearsal
+    def __init__(self, renderer: Renderer, inputs: InputProcessor, *, has_template: bool) -> None:
+        self._renderer = renderer
         self._inputs = inputs
         self._has_template = has_template
 
     def run(self) -> None:
-        """A prompt of text, then one for each kind of media, for both kinds of requests.
+        """Prepare a prompt of text, then one for each modality, for both kinds of requests.
 
-        Raises a `ModelError` if not even text can be prepared. A modality that can't is switched
-        off: a server must not be ready for what it would refuse every time.
+        Raise a `ModelError` if not even text can be prepared. A modality that can't be prepared is
+        switched off: a server must not be ready for what it would refuse every time.
         """
         self._warm_up_text()
         if self._inputs.allowed_modalities:
@@ -73,7 +85,7 @@ class PromptWarmup:
     def _warm_up_text(self) -> None:
         try:
             self._render(self._make_prompt(None))
-        except Exception:  # a conversation may be what it can't do: then text is tried alone
+        except Exception:  # maybe only conversations fail: text is tried alone
             logger.warning("Text warmup failed", exc_info=True)
             try:
                 self._render({"prompt": _WORDS})
@@ -90,7 +102,7 @@ class PromptWarmup:
             logger.info("%s warmup completed in %.3fs", name, time.monotonic() - started)
 
     def _warm_up_modality(self, name: str, modality: str, *, skip_mm_cache: bool) -> bool:
-        """Return whether a small item went the way of requests. Switch off what never can."""
+        """Return whether a small item could be prepared. Switch off what never can be."""
         try:
             self._render(self._make_prompt(modality), skip_mm_cache=skip_mm_cache)
         except Exception as error:  # a processor may raise anything
@@ -106,8 +118,8 @@ class PromptWarmup:
     def _is_worth_trying(self, modality: str, error: Exception, *, skip_mm_cache: bool) -> bool:
         """Return whether a modality may still work after its warm-up has failed.
 
-        There was no room; or the limits allow no item as large as the dummy; or it is the chat
-        template that has no place for it, and prompts without one do.
+        There was no room, or the limits allow no item as large as the dummy, or only the chat
+        template has no place for it.
         """
         limits = self._inputs.pipeline.limits
         if isinstance(error, CapacityError) or exceeds_limits(modality, limits):
@@ -121,7 +133,7 @@ class PromptWarmup:
         return True
 
     def _make_prompt(self, modality: str | None) -> Prompt | Chat:
-        """A conversation, where the model has a template for one."""
+        """Return a conversation if the model has a template for it, or else a plain prompt."""
         url = None if modality is None else _make_url(modality)
         if self._has_template:
             kind = f"{modality}_url"
@@ -136,8 +148,8 @@ class PromptWarmup:
         return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
-        """There and back: what a request is made of, and how its tokens read."""
-        prepared = self._rehearsal.render(
+        """Make a request of a prompt, and text of its tokens."""
+        prepared = self._renderer.render(
             prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
         )
         tokenizer = self._inputs.processor.tokenizer

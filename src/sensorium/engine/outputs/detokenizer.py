@@ -1,4 +1,4 @@
-"""Text from tokens as they come, the end at a stop string, and what may become one."""
+"""Turns tokens into text as they come, and finds stop strings and their possible beginnings."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from sensorium.render.answers.vocabulary import Vocabulary
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-# Tokens that may wait for the rest of a character, not counting those that have no text anywhere.
-# Bytes that never become one, or characters that are this very one, are given out then: no
-# character has so many tokens.
+# Tokens that may wait for the rest of a character, not counting those that never have text. No
+# character has so many tokens: what waits longer are bytes that never become one, or replacement
+# characters that the model wrote, and these are given out.
 _MAX_WAITING = 32
 NUM_PROMPT_TOKENS = 6
 
 
 class Detokenizer:
-    """Gives out text only when later tokens can't change it.
+    """A decoder of single tokens that gives out text only when later tokens can't change it.
 
     A token's text depends on its neighbours (bytes of one character, leading spaces), so the last
-    tokens are decoded together with the one before them, and what that one had given is cut off.
+    tokens are decoded together with those before them, and the text of these is cut off.
 
     Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
     """
@@ -38,44 +38,47 @@ class Detokenizer:
         self._dropped: frozenset[int] = frozenset()
         if skip_special_tokens and kept_special_token_ids:
             self._dropped = get_special_token_ids(tokenizer).difference(kept_special_token_ids)
-        # A few tokens of the prompt: the first new token may need a neighbour to know about its
-        # leading space.
+        # A few tokens of the prompt: whether the first new token has a leading space may depend on
+        # the token before it.
         self._token_ids = list(prompt_token_ids[-NUM_PROMPT_TOKENS:])
         self._prefix_start = 0
         self._read_end = len(self._token_ids)
-        self.text = ""
 
-    def add(self, token_id: int) -> None:
+    def add(self, token_id: int) -> str:
+        """Add a token, and return the text that is complete now."""
         self._token_ids.append(token_id)
         if self._num_waiting >= _MAX_WAITING:
-            self._token_ids[self._read_end :] = self._list_heard(
-                self._read_end, len(self._token_ids)
-            )
+            waiting = self._list_with_text(self._read_end, len(self._token_ids))
+            self._token_ids[self._read_end :] = waiting
         prefix = self._decode(self._prefix_start, self._read_end)
         text = self._decode(self._prefix_start, len(self._token_ids))
         is_whole = not text.endswith(_REPLACEMENT_CHARACTER)
         is_late = self._num_waiting >= _MAX_WAITING
         if is_late or (is_whole and len(text) > len(prefix)):
-            self._take(text, prefix)
+            return self._take(text, prefix)
+        return ""
 
-    def finish(self) -> None:
-        """Give out the rest, complete or not."""
+    def finish(self) -> str:
+        """Return the rest of the text, whether its last character is complete or not."""
         prefix = self._decode(self._prefix_start, self._read_end)
-        self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
+        return self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
 
     def save(self) -> tuple[tuple[int, ...], int]:
-        """What `restore` goes on with, apart from the text: the last tokens, and how many of them
-        have given their text. They don't grow with the answer: what leaves no trace in any text
-        is left out.
+        """Return what `restore` needs: the last tokens, and how many of them gave their text.
+
+        Their number doesn't grow with the answer: tokens that never have text are left out.
         """
-        read = self._list_heard(self._prefix_start, self._read_end)
-        return (*read, *self._list_heard(self._read_end, len(self._token_ids))), len(read)
+        read = self._list_with_text(self._prefix_start, self._read_end)
+        return (*read, *self._list_with_text(self._read_end, len(self._token_ids))), len(read)
 
     @classmethod
     def restore(
         cls, tokenizer: Any, token_ids: tuple[int, ...], num_read: int, **options: Any
     ) -> Detokenizer:
-        """`options`: what `__init__` takes about special tokens."""
+        """Return a detokenizer that goes on where another one was saved.
+
+        The `options` are those of `__init__` about special tokens.
+        """
         restored = cls(tokenizer, **options)
         restored._token_ids = list(token_ids)
         restored._read_end = num_read
@@ -85,11 +88,11 @@ class Detokenizer:
     def _num_waiting(self) -> int:
         return len(self._token_ids) - self._read_end
 
-    def _list_heard(self, start: int, end: int) -> list[int]:
+    def _list_with_text(self, start: int, end: int) -> list[int]:
         return [i for i in self._token_ids[start:end] if not self._is_silent(i)]
 
     def _is_silent(self, token_id: int) -> bool:
-        """Whether it is skipped wherever it stands: a special token, or none of the vocabulary."""
+        """Return whether a token has no text anywhere: it is special, or not in the vocabulary."""
         tokenizer = self._tokenizer
         if token_id >= len(tokenizer):
             return True
@@ -98,9 +101,9 @@ class Detokenizer:
         is_skipped = not tokenizer.decode([token_id], skip_special_tokens=True)
         return is_skipped and bool(tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def _take(self, text: str, prefix: str) -> None:
-        self.text += text[len(prefix) :]
+    def _take(self, text: str, prefix: str) -> str:
         self._prefix_start, self._read_end = self._read_end, len(self._token_ids)
+        return text[len(prefix) :]
 
     def _decode(self, start: int, end: int) -> str:
         token_ids = self._token_ids[start:end]
@@ -116,8 +119,10 @@ def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
-    """The stop string that ends first in the new characters (the longest of these) and its place:
-    the same one however tokens part the text.
+    """Return the stop string that ends first in the new characters, and where it begins.
+
+    Of those that end at the same place it is the longest, so that the result does not depend on how
+    tokens divide the text.
     """
     found = []
     for candidate in stop:
@@ -131,7 +136,7 @@ def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tup
 
 
 def count_held_back(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a stop string."""
+    """Return how many characters at the end of the text may begin a stop string."""
     longest = 0
     for candidate in stop:
         for length in range(min(len(candidate) - 1, len(text)), longest, -1):

@@ -1,25 +1,24 @@
 """A request for `n` completions as `n` requests of the core.
 
-The first child starts alone; the others start with its first token. By then its prompt is in the
-prefix cache and its media in the encoder cache, so that they cost a prompt's last tokens only.
-Owns the children that have not started, with what leads to their media.
+The first completion starts alone; the others start with its first token. By then the prompt is in
+the prefix cache and its media in the encoder cache, so that they compute only the prompt's last
+tokens. Owns the completions that have not started, with the handles of their media.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 Items = Sequence[PerceivedItem]
-_Waiting = tuple[tuple[EngineCoreRequest, ...], Items]
 
 
 def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
-    """The ids that a request has in the core, by index; its own if it wants one completion."""
+    """Return the core's ids of a request's completions: for one completion the request's own id."""
     n = request.sampling_params.n
     if n == 1:
         return (request.request_id,)
@@ -27,7 +26,10 @@ def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
 
 
 def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
-    """The first has the request's seed, and gives the prompt's log-probabilities."""
+    """Return the completions of a request as requests of the core.
+
+    The first has the request's seed, and gives the prompt's log-probabilities.
+    """
     params = request.sampling_params
     if params.n == 1:
         return (request,)
@@ -36,7 +38,7 @@ def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
         replace(
             request,
             request_id=child_id,
-            sibling=index,
+            completion_index=index,
             group=request.group or request.request_id,
             sampling_params=first
             if index == 0
@@ -50,26 +52,41 @@ def _derive_seed(seed: int | None, index: int) -> int:
     return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingCompletions:
+    """The completions of a request that start after the first one."""
+
+    request_id: str  # of the request
+    children: tuple[EngineCoreRequest, ...]
+    items: Items
+
+
 class ParallelSampling:
-    """`release` is called with the items of siblings that never start."""
+    """The completions that wait for the first one of their request.
+
+    `release` is called with the items of completions that never start.
+    """
 
     def __init__(self, release: Callable[[Items], None]) -> None:
         self._release = release
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, WaitingCompletions] = {}  # id of the first completion -> the rest
 
     def add(self, request: EngineCoreRequest, items: Items) -> tuple[EngineCoreRequest, bool]:
-        """The child to start at once, and whether others are kept, with the items."""
+        """Return the completion to start at once, and whether others are kept with the items."""
         first, *rest = make_children(request)
         if rest:
-            self._waiting[first.request_id] = tuple(rest), items
+            self._waiting[first.request_id] = WaitingCompletions(
+                request_id=request.request_id, children=tuple(rest), items=items
+            )
         return first, bool(rest)
 
-    def take_ready(self, news: Iterable[EngineCoreOutput]) -> list[_Waiting]:
-        """The children to start after the core's news, with their items: the caller's from now
-        on.
+    def take_ready(self, outputs: Iterable[EngineCoreOutput]) -> list[WaitingCompletions]:
+        """Return the completions to start after these outputs of the core.
+
+        From now on the caller has to release their items.
         """
-        ready: list[_Waiting] = []
-        for output in news if self._waiting else ():
+        ready: list[WaitingCompletions] = []
+        for output in outputs if self._waiting else ():
             if output.new_token_ids:
                 waiting = self._waiting.pop(output.request_id, None)
                 ready += [] if waiting is None else [waiting]
@@ -77,12 +94,12 @@ class ParallelSampling:
                 self.drop((output.request_id,))
         return ready
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """The siblings of these children are not wanted any more."""
-        for request_id in request_ids:
-            waiting = self._waiting.pop(request_id, None)
+    def drop(self, child_ids: Iterable[str]) -> None:
+        """Forget the completions that wait for any of these, and release their items."""
+        for child_id in child_ids:
+            waiting = self._waiting.pop(child_id, None)
             if waiting is not None:
-                self._release(waiting[1])
+                self._release(waiting.items)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -1,8 +1,9 @@
-"""One completion's text from tokens that come in pieces, maybe to another process each time.
+"""The text of one completion, from tokens that come in pieces.
 
-What `engine.completion` makes of a core's outputs, this makes of tokens that came over the wire:
-the same text, cut at the same stop string. Between two pieces there is only a `TextState`, whose
-size does not grow with the answer.
+A `TextReader` detokenizes, ends the text at a stop string, and gives out only what later tokens
+can't change. A completion of this engine has one from its first token to its last. Tokens that come
+over the wire may be read by another process each time: between two pieces there is only a
+`TextState`, with a size that does not grow with the answer.
 """
 
 from __future__ import annotations
@@ -20,38 +21,37 @@ _MAX_STATE_TOKENS = 256
 _MAX_STATE_CHARACTERS = 4096
 _MAX_TOKEN_ID = 2**31 - 1
 _MAX_COUNT = 2**53
-UNKNOWN = object()  # a stop reason that nobody told
+UNKNOWN = object()  # a stop reason that the sender of the tokens did not give
 
 
 class TextState(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids`: the last ones, of which `num_read` have given their text. `text`: the end of
-    the text, in which a stop string may have begun; `num_told` characters of it are given out.
-    """
+    """What one reader needs to go on where another one has stopped."""
 
-    token_ids: tuple[int, ...] = ()
-    num_read: int = 0
-    text: str = ""
-    num_told: int = 0
-    num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()  # the last tokens
+    num_read: int = 0  # the first of `token_ids`, which have given their text
+    text: str = ""  # the end of the text, in which a stop string may have begun
+    num_emitted: int = 0  # the first characters of `text`, which were given out
+    num_tokens: int = 0  # all tokens so far
     is_ended: bool = False
 
     def check(self) -> None:
-        """A `RequestError` for what can't be a state. It came from outside."""
+        """Raise a `RequestError` if no reader can have made this state, which came from outside."""
         is_short = len(self.token_ids) <= _MAX_STATE_TOKENS
         is_brief = len(self.text) <= _MAX_STATE_CHARACTERS
         are_tokens = all(0 <= token_id <= _MAX_TOKEN_ID for token_id in self.token_ids)
-        are_inside = 0 <= self.num_read <= len(self.token_ids) and 0 <= self.num_told <= len(
-            self.text
-        )
+        is_read = 0 <= self.num_read <= len(self.token_ids)
+        is_emitted = 0 <= self.num_emitted <= len(self.text)
         is_count = 0 <= self.num_tokens <= _MAX_COUNT
-        if not (is_short and is_brief and are_tokens and are_inside and is_count):
-            raise RequestError("stream_state is none that this server has given")
+        if not (is_short and is_brief and are_tokens and is_read and is_emitted and is_count):
+            raise RequestError("stream_state was not made by this server")
 
 
 class TextReader:
-    """`params` say what ends the text. Either `prompt_token_ids` (the last few are enough) or the
-    `state` of an earlier reader. `eos_token_ids`: those that end a sequence and are no part of its
-    text; empty where nobody knows, then the last token is taken for one.
+    """The text of one completion while it grows.
+
+    It begins with a prompt's tokens (the last few are enough) or with the state of an earlier
+    reader. `eos_token_ids` end a sequence and are no part of its text. If there are none, they are
+    unknown, and the last token of a sequence counts as one.
     """
 
     def __init__(
@@ -77,11 +77,16 @@ class TextReader:
         )
         state = state or TextState()
         self._text = state.text
-        self._text_end: int | None = None  # where a stop string cuts it
-        self._num_told = state.num_told
+        self._text_end: int | None = None  # where a stop string cuts the text
+        self._num_emitted = state.num_emitted
         self._num_tokens = state.num_tokens
         self.is_ended = state.is_ended
         self.stop_string: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far, without what a stop string cuts off."""
+        return self._text[: self._text_end]
 
     def add(
         self,
@@ -90,60 +95,81 @@ class TextReader:
         finish_reason: str | None = None,
         stop_reason: object = None,
     ) -> str:
-        """More tokens; the text that is new and can't change any more. `finish_reason`: nothing
-        follows. `stop_reason`: the string or token that ended it, `None` for the end of a
-        sequence. What comes behind a stop string is passed over.
+        """Add tokens, and return the text that is new and can't change any more.
+
+        With a `finish_reason` these are the last tokens. `stop_reason` is the string or the token
+        that ended the text, `None` for the end of a sequence, or `UNKNOWN`. Tokens behind a stop
+        string are ignored.
         """
         if self.is_ended:
             return ""
         for index, token_id in enumerate(token_ids):
-            if self.stop_string is not None:
-                break
             is_last = finish_reason is not None and index == len(token_ids) - 1
             is_closing = is_last and finish_reason == "stop"
             is_closing = is_closing and self._is_closing(token_id, stop_reason)
-            self._add_token(token_id, is_last=is_last, is_closing=is_closing)
+            self.add_token(token_id, is_last=is_last, is_closing=is_closing)
         if finish_reason is not None and not token_ids:
-            self._detokenizer.finish()
-            self._take_text()
+            self.finish()
         self.is_ended = finish_reason is not None or self.stop_string is not None
-        return self._tell()
+        return self.take_text(is_last=self.is_ended)
 
-    def save(self) -> TextState:
-        """For the one who goes on. Of the text it has what a stop string may reach back to, and of
-        one that has ended nothing.
+    def add_token(self, token_id: int, *, is_last: bool = False, is_closing: bool = False) -> None:
+        """Add one token, unless a stop string has ended the text.
+
+        A closing token gives no text, unless what stops the text is to be included in it.
         """
-        if self.is_ended:
-            return TextState(num_tokens=self._num_tokens, is_ended=True)
-        token_ids, num_read = self._detokenizer.save()
-        num_kept = max(map(len, self._params.stop), default=1) - 1
-        cut = max(0, min(len(self._text) - num_kept, self._num_told))
-        return TextState(
-            token_ids=token_ids,
-            num_read=num_read,
-            text=self._text[cut:],
-            num_told=self._num_told - cut,
-            num_tokens=self._num_tokens,
-        )
-
-    def _add_token(self, token_id: int, *, is_last: bool, is_closing: bool) -> None:
-        """A closing token gives no text, unless what stops it is to be in it."""
+        if self.stop_string is not None:
+            return
         self._num_tokens += 1
+        length = len(self._text)
         if not is_closing or self._params.include_stop_str_in_output:
-            self._detokenizer.add(token_id)
+            self._text += self._detokenizer.add(token_id)
         if is_last:
-            self._detokenizer.finish()
-        num_new = self._take_text()
+            self.finish()
         if self._params.stop and self._num_tokens > self._params.min_tokens:
+            num_new = len(self._text) - length
             found = find_stop(self._text, self._params.stop, num_new_characters=num_new)
             if found is not None:
                 self.stop_string, start = found
                 is_included = self._params.include_stop_str_in_output
                 self._text_end = start + (len(self.stop_string) if is_included else 0)
 
+    def finish(self) -> None:
+        """Add the text of tokens that were waiting for the rest of a character."""
+        self._text += self._detokenizer.finish()
+
+    def take_text(self, *, is_last: bool = False) -> str:
+        """Return the text since the last call, without an end that may begin a stop string.
+
+        With `is_last` nothing follows, and nothing is held back.
+        """
+        text = self.text
+        end = len(text) - (0 if is_last else count_held_back(text, self._params.stop))
+        new, self._num_emitted = text[self._num_emitted : end], max(self._num_emitted, end)
+        return new
+
+    def save(self) -> TextState:
+        """Return the state from which another reader can go on.
+
+        It has as much of the text as a stop string may reach back to, and none if the text ended.
+        """
+        if self.is_ended:
+            return TextState(num_tokens=self._num_tokens, is_ended=True)
+        token_ids, num_read = self._detokenizer.save()
+        num_kept = max(map(len, self._params.stop), default=1) - 1
+        cut = max(0, min(len(self._text) - num_kept, self._num_emitted))
+        return TextState(
+            token_ids=token_ids,
+            num_read=num_read,
+            text=self._text[cut:],
+            num_emitted=self._num_emitted - cut,
+            num_tokens=self._num_tokens,
+        )
+
     def _is_closing(self, token_id: int, stop_reason: object) -> bool:
-        """Whether the last token only ends the text. That of a text which its grammar completes is
-        a part of it.
+        """Return whether the last token only ends the text.
+
+        If a grammar ends the text, its last token is a part of the text.
         """
         if stop_reason is UNKNOWN:
             is_stop = token_id in self._params.stop_token_ids or not self._eos_token_ids
@@ -157,22 +183,8 @@ class TextReader:
         return Detokenizer.restore(self._tokenizer, token_ids, num_read, **self._options)
 
     def _completes_stop(self, token_id: int) -> bool:
-        """Whether the last token's text has a stop string, where nobody says what ended it."""
+        """Return whether a stop string ends in the text of the last token."""
         trial = self._restore(*self._detokenizer.save())
-        trial.add(token_id)
-        trial.finish()
-        text = self._text + trial.text
-        stop, num_new = self._params.stop, len(trial.text)
-        return bool(stop) and find_stop(text, stop, num_new_characters=num_new) is not None
-
-    def _take_text(self) -> int:
-        """How many characters are new."""
-        new, self._detokenizer.text = self._detokenizer.text, ""
-        self._text += new
-        return len(new)
-
-    def _tell(self) -> str:
-        text = self._text[: self._text_end]
-        end = len(text) - (0 if self.is_ended else count_held_back(text, self._params.stop))
-        told, self._num_told = text[self._num_told : end], max(self._num_told, end)
-        return told
+        new = trial.add(token_id) + trial.finish()
+        found = find_stop(self._text + new, self._params.stop, num_new_characters=len(new))
+        return found is not None

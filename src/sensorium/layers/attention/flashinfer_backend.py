@@ -23,8 +23,8 @@ from sensorium.layers.attention.backend import LayerCache, StepLayout, store_new
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import InvariantError
-from sensorium.utils.long_work import long_work
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
+from sensorium.utils.process import long_work
 
 HEAD_DIMS = (64, 128, 256, 512)
 # Partial results of split sequences: heads / key heads × 264 tiles × 128 queries × head size × 4

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from sensorium.layers.attention.backend import (
     StepLayout,
     store_new_tokens,
 )
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 _BIAS_ALIGNMENT = 16  # numbers; a row of a bias that starts elsewhere is copied by every layer
 

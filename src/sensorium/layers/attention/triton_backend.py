@@ -16,7 +16,7 @@ from sensorium.layers import kernels
 from sensorium.layers.attention.backend import GroupTables, LayerCache
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 
 def find_obstacle(

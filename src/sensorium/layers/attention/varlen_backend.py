@@ -23,7 +23,7 @@ from sensorium.layers.attention.backend import LayerCache, StepLayout, store_new
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import InvariantError
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 MAX_HEAD_DIM = 256
 _KERNEL_PACKAGE = "flash_attn_interface"

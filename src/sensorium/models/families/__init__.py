@@ -1,5 +1,4 @@
-"""The families that are known and tested, and what can't be asked of their models: one small file
-each, by `model_type`.
+"""Code that single families of models need: one small file each, found by `model_type`.
 
 Models of other types run through the same generic adapter, if they pass a trial.
 """
@@ -7,137 +6,22 @@ Models of other types run through the same generic adapter, if they pass a trial
 from __future__ import annotations
 
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.families.family import Family as Family
 from sensorium.models.families.gemma3 import Gemma3Adapter
 from sensorium.models.families.gemma4 import Gemma4Adapter
 from sensorium.models.families.qwen2_5_omni import Qwen25OmniAdapter
 from sensorium.models.families.qwen2_audio import Qwen2AudioAdapter
 from sensorium.models.families.qwen3_vl import Qwen3VLAdapter
+from sensorium.types.families import FAMILIES
 
-_IMAGE = ("image",)
-_VISUAL = ("image", "video")
-_AUDIO = ("audio",)
-_ALL = ("image", "video", "audio")
-_TIMES = "frames without metadata count as 24 a second"
-
-
-FAMILIES: tuple[Family, ...] = (
-    Family(model_type="llama", name="Llama", special="stands for all decoders of text"),
-    Family(
-        model_type="phi3",
-        name="Phi-3, Phi-4-mini",
-        special="rotary factors by the length of each request (longrope)",
-        limits="a request that grows beyond the original context is computed again, once",
-    ),
-    Family(model_type="llava", name="LLaVA", modalities=_IMAGE, embeds=_IMAGE),
-    Family(
-        model_type="llava_next",
-        name="LLaVA-NeXT",
-        modalities=_IMAGE,
-        embeds=_IMAGE,
-        special="tiles",
-    ),
-    Family(
-        model_type="llava_onevision",
-        name="LLaVA-OneVision",
-        modalities=_VISUAL,
-        embeds=_IMAGE,
-        special="tiles",
-        limits="each image is tiled, also among several",
-    ),
-    Family(model_type="idefics3", name="Idefics3", modalities=_IMAGE, special="tiles"),
-    Family(
-        model_type="smolvlm",
-        name="SmolVLM",
-        modalities=_VISUAL,
-        special="tiles; frames are images, with their times in text",
-        limits=_TIMES,
-    ),
-    Family(model_type="internvl", name="InternVL", modalities=_VISUAL, special="frames are images"),
-    Family(model_type="aya_vision", name="Aya Vision", modalities=_IMAGE, special="tiles"),
-    Family(
-        model_type="cohere2_vision", name="Command A Vision", modalities=_IMAGE, special="tiles"
-    ),
-    Family(model_type="qwen2_vl", name="Qwen2-VL", modalities=_VISUAL, special="M-RoPE"),
-    Family(
-        model_type="qwen2_5_vl",
-        name="Qwen2.5-VL",
-        modalities=_VISUAL,
-        special="M-RoPE",
-        limits=_TIMES,
-    ),
-    Family(
-        model_type="qwen3_vl",
-        name="Qwen3-VL",
-        modalities=_VISUAL,
-        adapter=Qwen3VLAdapter,
-        special="M-RoPE, DeepStack, the times of frames in text",
-        limits=_TIMES,
-    ),
-    Family(
-        model_type="qwen3_vl_moe",
-        name="Qwen3-VL (experts)",
-        modalities=_VISUAL,
-        adapter=Qwen3VLAdapter,
-        special="as Qwen3-VL",
-        limits=_TIMES,
-    ),
-    Family(
-        model_type="glm4v",
-        name="GLM-4.1V",
-        modalities=_VISUAL,
-        special="M-RoPE, the times of frames in text",
-        limits=_TIMES,
-    ),
-    Family(
-        model_type="gemma3",
-        name="Gemma 3",
-        modalities=_IMAGE,
-        adapter=Gemma3Adapter,
-        special="images attended in both directions, sliding windows",
-        limits="pan and scan is not tested",
-    ),
-    Family(
-        model_type="gemma4",
-        name="Gemma 4",
-        modalities=_ALL,
-        adapter=Gemma4Adapter,
-        special="per-layer inputs, shared keys and values, vision in both directions if so trained",
-        limits=f"{_TIMES}; a sound beyond 30 seconds is refused",
-    ),
-    Family(
-        model_type="qwen2_audio",
-        name="Qwen2-Audio",
-        modalities=_AUDIO,
-        embeds=_AUDIO,
-        adapter=Qwen2AudioAdapter,
-        limits="a sound beyond the window of its processor (30 seconds) is refused",
-    ),
-    Family(
-        model_type="audioflamingo3",
-        name="Audio Flamingo 3",
-        modalities=_AUDIO,
-        embeds=_AUDIO,
-        limits="a sound beyond 10 minutes is refused; a shorter one is heard in windows of "
-        "30 seconds",
-    ),
-    Family(
-        model_type="qwen2_5_omni_thinker",
-        name="Qwen2.5-Omni (thinker)",
-        modalities=_ALL,
-        adapter=Qwen25OmniAdapter,
-        special="M-RoPE",
-        limits="text out, no speech; a video's own sound is not heard; a sound beyond the window "
-        "of its processor is refused",
-    ),
-    Family(
-        model_type="voxtral",
-        name="Voxtral",
-        modalities=_AUDIO,
-        embeds=_AUDIO,
-        special="Mistral's tokenizer",
-        limits="sounds of any length, 375 tokens for each begun 30 seconds",
-    ),
-)
-EMBEDS = {family.model_type: family.embeds for family in FAMILIES}
-ADAPTERS: dict[str, type[ModelAdapter]] = {family.model_type: family.adapter for family in FAMILIES}
+OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
+    "gemma3": Gemma3Adapter,
+    "gemma4": Gemma4Adapter,
+    "qwen2_5_omni_thinker": Qwen25OmniAdapter,
+    "qwen2_audio": Qwen2AudioAdapter,
+    "qwen3_vl": Qwen3VLAdapter,
+    "qwen3_vl_moe": Qwen3VLAdapter,
+}
+# model_type -> adapter, for every known family.
+ADAPTERS: dict[str, type[ModelAdapter]] = {
+    family.model_type: OWN_ADAPTERS.get(family.model_type, ModelAdapter) for family in FAMILIES
+}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sensorium.models.adapter import MODALITIES, ModelAdapter
+from sensorium.models.adapter import ModelAdapter
+from sensorium.types.multimodal import MODALITIES
 
 
 class Gemma4Adapter(ModelAdapter):

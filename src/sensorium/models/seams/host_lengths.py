@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel, vision_utils
 from transformers.utils.generic import get_max_seqlen
 
-from sensorium.utils.to_device import to_device
+from sensorium.utils.arrays import to_device
 
 _T = TypeVar("_T")
 Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers: on the device, on the host

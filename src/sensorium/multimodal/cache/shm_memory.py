@@ -1,31 +1,27 @@
-"""Memory that processes share, a mutex over it, and who is alive: all three kept by the kernel.
+"""The memory of a shared-memory store: the segment with its mutex, and the table of what lies in
+it.
 
-The memory is an anonymous file (`memfd_create`). It has no name, so nothing can be left behind: it
-goes with the last process that holds it. Other processes get its descriptor by inheritance.
+Free of torch, so that a parent may make the memory for processes that attach to it. The memory is
+an anonymous file (`memfd_create`). It has no name, so nothing can be left behind: it goes with the
+last process that holds it. Other processes get its descriptor by inheritance.
 
-Invariants:
+The table owns the slots and the order of use, and never touches the bytes of an item. Its methods
+run inside the mutex, and any of them may be cut off by a SIGKILL after any of its stores.
+
+Invariants of the segment:
   1. Every byte is reserved and mapped before the first use, and the size is sealed: no access can
      end in a SIGBUS.
   2. A process that dies in any way gives up the mutex and its membership in that moment, after the
-     last of its threads has stopped writing: both are locks of an open file.
-  3. Locks hang on a file description that is never handed to another process. It must not be
+     last of its threads has stopped writing. Both are locks of an open file.
+  3. Locks belong to a file description that is never handed to another process. It must not be
      forked either: a child that lives on without `exec` would keep its parent's locks.
 
-The table of a shared-memory store: what lies where, under which key, and who leases it.
-
-Owns the slots and the order of use; never touches the bytes of an item. Every method runs inside
-the mutex of the segment, and any of them may be cut off by a SIGKILL after any of its stores.
-
-Invariants, at every instruction:
+Invariants of the table, at every instruction:
   1. A slot changes hands by one aligned store: of its state, or of one word of its leases. Its
-     other fields are written while it is FREE, where nobody reads them.
-  2. Slots that are not FREE don't overlap. Free space is what they leave; it is kept nowhere.
-  3. A slot with a lease is never freed but by its last leaseholder, or after that one's death.
-  4. WRITING and RETIRED slots without a lease belong to nobody; `free_orphans` frees them.
-
-Makes the memory of a shared-memory store: reserved, with an empty table. Free of torch.
-
-Whoever makes it need not use it: a parent may make it for processes that attach to it.
+     other fields are written while it is FREE and not read.
+  2. Slots that are not FREE don't overlap. Free space is what they leave; it is not recorded.
+  3. A slot with a lease is freed only by its last leaseholder, or after the death of that one.
+  4. WRITING and RETIRED slots without a lease have no owner; `free_orphans` frees them.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ class ShmSegment:
     """
 
     def __init__(self, fd: int) -> None:
-        """Takes over `fd`."""
+        """Take over `fd`, which is closed with the segment."""
         self.fd = fd
         # A description of its own: locks belong to the description, not to the process.
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -70,7 +66,7 @@ class ShmSegment:
 
     @classmethod
     def create(cls, num_bytes: int) -> ShmSegment:
-        """Zeros. A `ModelError` if the system has no room for them."""
+        """Return a segment of zeros. Raise `ModelError` if the system has no room for it."""
         if sys.platform != "linux":
             raise ModelError("the shared-memory cache needs Linux: use the lru cache")
         free_bytes = get_free_system_bytes()
@@ -92,7 +88,7 @@ class ShmSegment:
 
     @classmethod
     def attach(cls, fd: int) -> ShmSegment:
-        """The memory behind an inherited descriptor, which stays the caller's."""
+        """Return the segment behind an inherited descriptor, which stays the caller's."""
         return cls(os.dup(fd))
 
     def __enter__(self) -> None:
@@ -116,7 +112,10 @@ class ShmSegment:
         self._thread_lock.release()
 
     def join(self, max_members: int) -> int:
-        """A number below `max_members` that no other living instance has. Inside the mutex."""
+        """Return a number below `max_members` that no other living instance has.
+
+        Call this inside the mutex.
+        """
         for member in range(max_members):
             try:
                 fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _describe(fcntl.F_WRLCK, member))
@@ -126,12 +125,12 @@ class ShmSegment:
         raise CapacityError(f"the shared memory has {max_members} members already")
 
     def is_member(self, member: int) -> bool:
-        """Whether another instance that is alive has this number."""
+        """Return True if another living instance has this number."""
         found = fcntl.fcntl(self._lock_fd, fcntl.F_OFD_GETLK, _describe(fcntl.F_WRLCK, member))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Inside the mutex. Views of the buffer stay usable, and the memory with them."""
+        """Close the descriptors. Views of the buffer stay usable. Call this inside the mutex."""
         self._is_closed = True
         os.close(self._lock_fd)
         os.close(self.fd)
@@ -185,7 +184,7 @@ class Extent:
 
 
 def get_table_bytes(num_slots: int) -> int:
-    """Header and slots: what lies before the data region."""
+    """Return the size of header and slots, which lie before the data region."""
     return HEADER_BYTES + -(-num_slots * _BYTES_PER_SLOT // HEADER_BYTES) * HEADER_BYTES
 
 
@@ -212,7 +211,7 @@ class ShmIndex:
     def format(
         buffer: memoryview, *, num_slots: int, capacity_bytes: int, max_object_bytes: int
     ) -> None:
-        """Make an empty index in memory of zeros that nobody else has yet."""
+        """Make an empty index in memory of zeros that no other process uses yet."""
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
         header[_Field.NUM_SLOTS] = num_slots
         header[_Field.CAPACITY] = capacity_bytes
@@ -222,7 +221,7 @@ class ShmIndex:
     # Questions.
 
     def find(self, key: Key) -> int | None:
-        """The READY slot of a key. There is one at most."""
+        """Return the READY slot of a key. There is one at most."""
         words = np.frombuffer(key, np.uint64)
         for slot in (self._keys[0] == words[0]).nonzero()[0]:
             if self._states[slot] == SlotState.READY and (self._keys[:, slot] == words).all():
@@ -230,7 +229,7 @@ class ShmIndex:
         return None
 
     def is_current(self, slot: int, generation: int) -> bool:
-        """Whether what was put there in that generation is there still."""
+        """Return True if the slot still holds what was put there in that generation."""
         return (
             0 <= slot < self.num_slots
             and self._generations[slot] == generation
@@ -251,14 +250,14 @@ class ShmIndex:
         return bool(self._has_layout[slot])
 
     def get_members(self) -> Iterator[int]:
-        """Everyone who has a lease, or left one in a FREE slot."""
+        """Yield every member that has a lease, or left one in a FREE slot."""
         for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
             for bit in range(_WORD_BITS):
                 if bits >> bit & 1:
                     yield word * _WORD_BITS + bit
 
     def get_usage(self) -> tuple[int, int]:
-        """How many items can be found, and the bytes they take."""
+        """Return the number of items that can be found, and the bytes that they take."""
         ready = self._states == SlotState.READY
         return int(ready.sum()), int(self._rooms[ready].sum())
 
@@ -282,8 +281,10 @@ class ShmIndex:
     def reserve(
         self, key: Key, *, block_bytes: int, metadata_bytes: int, has_layout: bool, member: int
     ) -> int | None:
-        """A WRITING slot with room for an item, leased by `member`; unleased items are evicted for
-        it, oldest first. `None` if all of that would not be enough.
+        """Return a WRITING slot with room for an item, leased by `member`.
+
+        Items without a lease are evicted for it, oldest first. Return `None` if that would not be
+        enough.
         """
         room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
         plan = self._plan(room)
@@ -308,7 +309,10 @@ class ShmIndex:
         return slot
 
     def commit(self, slot: int) -> None:
-        """Its bytes are complete. If the cache was cleared meanwhile it stays RETIRED."""
+        """Let the item be found, now that its bytes are complete.
+
+        If the cache was cleared meanwhile, the slot stays RETIRED.
+        """
         if self._states[slot] == SlotState.WRITING:
             self._states[slot] = SlotState.READY
 
@@ -317,7 +321,7 @@ class ShmIndex:
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
-        """It can't be found any more, and goes with its last lease."""
+        """Hide the item. Its slot is freed with its last lease."""
         is_leased = self._leases[:, slot].any()
         self._states[slot] = SlotState.RETIRED if is_leased else SlotState.FREE
 
@@ -336,13 +340,13 @@ class ShmIndex:
             self.retire(slot)
 
     def discharge(self, member: int) -> None:
-        """Remove all leases of someone who left or died."""
+        """Remove all leases of a member that left or died."""
         word, bit = divmod(member, _WORD_BITS)
         for slot in np.flatnonzero(self._leases[word] >> np.uint64(bit) & np.uint64(1)):
             self.remove_lease(int(slot), member)
 
     def free_orphans(self) -> None:
-        """Free what nobody will finish or free."""
+        """Free the slots that no living member will finish or free."""
         is_pending = (self._states == SlotState.WRITING) | (self._states == SlotState.RETIRED)
         for slot in np.flatnonzero(is_pending):
             if not self._leases[:, slot].any():
@@ -351,10 +355,10 @@ class ShmIndex:
     # Room.
 
     def _plan(self, room: int) -> tuple[int, list[int]] | None:
-        """Where `room` bytes fit, and the slots to evict for that.
+        """Return where `room` bytes fit, and the slots to evict for that.
 
-        The fewest oldest unleased items are found whose absence would leave a large enough gap; of
-        these only those that lie in the way have to go.
+        The fewest oldest items without a lease are found that would leave a large enough gap. Of
+        these only those that lie in the way are evicted.
         """
         slots = np.flatnonzero(self._states)  # FREE is 0
         slots = slots[np.argsort(self._offsets[slots], kind="stable")]
@@ -380,15 +384,16 @@ class ShmIndex:
         return offset, victims or slots[oldest[:num_slots_lacking]].tolist()
 
     def _get_evictable(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Positions in `slots` of what may be evicted, the oldest first."""
+        """Return the positions in `slots` of what may be evicted, the oldest first."""
         is_ready = self._states[slots] == SlotState.READY
         positions = np.flatnonzero(is_ready & ~self._leases[:, slots].any(axis=0))
         return positions[np.argsort(self._last_used[slots[positions]])]
 
 
 def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> int | None:
-    """The smallest number in `[lower, upper]` that is enough. Mostly it is `lower` or the next, so
-    the steps double only then.
+    """Return the smallest number in `[lower, upper]` that is enough.
+
+    Mostly it is `lower` or the next, so the steps double only after these.
     """
     step = 0
     while lower <= upper:
@@ -403,7 +408,9 @@ def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> 
 def _find_gap(
     starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
 ) -> int | None:
-    """The first place of `room` free bytes between the extents `[start, end)`, which are sorted."""
+    """Return the first place of `room` free bytes between extents `[start, end)`, which
+    are sorted.
+    """
     gaps = np.empty((2, len(starts) + 1), dtype=np.int64)  # their starts, and their ends
     gaps[0, 0], gaps[1, -1] = 0, capacity
     gaps[0, 1:], gaps[1, :-1] = ends, starts
@@ -420,7 +427,9 @@ _MAX_SLOTS = 8 * 1024
 
 
 def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
-    """A `ModelError` if the system does not have it."""
+    """Return reserved memory with an empty table. Raise `ModelError` if the system has
+    too little.
+    """
     if capacity_bytes < 1 or max_object_bytes < 1:
         raise ModelError("the shared-memory cache and its largest object need >= 1 byte")
     capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES

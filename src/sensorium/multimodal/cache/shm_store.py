@@ -1,4 +1,4 @@
-"""Processed items in memory that processes share: written once, read in place by everyone.
+"""Processed items in memory that processes share: written once, and read in place by all.
 
 Any number of processes put and read, with an instance each (`create` in one, `attach` in the
 others). Any of them may be killed at any moment: the others go on, and what it held comes back.
@@ -80,7 +80,9 @@ _decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
 class ShmStore:
-    """Safe to use from several threads. Not to be used after a fork: `attach` there."""
+    """A store of processed items that several threads may use. After a fork the child has to
+    `attach`.
+    """
 
     def __init__(self, segment: ShmSegment) -> None:
         """Use `create` or `attach`. Inside the mutex of the segment."""
@@ -97,14 +99,14 @@ class ShmStore:
 
     @classmethod
     def create(cls, *, capacity_bytes: int, max_object_bytes: int) -> ShmStore:
-        """Reserves the memory. A `ModelError` if the system does not have it."""
+        """Return a store in new memory. Raise `ModelError` if the system has too little."""
         return cls._join(
             create_memory(capacity_bytes=capacity_bytes, max_object_bytes=max_object_bytes)
         )
 
     @classmethod
     def attach(cls, fd: int) -> ShmStore:
-        """The store behind a descriptor inherited from another process (`pass_fds`)."""
+        """Return the store behind a descriptor inherited from another process (`pass_fds`)."""
         return cls._join(ShmSegment.attach(fd))
 
     @classmethod
@@ -118,7 +120,7 @@ class ShmStore:
 
     @property
     def fd(self) -> int:
-        """For `pass_fds` and `attach`."""
+        """Return the descriptor for `pass_fds` and `attach`."""
         return self._segment.fd
 
     def put(self, item: ProcessedItem) -> ShmReference | None:
@@ -129,7 +131,7 @@ class ShmStore:
         return self.put_or_find(item)[0]
 
     def put_or_find(self, item: ProcessedItem) -> tuple[ShmReference | None, bool]:
-        """As `put`, and whether it was found."""
+        """Do what `put` does, and return also whether the item was found."""
         key = _make_key(item.mm_hash)
         metadata = _encoder.encode(
             _Metadata(item.modality, item.mm_hash, item.layout, encode_header(item.kwargs))
@@ -156,7 +158,9 @@ class ShmStore:
         return self._acquire(mm_hash, is_use=False)
 
     def lease(self, reference: ShmReference) -> ShmEntry | None:
-        """One lease more on a reference, be it another process's. `None` if the item is gone."""
+        """Lease a reference once more, also one of another process. Return `None` if the item is
+        gone.
+        """
         with self._segment:
             if not self._index.is_current(reference.slot, reference.generation):
                 return None
@@ -164,7 +168,10 @@ class ShmStore:
         return self._read_entry(reference)
 
     def open(self, reference: ShmReference) -> MultiModalKwargsItem:
-        """The tensors in place, no copy; good as long as the caller's lease. Not to be changed."""
+        """Return the tensors in place, without a copy. They must not be changed.
+
+        They are valid as long as the caller's lease.
+        """
         metadata = self._read_metadata(reference)
         extent = self._index.get_extent(reference.slot)
         block = self._data[extent.offset : extent.offset + extent.block_bytes]
@@ -191,7 +198,7 @@ class ShmStore:
                 self._index.touch(slot)
 
     def clear_cache(self) -> None:
-        """From now on nothing is found. What is leased stays good as long as that."""
+        """Hide all items. What is leased stays valid until its release."""
         with self._segment:
             self._index.clear()
 
@@ -201,7 +208,9 @@ class ShmStore:
             self._sweep()
 
     def statistics(self) -> CacheStatistics:
-        """Of the whole store, all processes together; queries and hits are counted elsewhere."""
+        """Return counts of the whole store, for all processes together, without queries
+        and hits.
+        """
         with self._segment:
             num_items, num_bytes = self._index.get_usage()
             return CacheStatistics(
@@ -241,7 +250,7 @@ class ShmStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Bytes are copied outside the mutex, but not after `close`: the room may be another's."""
+        """Count a writer. Bytes are copied outside the mutex, but never after `close`."""
         with self._writers:
             if self._is_closed:
                 raise InvariantError("the shared-memory store is closed")
@@ -256,7 +265,9 @@ class ShmStore:
     def _reserve(
         self, key: Key, item: ProcessedItem, metadata: bytes
     ) -> tuple[ShmReference | None, bool]:
-        """What is there already, or room for the item; and whether it is the latter."""
+        """Return a lease on what is there already, or on room for the item, and whether it is the
+        latter.
+        """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
             found = self._find_equal(key, item)
@@ -289,7 +300,9 @@ class ShmStore:
         self._data[middle : middle + extent.metadata_bytes] = metadata
 
     def _commit(self, key: Key, reference: ShmReference) -> ShmReference:
-        """The item can be found; or another writer's, who was faster."""
+        """Let the item be found, unless another writer was faster. Return the lease
+        that is valid.
+        """
         with self._segment:
             rival = self._index.find(key)
             if rival is None:
@@ -360,7 +373,7 @@ class ShmStore:
 
 
 def _make_key(mm_hash: str) -> Key:
-    """Our own hashes are their digest; any other string gets one."""
+    """Return the digest that the hash is, or a digest of any other string."""
     if _DIGEST.fullmatch(mm_hash):
         return bytes.fromhex(mm_hash)
     return hashlib.sha256(b"sensorium.shm.key:" + mm_hash.encode()).digest()

@@ -1,7 +1,7 @@
-"""Encoded sounds to what feature extractors take: mono float32 samples at the model's rate.
+"""Decodes sounds to what feature extractors take: mono float32 samples at the model's rate.
 
-Decoded, mixed down and resampled piece by piece: never more in memory than one piece and the
-result, whatever the rate and the channels of the file.
+A sound is decoded, mixed down and resampled piece by piece. So no more is in memory than one piece
+and the result, whatever the rate and the channels of the file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sensorium.multimodal.decoding.av_container import (
+from sensorium.multimodal.decoding.guards import (
+    SOUND_FRAME_S,
+    WorkBudget,
     check_codec,
     check_duration,
+    estimate_sound_s,
     open_container,
     refuse_if_longer,
 )
-from sensorium.multimodal.decoding.guards import SOUND_FRAME_S, WorkBudget, estimate_sound_s
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 
@@ -30,14 +32,14 @@ if TYPE_CHECKING:
 Samples = npt.NDArray[np.float32]
 _KIND = "a sound"
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
-_COVER_PIXELS = 16_000_000  # of a picture in a sound file, which nobody looks at
+_COVER_PIXELS = 16_000_000  # of a cover picture in a sound file, which is never used
 _PIECE = 1 << 16  # samples; short frames are gathered, since each resampling call costs
 
 
 def decode_audio(
     data: bytes, *, sampling_rate: int, limits: MediaLimits, budget: WorkBudget | None = None
 ) -> Samples:
-    """Of several tracks the first."""
+    """Return the samples of the first track."""
     budget = budget or WorkBudget()
     with open_container(data, _KIND, max_pixels=_COVER_PIXELS) as container:
         if not container.streams.audio:
@@ -74,7 +76,7 @@ def check_samples(samples: Samples) -> None:
 
 
 def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
-    """By soxr's high quality, as librosa and with it Transformers do."""
+    """Return the samples at another rate, by soxr's high quality as librosa and Transformers do."""
     return np.concatenate(list(_resample_pieces([samples], rate, new_rate)))
 
 
@@ -105,14 +107,14 @@ def _read_samples(frame: AudioFrame) -> npt.NDArray[Any]:
 
 
 def mix_down(channels: Samples) -> Samples:
-    """The mean of the channels, which come as rows."""
+    """Return the mean of the channels, which come as rows."""
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused later
         mixed: Samples = channels[0] if len(channels) == 1 else channels.mean(axis=0)
     return mixed
 
 
 def scale_samples(values: npt.NDArray[Any]) -> Samples:
-    """Full scale becomes 1, of whole numbers of any width; fractions stay."""
+    """Return samples as float32. Full scale of an integer type becomes 1; fractions stay."""
     if values.dtype == np.uint8:  # FFmpeg's only unsigned samples: silence is 128
         return (values.astype(np.float32) - 128) / np.float32(128)
     if values.dtype.kind == "i":
@@ -123,7 +125,10 @@ def scale_samples(values: npt.NDArray[Any]) -> Samples:
 
 
 def _trim_end(pieces: Iterator[Samples], length: Fraction | int) -> Iterator[Samples]:
-    """The last packet of an Ogg file is whole; the sound may end inside it."""
+    """Yield the pieces without what comes behind the end of the sound.
+
+    The last packet of an Ogg file is whole, and the sound may end inside it.
+    """
     left = round(length)
     held = np.zeros(0, dtype=np.float32)
     for piece in pieces:

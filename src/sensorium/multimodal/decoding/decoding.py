@@ -1,7 +1,7 @@
-"""Encoded media to what processors take, by options that are part of an item's name.
+"""Decodes media to what processors take, by options that are part of an item's name.
 
-Owns the options' names and defaults. Whatever changes the decoded pixels or samples of a file
-raises `_VERSION`, so that results of the old way are not found under the new way's names.
+Owns the names and defaults of the options. A change to the decoded pixels or samples of a file has
+to raise `_VERSION`, so that results of the old way are not found under new names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ DecodeOptions = dict[str, Any]
 def resolve_decode_options(
     modality: str, media_io_kwargs: Mapping[str, object] | None
 ) -> DecodeOptions:
-    """Complete and plain, for one modality, from what a request says for each:
-    `{"image": {"background": [r, g, b]}, "video": {"fps": 2.0}}` (or `num_frames`).
+    """Return the complete options of one modality.
+
+    `media_io_kwargs` has the options of a request for each modality: `{"image": {"background": [r,
+    g, b]}, "video": {"fps": 2.0}}` (or `num_frames`).
     """
     given = media_io_kwargs if media_io_kwargs is not None else {}
     if not isinstance(given, Mapping) or not given.keys() <= _CHECKS.keys():
@@ -55,8 +57,10 @@ def resolve_decode_options(
 
 
 def take_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
-    """What a processor is told of a video that is sampled here: how many frames it has is decided
-    before decoding, by `options`, which take over what only the processor was told.
+    """Return the options that the processor gets for a video that is sampled here.
+
+    How many frames it has is decided before decoding, by `options`. If only the processor was given
+    a rate or a number of frames, `options` take that over.
     """
     kwargs = dict(processor_kwargs)
     kwargs.pop("do_sample_frames", None)
@@ -82,8 +86,10 @@ def decode(
     choose_frames: ChooseFrames | None = None,
     budget: WorkBudget | None = None,
 ) -> tuple[object, dict[str, Any] | None]:
-    """The item, and of a video what is known of its frames. `options` are resolved ones; a sound
-    needs `sampling_rate`, a video `choose_frames`. Without a `budget` it may take any time.
+    """Return the item, and for a video also the metadata of its frames.
+
+    `options` are resolved ones. A sound needs `sampling_rate`, a video `choose_frames`. Without a
+    `budget` decoding may take any time.
     """
     budget = budget or WorkBudget()
     if len(data) > limits.max_bytes:

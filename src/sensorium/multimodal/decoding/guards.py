@@ -1,31 +1,32 @@
-"""Turns what decoders raise on damaged files into refusals in our own words.
+"""What keeps decoding safe: bounded memory, bounded work, files that reach nothing else.
 
-Messages name neither addresses nor paths nor what a library said: they go to clients.
+Messages name neither addresses nor paths nor another library's words, because they go to clients.
 
-A ceiling for the memory of a process that decodes what strangers send.
+Decoders call `WorkBudget.expect` with what a header promises, before they decode anything, and
+`spend` for what they have really decoded. So a false header changes nothing but the moment at which
+the work is seen to be long. The constants are one core's speed, measured on server CPUs of the
+2020s. They order items by their work and need no more than the right order of magnitude.
 
-Limits on pixels and seconds are checked before anything is allocated for them. Some containers
-need memory before they say what they hold: a file of a kilobyte can list a hundred million samples
-of which FFmpeg makes a table. Below a ceiling that is a refused file.
-
-What decoding one item may take: an estimate of its work in seconds, and a deadline.
-
-Decoders call `expect` with what a header promises, before they decode anything, and `spend` for
-what they have really decoded. So a header that lies changes nothing but the moment at which the
-work is seen to be long. The constants are one core's speed, measured on 2020s server CPUs; they
-order items by their work and need no more than the right order of magnitude.
+Playlists and manifests (HLS, DASH, concat, ...) name other files and addresses. No such format is
+on the list for FFmpeg, and no protocol is either.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sensorium.types.errors import RequestError, SensoriumError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.stream import Stream
 
 
 @contextmanager
@@ -49,8 +50,13 @@ _STATUS = Path("/proc/self/status")
 
 
 def limit_memory_growth(num_bytes: int) -> None:
-    """This process may take that much more than it has now. For processes that do nothing else:
-    any allocation beyond fails, not only a decoder's. Without Linux' accounts it does nothing.
+    """Allow this process to take that much more memory than it has now.
+
+    Limits on pixels and seconds are checked before anything is allocated for them, but some
+    containers need memory before that: a file of a kilobyte can list a hundred million samples, and
+    FFmpeg makes a table of them. Below a ceiling that is a refused file. Any allocation beyond it
+    fails, not only a decoder's, so this is for processes that only decode. Without Linux' accounts
+    it does nothing.
     """
     if not _STATUS.exists():
         return
@@ -82,7 +88,7 @@ class WorkBudget:
     """The work and the time that one attempt to decode an item may take. Used by one thread."""
 
     def __init__(self, *, max_cost_s: float = math.inf, deadline_s: float = math.inf) -> None:
-        """`deadline_s` counts from now."""
+        """Start the clock: `deadline_s` counts from here."""
         self._max_cost_s = max_cost_s
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
@@ -113,3 +119,81 @@ def estimate_frames_s(num_frames: int, width: int, height: int) -> float:
 def estimate_sound_s(duration_s: float) -> float:
     """Estimate the seconds that it takes to decode and process a sound of that length."""
     return duration_s / _SOUND_S_PER_S
+
+
+_FORMATS = (
+    "aac,aiff,apng,avi,caf,flac,flv,gif,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,"
+    "w64,wav"
+)
+_MICROSECONDS = 1_000_000  # FFmpeg's unit for the duration of a container
+_MAX_STREAMS = 32
+
+
+@contextmanager
+def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[InputContainer]:
+    """Open the file, and refuse as damaged what FFmpeg can't read inside the block."""
+    import av
+
+    options = {
+        "format_whitelist": _FORMATS,
+        "protocol_whitelist": "none",
+        "max_streams": str(_MAX_STREAMS),
+        **get_decoder_options(max_pixels),  # the container is probed by decoding, too
+        "threads": "1",
+    }
+    with refuse_damaged(kind, av.error.FFmpegError):
+        try:
+            container = av.open(
+                io.BytesIO(data), mode="r", options=options, **_get_metadata_options()
+            )
+        except av.error.FFmpegError as error:
+            raise RequestError(
+                f"this is not {kind} that can be read: of an unsupported format, or damaged"
+            ) from error
+        with container:
+            yield container
+
+
+def _get_metadata_options() -> dict[str, Any]:
+    """Return what makes `av.open` accept titles and comments that are not UTF-8.
+
+    PyAV 18 refuses such a file unless it is asked not to. PyAV 19 never does, and has no such
+    argument.
+    """
+    import av
+
+    major_version = int(av.__version__.split(".")[0])
+    return {"metadata_errors": "replace"} if major_version < 19 else {}
+
+
+def check_codec(stream: Stream) -> None:
+    """Raise a `RequestError` if FFmpeg has no decoder for the stream."""
+    if stream.codec_context is None:
+        raise RequestError("it is encoded in a way that can't be decoded here")
+
+
+def get_decoder_options(max_pixels: int) -> dict[str, str]:
+    """Return options with which FFmpeg allocates no larger frame.
+
+    Decoders round sizes up to whole blocks. So the exact limit has to be checked with each frame.
+    """
+    return {"max_pixels": str(2 * max_pixels)}
+
+
+def check_duration(container: InputContainer, stream: Stream, max_duration_s: float) -> float:
+    """Return the seconds that the header claims, which may be 0, or a lie. Raise `RequestError` if
+    they are too many.
+    """
+    durations = [0.0]
+    if container.duration is not None:
+        durations.append(container.duration / _MICROSECONDS)
+    # An unknown time base is None with PyAV 18, and a false ratio (0/1 or 1/0) with PyAV 19.
+    if stream.duration is not None and stream.time_base:
+        durations.append(float(stream.duration * stream.time_base))
+    refuse_if_longer(max(durations), max_duration_s)
+    return max(durations)
+
+
+def refuse_if_longer(duration_s: float, max_duration_s: float) -> None:
+    if duration_s > max_duration_s:
+        raise RequestError(f"it is longer than {max_duration_s:g} seconds, which is the limit")

@@ -1,20 +1,15 @@
-"""The size that the header of an encoded image claims, read in bounded time and without a decoder.
+"""Decodes images to pixels: red, green and blue, upright, on a plain background.
 
-For the process that serves requests: an image library's own look at a file may follow millions of
-chunks, or allocate a canvas. The size may be wrong where a file lies about itself, so it is good
-for estimates and for refusals; decoders check the size that they find once more.
+Owns the list of formats and what becomes of each colour mode. The size is checked before a pixel is
+allocated. Files are opened by the formats' own functions, not by `Image.open`, which has a global
+limit.
 
-Encoded images to pixels: red, green and blue, upright, on a plain background.
-
-Owns the list of formats and what becomes of each colour mode. The size is known and checked before
-a pixel is allocated. Files are opened by the formats' own functions, not by `Image.open`, whose
-limit is a global of the process.
-
-The size of an encoded image from its header: nothing is decoded.
-
-It is the size that `images.decode_image` would give, or `None` where that can't be known before
-pixels are: in other formats, in animations, and where notes on the orientation may stand behind
-the pixels. Damage behind the header is not seen.
+There are two looks at the size of a file that is not decoded. `read_header_size` needs bounded time
+and no decoder, for the process that serves requests: an image library may follow millions of
+chunks, or allocate a canvas. It is good for estimates and for refusals. `read_image_size` gives the
+size that `decode_image` would give, or `None` where that can't be found out before decoding: in
+other formats, in animations, and where notes on the orientation may stand behind the pixels. It
+does not see damage behind the header.
 """
 
 from __future__ import annotations
@@ -119,7 +114,7 @@ def _read_tiff(data: bytes) -> Size | None:
 
 
 def _read_avif(data: bytes) -> Size | None:
-    """A file may hold several images, e.g. a thumbnail: the largest one counts."""
+    """Return the size of the largest image in the file, which may hold a thumbnail as well."""
     prefix = data[:_AVIF_PREFIX_BYTES]
     sizes: list[Size] = []
     place = prefix.find(b"ispe")
@@ -151,7 +146,7 @@ DECODER_ERRORS = (
     struct.error,
     Image.DecompressionBombError,
 )
-_PREFIX_BYTES = 16  # what Pillow's formats look at to know their own
+_PREFIX_BYTES = 16  # what Pillow's formats recognise a file by
 _DEEP_GREY_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _TO_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -173,7 +168,7 @@ def decode_image(
     background: Colour = WHITE,
     budget: WorkBudget | None = None,
 ) -> Image.Image:
-    """An RGB image, turned as its EXIF data says; of several frames the first."""
+    """Return an RGB image of the first frame, turned as its EXIF data demands."""
     with refuse_damaged(_KIND, *DECODER_ERRORS):
         check_webp_size(data, limits)
         with open_image(data) as image:
@@ -185,7 +180,7 @@ def decode_image(
             except Image.DecompressionBombError as error:
                 raise RequestError(_too_many_pixels(limits)) from error
             upright = to_rgb(_turn_upright(image), background=background)
-            upright.info = {}  # nobody turns it again
+            upright.info = {}  # so that no reader turns it again
             return upright
 
 
@@ -210,7 +205,10 @@ def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:
 
 
 def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
-    """What is transparent shows the background. Deep greys are scaled: Pillow would clip them."""
+    """Return an RGB image. Transparent parts show the background.
+
+    Deep greys are scaled, because Pillow would clip them.
+    """
     if image.mode in _DEEP_GREY_MODES:
         image = _scale_deep_grey(image)
     if not image.has_transparency_data:
@@ -223,7 +221,7 @@ def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Nothing is decoded yet."""
+    """Return the image without decoding it."""
     Image.init()
     prefix = data[:_PREFIX_BYTES]
     for name in _FORMATS:
@@ -252,7 +250,10 @@ def _drop_texts(image: Image.Image) -> None:
 
 
 def check_webp_size(data: bytes, limits: MediaLimits) -> None:
-    """WebP's decoder allocates its canvas when it is made, so its header is read here."""
+    """Raise `RequestError` if a WebP file is too large.
+
+    WebP's decoder allocates its canvas when it is made, so the header is read here.
+    """
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return
     size = read_webp_size(data)
@@ -266,7 +267,7 @@ def _too_many_pixels(limits: MediaLimits) -> str:
 
 
 def get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
-    """What makes an image upright, by its EXIF data; `None` if it is."""
+    """Return what makes an image upright by its EXIF data, or `None` if it is upright."""
     try:
         orientation = read_exif().get(ExifTags.Base.Orientation)
     except DECODER_ERRORS:  # damaged notes beside good pixels
@@ -280,9 +281,9 @@ def _turn_upright(image: Image.Image) -> Image.Image:
 
 
 def _scale_deep_grey(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits, of whole numbers (I) and of fractions (F), to grey of 8 bits.
+    """Convert grey of 16 bits, of integers (I) and of fractions (F), to grey of 8 bits.
 
-    I and F don't say how bright white is. Their values do: up to 1 (only F), 255 or 65535.
+    I and F do not define how bright white is. Their values show it: up to 1 (only F), 255 or 65535.
     """
     values: npt.NDArray[Any] = np.asarray(image)
     grey = Image.fromarray(_to_bytes(values, _find_white(image.mode, values)))
@@ -324,7 +325,10 @@ _SWAPPING = (
 
 
 def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | None:
-    """Width and height, upright. A `RequestError` for what is no image, or too large."""
+    """Return width and height of the upright image, or `None` if only decoding shows them.
+
+    Raise `RequestError` for what is no image, or too large.
+    """
     if len(data) > limits.max_bytes:
         raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
     with refuse_damaged("an image", *DECODER_ERRORS):
@@ -342,7 +346,7 @@ def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | No
 
 
 def _is_plain_png(data: bytes) -> bool:
-    """Whether it has one frame, and nothing but pixels behind the first of these."""
+    """Return True if the file has one frame, and only pixels after the first of its pixels."""
     position = _PNG_SIGNATURE_BYTES
     has_pixels = False
     while position + _PNG_HEADER.size <= len(data):

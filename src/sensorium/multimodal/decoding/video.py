@@ -1,17 +1,15 @@
-"""Which frames of a clip a model sees: its processor's own rule, asked before anything is decoded.
+"""Decodes the frames of a video that the model's processor chooses.
 
-Processors that sample nothing by themselves would take every frame of a clip: they get a bounded
-number, spread by that same rule.
+The processor's own rule is asked before anything is decoded. Processors that sample nothing by
+themselves would take every frame of a clip: they get a bounded number, spread by that same rule.
 
-Encoded videos to the frames that were chosen, and what processors want to know of them.
+The clip is looked through once without decoding, to count its frames, and then decoded in order up
+to the last chosen frame. How many pixels that will be is checked before the first one is decoded.
+Only chosen frames are kept, in an array that is allocated once after its size was checked.
 
-The clip is looked through once without decoding, to count its frames; then decoded in order up to
-the last chosen frame. How many pixels that will be is checked before the first one is decoded. Only
-chosen frames are kept, in an array that is allocated once, after its size was checked.
-
-A clip may end before its packets said it would (hidden frames, a cut file). The frames are then
-chosen again among those that are there, and decoded again: what comes out is what a clip of that
-length would have given. An error in the middle is refused.
+A clip may end earlier than its packets promised (hidden frames, a cut file). Then the frames are
+chosen again among those that are there, and decoded again. So the result is that of a clip of the
+real length. An error in the middle is refused.
 """
 
 from __future__ import annotations
@@ -23,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sensorium.multimodal.decoding.av_container import (
+from sensorium.multimodal.decoding.guards import (
+    WorkBudget,
     check_codec,
     check_duration,
+    estimate_frames_s,
     get_decoder_options,
     open_container,
     refuse_if_longer,
 )
-from sensorium.multimodal.decoding.guards import WorkBudget, estimate_frames_s
 from sensorium.multimodal.decoding.images import check_num_pixels
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
@@ -45,12 +44,12 @@ _DEFAULT_NUM_FRAMES = 32
 
 
 def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
-    """`options` may hold the `fps` or the `num_frames` that the request asks for.
+    """Return the choice of frames for a request, of which `options` may hold `fps` or `num_frames`.
 
     The rule is asked as the processor itself would ask it, with its own settings beside those of
     the request. Where it fails (for a clip of fewer frames than it wants, or if it can't have both
-    a rate and a number) it is asked for a number of frames that there are, and if that fails too,
-    the frames are spread evenly.
+    a rate and a number) it is asked for a number of frames that there are. If that fails too, the
+    frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -72,12 +71,12 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
 
 def _takes(sample_frames: Callable[..., object], asked: Mapping[str, object]) -> bool:
-    """Arguments without a name are taken by all rules, and not heeded."""
+    """Return True if the rule has these arguments by name. It ignores those in `**kwargs`."""
     return inspect.signature(sample_frames).parameters.keys() >= asked.keys()
 
 
 def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """To what the clip has: some rules would list as many frames as they are asked for."""
+    """Limit the request to the clip: some rules would list as many frames as they are asked for."""
     most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
     return {name: min(value, most[name]) for name, value in asked.items()}
 
@@ -85,7 +84,7 @@ def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
 def _ask(
     video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> list[int] | None:
-    """`None` if the rule can't do it."""
+    """Return the frames that the rule chooses, or `None` if it can't choose so."""
     from transformers.video_utils import VideoMetadata
 
     try:
@@ -127,7 +126,7 @@ def decode_video(
     limits: MediaLimits,
     budget: WorkBudget | None = None,
 ) -> tuple[Frames, Metadata]:
-    """The chosen frames of the first video track."""
+    """Return the chosen frames of the first video track, and their metadata."""
     budget = budget or WorkBudget()
     metadata = _read_metadata(data, limits, budget)
     for _ in range(2):
@@ -202,7 +201,7 @@ def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimit
 
 
 def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
-    """Of those that are kept of a clip."""
+    """Raise `RequestError` if so many frames of that size are too much to keep."""
     if num_frames > limits.max_frames:
         raise RequestError(f"{num_frames} frames would be used, {limits.max_frames} is the limit")
     if num_frames * width * height > limits.max_video_pixels:
@@ -230,7 +229,10 @@ def _check_work(
 def _read_frames(
     data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
 ) -> tuple[Frames | None, int]:
-    """The frames, and how many were decoded: all of them without frames, if it ended too early."""
+    """Return the frames, and how many were decoded.
+
+    The frames are `None` if the clip ended too early; then all were decoded.
+    """
     kept: Frames | None = None
     num_kept = num_decoded = num_pixels = 0
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
@@ -260,7 +262,9 @@ def _read_frames(
 
 
 def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
-    """Upright, and of the size of the frames before it: a clip may change its size on its way."""
+    """Return an upright frame of the size of those before it. A clip may change its size on its
+    way.
+    """
     # A matrix without an angle gives the lowest or another integer, depending on the processor.
     num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0
     size: dict[str, int] = {}

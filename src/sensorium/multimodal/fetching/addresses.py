@@ -1,20 +1,13 @@
-"""Hosts in one spelling, and which of them may be asked for media.
+"""Which hosts may be asked for media, and the one place where names become addresses.
 
-A canonical host is ASCII (IDNA), lower case, without a trailing dot; every spelling of an IPv4
+A canonical host is ASCII (IDNA), lower case and without a trailing dot. Every spelling of an IPv4
 address (decimal, octal, hexadecimal, shortened) has become the usual one.
 
-Looks names up without holding up anything else.
-
-The system's resolver blocks, may take half a minute for one name, and can't be interrupted, only
-left behind. So each look-up has a thread of its own, which ends with it: a name that is slow holds
-up no other one.
-
-Which addresses may be asked for media, and the one place where names become addresses.
-
 Invariants:
-  1. Every address of a name is checked; one that may not be asked refuses the name.
-  2. What is returned is what was checked: nothing is looked up again before connecting.
-  3. A client can't tell a name that doesn't exist from one with a private address.
+  1. Every address of a name is checked. One that may not be asked refuses the name.
+  2. The addresses that are returned are those that were checked: nothing is looked up again before
+     connecting.
+  3. A client can't distinguish a name that doesn't exist from one with a private address.
 """
 
 from __future__ import annotations
@@ -36,7 +29,9 @@ _NUMBER = re.compile(r"\d+|0x[0-9a-f]*")
 
 
 def canonical_host(host: str) -> str:
-    """Raises ValueError for what is neither a host name nor an address."""
+    """Return the canonical form. Raise `ValueError` for what is neither a host name nor
+    an address.
+    """
     if ":" in host:
         if "%" in host:
             raise ValueError("an address with a zone is for this machine alone")
@@ -56,8 +51,10 @@ def _respell_v4(host: str) -> str:
 
 
 class AllowedDomains:
-    """`example.com` allows that host alone; `.example.com` or `*.example.com` every host below it,
-    not itself. No entry at all allows any host.
+    """The domains that may be asked for media.
+
+    `example.com` allows that host alone. `.example.com` or `*.example.com` allows every host below
+    it, but not itself. Without any entry all hosts are allowed.
     """
 
     def __init__(self, domains: frozenset[str]) -> None:
@@ -66,7 +63,7 @@ class AllowedDomains:
         self._suffixes = tuple("." + _parse_domain(name[1:]) for name in names if name[:1] == ".")
 
     def has(self, host: str) -> bool:
-        """`host` is canonical."""
+        """Return True if this host, in its canonical form, may be asked."""
         if not self._hosts and not self._suffixes:
             return True
         return host in self._hosts or host.endswith(self._suffixes)
@@ -86,7 +83,11 @@ _MAX_LOOK_UPS = 1024
 
 
 class LookUps:
-    """The look-ups that run at this moment, those that were left behind included."""
+    """The look-ups that run at this moment, including those that were left behind.
+
+    The system's resolver blocks, may take half a minute for one name, and can't be interrupted. So
+    each look-up has a thread of its own, and a slow name holds up no other one.
+    """
 
     def __init__(
         self, resolve: Callable[[str, int], Sequence[str]], max_threads: int = _MAX_LOOK_UPS
@@ -95,7 +96,7 @@ class LookUps:
         self._room = asyncio.Semaphore(max_threads)
 
     async def find(self, host: str, port: int) -> Sequence[str]:
-        """Return what the resolver says, or raise what it raises."""
+        """Return what the resolver returns, or raise what it raises."""
         loop = asyncio.get_running_loop()
         found: Future[Sequence[str]] = Future()
         found.set_running_or_notify_cancel()  # from here on it can't be cancelled, only ignored
@@ -121,8 +122,8 @@ class LookUps:
 Resolve = Callable[[str, int], Sequence[str]]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Not for the public although `is_global` of some Python releases says so: protocol assignments,
-# and relays of 6to4 (RFC 7526).
+# Not public, although `is_global` of some Python releases is True: protocol assignments, and relays
+# of 6to4 (RFC 7526).
 _SPECIAL_V4 = [ipaddress.IPv4Network(net) for net in ("192.0.0.0/24", "192.88.99.0/24")]
 # The only IPv6 space that is given out as public, without its special parts: protocol assignments
 # with Teredo, 6to4 and documentation, of which two hold IPv4 addresses.
@@ -132,7 +133,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """All addresses of a name, as the system knows them."""
+    """Return all addresses that the system has for a name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -145,7 +146,7 @@ def is_allowed(address: IPAddress, *, allow_private: bool) -> bool:
 
 
 def _embedded_v4(address: IPAddress) -> ipaddress.IPv4Address | None:
-    """The IPv4 host that an IPv6 address of this kind stands for."""
+    """Return the IPv4 address inside an IPv6 address, if it is of a kind that has one."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -162,7 +163,7 @@ def _is_public(address: IPAddress) -> bool:
 
 
 class AddressGuard:
-    """Looks names up and checks what they lead to. Used on one event loop."""
+    """A resolver that checks what it finds. It is used on one event loop."""
 
     def __init__(self, resolve: Resolve, *, allow_private: bool) -> None:
         self._look_ups = LookUps(resolve)

@@ -1,32 +1,24 @@
-"""Why media was not loaded: an error for the client, and a word for the counters.
+"""What the fetches of all requests share: deadlines, memory, turns, counters and refusals.
 
-Texts may repeat what the client itself sent. They never hold a resolved address, the target of a
-redirect, a path on disk or another library's words.
+All but the counters are used on one event loop only.
 
-Counts what loading media cost, and what it refused.
+Memory: the bodies that a request has received count until all its fetches have ended. When too many
+bytes are held, the request that holds most of them is refused, so that a request with a small
+picture never pays for one with a hundred large videos.
 
-How many bytes the fetches of all requests may hold, and which request gives way.
+Turns: a request always has a fetch under way if it wants one. What it wants beyond that comes out
+of a room that all requests share. The server bounds the number of requests.
 
-Used on one event loop only. The bodies that a request has received count until all its fetches
-have ended. When too many bytes are held, the request that holds most of them is refused: a request
-with a small picture never pays for one with a hundred large videos.
-
-Invariant: `num_bytes` is the sum over all requests, those that were refused but have not ended
-included.
-
-One item on its way from a host: what the client called that host, and the time that is left.
-
-Which fetches may run at the same time, so that no request waits for the fetches of another.
-
-Used on one event loop only. A request always has a fetch under way if it wants one, however many
-others do; what it wants beyond that comes out of a room that all requests share. How many requests
-there are is bounded by the server.
+Texts of refusals may repeat what the client itself sent. They never hold a resolved address, the
+target of a redirect, a path on disk or another library's words.
 
 Invariants:
-  1. A request that waits for a turn has at least one fetch under way.
-  2. No request has more than `max_per_request` fetches under way.
-  3. Fetches beyond the first of each request number at most `max_shared`.
-  4. A free turn goes to the request with the fewest fetches under way, then to the one that has
+  1. `FetchMemory.num_bytes` is the sum over all requests, including those that were refused but
+     have not ended.
+  2. A request that waits for a turn has at least one fetch under way.
+  3. No request has more than `max_per_request` fetches under way.
+  4. There are at most `max_shared` fetches beyond the first of each request.
+  5. A free turn goes to the request with the fewest fetches under way, then to the one that has
      waited longest.
 """
 
@@ -64,7 +56,7 @@ RefusalReason = Literal[
 
 
 class RefusedMediaError(MediaFetchError):
-    """A `MediaFetchError` that knows under which reason it is counted."""
+    """A `MediaFetchError` with the reason under which it is counted."""
 
     def __init__(self, message: str, reason: RefusalReason) -> None:
         super().__init__(message)
@@ -82,23 +74,19 @@ _Event = Literal["fetch", "response_cache_hit", "revalidation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStatistics:
-    """`num_fetches`: requests to hosts, those after redirects included. `num_bytes`: of the bodies
-    that came. `num_response_cache_hits`: answers that needed no request. `num_revalidations`:
-    answers that a host confirmed without sending them again. `refusals`: items, by reason.
-    `loaded_bytes`: of all items that were loaded, by kind of source, those of responses that were
-    kept included.
-    """
+    """Counts of what loading media cost since the start."""
 
-    num_fetches: int
-    num_bytes: int
-    num_response_cache_hits: int
-    num_revalidations: int
-    refusals: Mapping[RefusalReason, int]
+    num_fetches: int  # requests to hosts, including those after redirects
+    num_bytes: int  # of the bodies that came
+    num_response_cache_hits: int  # answers that needed no request
+    num_revalidations: int  # answers that a host confirmed without sending them again
+    refusals: Mapping[RefusalReason, int]  # reason -> items
+    # kind of source -> bytes of all items, including those of responses that were kept
     loaded_bytes: Mapping[SourceKind, int]
 
 
 class FetchCounters:
-    """Thread-safe."""
+    """Counters of loading media, which several threads may use."""
 
     def __init__(self) -> None:
         self._events: Counter[_Event] = Counter()
@@ -235,7 +223,7 @@ class Fetch:
             self._held.add(num_bytes)
 
     def expired(self) -> RefusedMediaError:
-        """Return the refusal of an item whose time, or whose request's time, is over."""
+        """Return the refusal of an item that did not come in its time or in that of its request."""
         if self._request is not None:
             return refuse_late_request(self.host, self._request)
         return self.refusal(f"not delivered within {self._deadline_s:g} s", "deadline")
@@ -280,7 +268,7 @@ class FetchShares:
             self._waiting.pop(share, None)
 
     def give_turns(self) -> None:
-        """Let fetches begin that waited, as far as there is room."""
+        """Begin the fetches that may begin now, of those that wait."""
         while ready := [share for share in self._waiting if self.may_begin(share)]:
             # `min` takes the first of equals, which has waited longest.
             min(ready, key=lambda share: share.num_active).begin_next()

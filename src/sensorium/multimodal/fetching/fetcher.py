@@ -1,14 +1,10 @@
-"""An event loop in a thread of its own, on which all fetches wait for their hosts.
+"""Fetches the http(s) media of requests on an event loop in a thread of its own.
 
-A fetch that waits costs a socket and a coroutine, but no thread: however many hosts are slow, the
+A fetch that waits costs a socket and a coroutine, but no thread. However many hosts are slow, the
 threads that render, decode and tokenise are free for others.
 
-Fetches the http(s) media of requests: which fetch runs when, and until when.
-
-Owns the event loop of all fetches and the shares of requests in it. Thread-safe.
-
 Invariants:
-  1. The fetches of one request end within its deadline, each item within its own.
+  1. The fetches of one request end within its deadline, and each item within its own.
   2. A cancelled request has no fetch under way.
   3. A request never waits, nor is refused, for what other requests fetch, unless it holds more
      bytes than any of them.

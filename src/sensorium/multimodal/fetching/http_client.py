@@ -1,27 +1,18 @@
-"""Reads http(s) URLs into one spelling.
+"""Gets media over http(s): follows redirects, keeps responses, and trusts no host.
 
-Whatever is checked and connected to comes from the `httpx.URL` that is made here, so that no two
-parsers can differ.
+It is used on one event loop. The caller cancels a fetch when its time is over, so that waits need
+no timeouts of their own. Nothing of the environment, no cookie, no credential and no proxy has a
+part in a request. httpcore bounds the head of an answer (100 KiB), and the reader its body.
 
-Connections to checked addresses only.
-
-httpcore asks this backend for each connection, so there is no way around the check; TLS keeps the
-name of the URL, since only the dialled address is replaced. Waits have no timeouts of their own:
-the deadline of the fetch cancels them.
-
-One request to one host, and its answer with the body still to come.
-
-A connection serves one request. Nothing of the environment, no cookie, no credential and no proxy
-has a part in it; the head of the answer is bounded by httpcore (100 KiB), its body by the reader.
-
-Gets media over http(s): follows redirects, keeps responses, and trusts no host.
-
-Owns the order of checks. Used on one event loop; the caller cancels a fetch whose time is over.
 Invariants:
   1. Every hop of a redirect passes the same checks as the first: spelling, domain, address.
-  2. A fetch holds no more than `max_bytes` of an answer.
-  3. An answer is only reused for the URL that gave it, while its host's headers allow it;
-     redirects are always asked again.
+  2. All checks and connections use the `httpx.URL` of `parse_media_url`, so that no two parsers can
+     differ.
+  3. Only checked addresses are connected to: httpcore asks `PinnedBackend` for each connection. TLS
+     keeps the name of the URL, because only the dialled address is replaced.
+  4. A fetch holds no more than `max_bytes` of an answer.
+  5. An answer is only reused for the URL that gave it, while its host's headers allow it. Redirects
+     are always asked again.
 """
 
 from __future__ import annotations
@@ -58,7 +49,10 @@ from sensorium.types.errors import RequestError
 
 
 def parse_media_url(source: str | httpx.URL) -> httpx.URL:
-    """An http(s) URL without a fragment, its host canonical; `RequestError` for anything else."""
+    """Return an http(s) URL without a fragment and with a canonical host.
+
+    Raise `RequestError` for anything else.
+    """
     try:
         url = httpx.URL(source)
         host = canonical_host(url.raw_host.decode("ascii"))
@@ -123,8 +117,9 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
 
 
 class PinnedStream(httpcore.AsyncNetworkStream):
-    """A stream that gives a bounded number of bytes until `expect_body`: httpcore bounds the head
-    of an answer, but not how many interim answers may come before it.
+    """A stream that gives a bounded number of bytes until `expect_body` is called.
+
+    httpcore bounds the head of an answer, but not how many interim answers may come before it.
     """
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, fetch: Fetch) -> None:
@@ -180,10 +175,10 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`headers`: by lower-case name, repeated ones joined by commas."""
+    """An answer with its body still to come."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # by lower-case name, repeated ones joined by commas
     chunks: AsyncIterable[bytes]
 
 
@@ -196,7 +191,10 @@ async def open_exchange(
     ssl_context: ssl.SSLContext | None,
     fetch: Fetch,
 ) -> AsyncIterator[Answer]:
-    """What goes wrong on the wire, also while the body is read inside, is refused as media."""
+    """Send one request over a connection of its own, and give its answer.
+
+    Raise a refusal for what goes wrong on the wire, also while the body is read inside the block.
+    """
     host, port = url.raw_host, url.port or _DEFAULT_PORTS[url.scheme]
     origin = httpcore.Origin(scheme=url.raw_scheme, host=host, port=port)
     target = httpcore.URL(scheme=url.raw_scheme, host=host, port=port, target=url.raw_path)
@@ -235,7 +233,9 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class HttpClient:
-    """`ssl_context` None: certificates of the system and of certifi."""
+    """A client for media. Without an `ssl_context` it trusts certificates of the system and
+    certifi.
+    """
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class HttpClient:
         raise fetch.refusal(f"more than {self._limits.max_redirects} redirects", "redirects")
 
     async def _ask(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes | httpx.URL:
-        """The content of `url`, or where to ask for it instead."""
+        """Return the content of `url`, or the URL to ask instead."""
         cached = self._cache.get(str(url))
         if cached is not None and cached.fresh_until > self._clock():
             check_content_type(cached.headers, modality, fetch)

@@ -1,7 +1,7 @@
-"""The encoded bytes of media items, wherever they come from; nothing is decoded here.
+"""Loads the encoded bytes of media items, wherever they come from. Nothing is decoded here.
 
 Raw bytes and `data:` URLs are taken at once in the caller's thread. http(s) URLs are fetched on an
-event loop, and `file:` URLs are read in a bounded number of threads, which serve nothing else; the
+event loop, and `file:` URLs are read in a bounded number of threads that serve nothing else. The
 caller's thread is not needed meanwhile.
 """
 
@@ -43,9 +43,11 @@ _NUM_FILE_THREADS = 16
 
 
 class MediaLoader:
-    """Thread-safe. `resolve` and `connect` stand between this and the network; every address that
-    is connected to has been checked. Each item has the whole of `limits.deadline_s`, from the
-    moment that its turn comes, within the time of its request.
+    """A loader that several threads may use.
+
+    `resolve` and `connect` stand between it and the network, and every address that is connected to
+    has been checked. An item has `limits.deadline_s` from the moment at which its turn comes,
+    within the time of its request.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class MediaLoader:
                 started[urls] = self._get_fetcher().start(urls)
             for file in files:
                 started[(file,)] = self._file_threads.submit(self._read_file, file[0])
-        except RuntimeError as error:  # the word of executors and of the loop for being closed
+        except RuntimeError as error:  # executors and the loop raise this after they were closed
             raise CapacityError(_CLOSED) from error
         if cancelled is not None:
             for future in started.values():
@@ -221,7 +223,7 @@ class MediaLoader:
         return MediaBytes(source if isinstance(source, bytes) else bytes(source))
 
     def _get_fetcher(self) -> Fetcher:
-        """Return the fetcher. It is made when it is first needed: it brings httpx along.
+        """Return the fetcher, which is made when it is first needed because it imports httpx.
 
         Raise `RuntimeError` if the loader was closed.
         """
@@ -251,7 +253,7 @@ def _get_scheme(source: str) -> str:
 
 
 def _get_kind(source: MediaSource) -> SourceKind:
-    """Of a source that was loaded."""
+    """Return the kind under which a loaded source is counted."""
     if not isinstance(source, str):
         return "bytes"
     scheme = source[:4].lower()

@@ -1,14 +1,13 @@
-"""Decodes `data:` URLs, at little more than the cost of one base64 decoding.
+"""Media that need no network: `data:` URLs, and `file:` URLs below one allowed directory.
 
-What is strictly base64 is decoded straight from the string. Everything that browsers and clients
-also send (line breaks, the URL-safe alphabet, missing padding, percent-encoded `+`, `/` and `=`)
-is tidied only after the strict decoding has refused it.
+Strict base64 is decoded straight from the string. Whatever else browsers and clients send (line
+breaks, the URL-safe alphabet, missing padding, percent-encoded `+`, `/` and `=`) is tidied only
+after the strict decoding has refused it.
 
-Reads `file:` URLs: regular files below one allowed directory, and nothing else.
-
-Invariants:
-  1. Symbolic links are resolved first and the result is checked; the resolved path is then opened
-     part by part without following links, so that a link made in between leads nowhere.
+Invariants of files:
+  1. Only regular files are read. Symbolic links are resolved first and the result is checked. The
+     resolved path is then opened part by part without following links, so that a link made in
+     between leads nowhere.
   2. A client can't learn what else exists on the disk: whatever is wrong has one text.
 """
 
@@ -34,7 +33,7 @@ _SPELLINGS = {b"\n": b"", b"\r": b"", b" ": b"", b"\t": b"", b"\f": b"", b"-": b
 
 
 def decode_data_url(source: str, max_bytes: int) -> bytes:
-    """The bytes of `data:[type][;parameters][;base64],payload`; the type is not looked at."""
+    """Return the bytes of `data:[type][;parameters][;base64],payload`, whatever the type is."""
     comma = source.find(",", 5, 5 + _MAX_HEADER_CHARACTERS)
     if comma < 0:
         raise RequestError("the data URL has no comma between its type and its content")

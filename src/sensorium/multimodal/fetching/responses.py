@@ -1,21 +1,8 @@
-"""What a response's headers say about keeping it (RFC 9111, as a shared cache without guesses).
+"""Responses of media hosts: which are taken for media, which are kept, and which are shared.
 
-Headers are mappings from lower-case names to values. Nothing is fresh that doesn't say for how
-long; requests are always sent with the same headers, so that any `Vary` but `*` is satisfied.
-
-Responses to media URLs, kept within a number of bytes.
-
-Owns which response is dropped first: the one that was used least recently. Knows no HTTP beyond
-what `freshness` reads from a response's headers.
-
-Invariant: the sizes of all entries add up to `num_bytes`, which never exceeds the capacity.
-
-Which answers of a host are taken for media: by type, encoding and size.
-
-One fetch per URL at a time: a request that comes while it runs waits for its result.
-
-Used on one event loop only. The fetch belongs to the request that began it, and ends with it; then
-one of those that waited begins another. So no request is bound to the deadline of another.
+Freshness follows RFC 9111, as a shared cache without guesses. A response is fresh only for as long
+as its headers allow explicitly. Requests are always sent with the same headers, so that any `Vary`
+but `*` is satisfied. Headers are mappings from lower-case names to values.
 """
 
 from __future__ import annotations
@@ -40,7 +27,9 @@ _MAX_LIFETIME_S = 10 * 365 * 86400
 
 
 def parse_cache_control(headers: Headers) -> dict[str, str]:
-    """The first of each directive; `""` for one without a value."""
+    """Return directive -> value, `""` for one without a value. The first of each
+    directive counts.
+    """
     directives: dict[str, str] = {}
     for name, quoted, plain in _DIRECTIVE.findall(headers.get("cache-control", "")):
         directives.setdefault(name.lower(), quoted or plain)
@@ -55,13 +44,13 @@ def is_storable(headers: Headers) -> bool:
 
 
 def make_validators(headers: Headers) -> dict[str, str]:
-    """The request headers that ask "still the same?"; none when the response has no name."""
+    """Return the request headers that ask whether the content is still the same."""
     names = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
     return {ask: headers[name] for name, ask in names.items() if headers.get(name)}
 
 
 def compute_fresh_until(headers: Headers, now: float) -> float:
-    """Until when a response that came at `now` may be used without asking."""
+    """Return the time until which a response that came at `now` may be used without asking."""
     directives = parse_cache_control(headers)
     if "no-cache" in directives:
         return now
@@ -80,7 +69,7 @@ def _compute_lifetime_s(headers: Headers, directives: Mapping[str, str], sent_at
 
 
 def _parse_seconds(text: str) -> int:
-    """What isn't a number of seconds is none."""
+    """Return the number of seconds in the text, or 0 if it is no number."""
     text = text.strip()
     if not (text.isascii() and text.isdigit()):
         return 0
@@ -106,15 +95,15 @@ _KEPT_HEADERS = (
     "last-modified",
     "vary",
 )
-# Those that tell of one message, not of the content that it confirms.
+# Headers that describe one message, and not the content that it confirms.
 _MESSAGE_HEADERS = ("age", "date")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedResponse:
-    """`media` is the same object for as long as the host says that it is the same content."""
+    """A response to a media URL."""
 
-    media: MediaBytes
+    media: MediaBytes  # the same object for as long as the host confirms the content
     headers: Mapping[str, str]
     fresh_until: float
 
@@ -124,7 +113,7 @@ class CachedResponse:
         return cls(media=media, headers=kept, fresh_until=compute_fresh_until(kept, now))
 
     def confirm(self, headers: Mapping[str, str], now: float) -> CachedResponse:
-        """After "not modified": the same content under the headers that came with that answer."""
+        """Return the same content under the headers of a "not modified" answer."""
         lasting = {k: v for k, v in self.headers.items() if k not in _MESSAGE_HEADERS}
         return self.receive(self.media, {**lasting, **headers}, now)
 
@@ -167,7 +156,7 @@ class ResponseCache:
         self._responses.clear()
 
 
-# Hosts that don't know what they store.
+# Types of hosts that do not look at what they store.
 _ANY_MODALITY = frozenset({"application/octet-stream", "binary/octet-stream"})
 # Main types and whole types. Containers of sound are often sent as videos; some videos are GIFs.
 _TYPES_BY_MODALITY: Mapping[str, frozenset[str]] = {
@@ -189,7 +178,10 @@ def check_content_type(headers: Mapping[str, str], modality: str, fetch: Fetch) 
 
 
 def check_before_body(headers: Mapping[str, str], max_bytes: int, fetch: Fetch) -> None:
-    """Compressed answers are refused: none was asked for, and they may unpack without end."""
+    """Raise a refusal if the answer is compressed or too large.
+
+    No compression was asked for, and a compressed answer may unpack without end.
+    """
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise fetch.refusal("the answer is compressed", "content_encoding")
     # httpcore lets only plain digits through, 20 at most.
@@ -198,7 +190,10 @@ def check_before_body(headers: Mapping[str, str], max_bytes: int, fetch: Fetch) 
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, fetch: Fetch) -> bytes:
-    """Tiny pieces are refused: a host could keep a core busy at the cost of a few bytes each."""
+    """Return the whole body. Raise a refusal if it is too large or comes in tiny pieces.
+
+    A host could keep a core busy with tiny pieces, at the cost of a few bytes each.
+    """
     body = io.BytesIO()
     num_chunks = -1
     async for chunk in chunks:
@@ -220,7 +215,12 @@ Key = tuple[str, str]  # a URL and a modality
 
 
 class SharedFetches:
-    """The fetches that run at this moment, by URL and modality."""
+    """The fetches that run at this moment: one per URL and modality.
+
+    A request that comes while a fetch runs waits for its result. The fetch belongs to the request
+    that began it and ends with it; then one of those that waited begins another. So no request is
+    bound to the deadline of another. Used on one event loop only.
+    """
 
     def __init__(self) -> None:
         self.num_waiting = 0  # callers of `get`, those that fetch included

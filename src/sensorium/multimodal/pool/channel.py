@@ -1,12 +1,14 @@
-"""One end of the socket between the parent and a worker: a small frame and, beside it, a block.
+"""The connection between the parent and a worker of the pool, and the messages on it.
 
-A block of more than `MAX_INLINE_BYTES` is written once into memory of its own (a memfd) and mapped
-by the receiver; the socket carries only its descriptor.
+A message is a small frame and, beside it, a block of bytes. A block of more than `MAX_INLINE_BYTES`
+is written once into memory of its own (a memfd) and mapped by the receiver. Then the socket carries
+only its descriptor.
 
 Invariants:
-  1. A mapped block can't shrink (it is sealed) and is as large as was said: no access faults.
+  1. A mapped block can't shrink (it is sealed) and has the size that its message gives: no access
+     faults.
   2. What either side writes to a block that it received stays its own (a private mapping).
-  3. No descriptor outlives the call that made or received it, but for those within an `mmap`.
+  3. No descriptor outlives the call that made or received it, except those within an `mmap`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,16 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from sensorium.types.errors import CapacityError, ErrorRecord, RequestError, make_record
+
+if TYPE_CHECKING:
+    from sensorium.types.multimodal import MultiModalKwargsItem
+
 
 MAX_INLINE_BYTES = 64 * 2**10
 MAX_FRAME_BYTES = 16 * 2**20
@@ -31,11 +43,11 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class ChannelError(Exception):
-    """The other end is gone, or says what makes no sense: nothing more can come from it."""
+    """The other end is gone or sends nonsense, so that nothing more can come from it."""
 
 
 def get_remaining(deadline: float) -> float:
-    """The seconds until then. `TimeoutError` if there are none."""
+    """Return the seconds until then. Raise `TimeoutError` if there are none."""
     remaining = deadline - time.monotonic()
     if remaining <= 0.0:
         raise TimeoutError
@@ -43,7 +55,7 @@ def get_remaining(deadline: float) -> float:
 
 
 def map_privately(descriptor: int, num_bytes: int) -> memoryview:
-    """Keeps a descriptor open for as long as the view lives."""
+    """Map the block. The view keeps a descriptor open for as long as it lives."""
     mapping = mmap.mmap(
         descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )
@@ -51,7 +63,7 @@ def map_privately(descriptor: int, num_bytes: int) -> memoryview:
 
 
 class Channel:
-    """Not thread-safe: one thread at each end."""
+    """One end of the connection. It is not thread-safe: each end has one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -59,14 +71,15 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def is_readable(self, timeout_s: float) -> bool:
-        """Whether something (it may be the end) comes within that time."""
+        """Return True if something, which may be the end, comes within that time."""
         return bool(self._poll.poll(timeout_s * 1000.0))
 
     def send(
         self, frame: bytes, blocks: Sequence[Buffer] = (), *, deadline: float | None = None
     ) -> None:
-        """The receiver gets the blocks, which are flat and of bytes, as one. `TimeoutError` after
-        the deadline.
+        """Send a frame and its blocks, which are flat and of bytes. The receiver gets them as one.
+
+        Raise `TimeoutError` after the deadline.
         """
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(f"a frame of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
@@ -92,7 +105,9 @@ class Channel:
         deadline: float | None = None,
         map_block: Callable[[int, int], memoryview] = map_privately,
     ) -> tuple[bytes, memoryview]:
-        """A frame and its block, which is writable. `TimeoutError` after the deadline."""
+        """Return a frame and its block, which is writable. Raise `TimeoutError` after
+        the deadline.
+        """
         prefix, descriptors = self._receive_prefix(deadline)
         try:
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
@@ -116,7 +131,7 @@ class Channel:
         self._connection.settimeout(None if deadline is None else get_remaining(deadline))
 
     def _receive_prefix(self, deadline: float | None) -> tuple[bytes, list[int]]:
-        """The descriptor comes with the first byte of its message."""
+        """Return the prefix and the descriptors, which come with the first byte of a message."""
         self._set_deadline(deadline)
         prefix, ancillary, flags, _ = self._connection.recvmsg(
             _PREFIX.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
@@ -148,7 +163,10 @@ class Channel:
 
 
 def _make_block(views: list[memoryview], num_bytes: int) -> int:
-    """Written by the system, not through a mapping: no page is filled with zeros first."""
+    """Return a sealed memfd with the content.
+
+    The system writes it, and not a mapping, so that no page is filled with zeros first.
+    """
     descriptor = os.memfd_create("sensorium-block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         rest = views
@@ -179,3 +197,100 @@ def _check_block(descriptor: int, num_bytes: int) -> None:
         raise ChannelError("a block that is no sealed memory") from error
     if not is_sealed or os.fstat(descriptor).st_size != num_bytes:
         raise ChannelError("a block that is not what was said")
+
+
+class CostlyJobError(Exception):
+    """A job is more work than it was given time for: it is to be run as a long one."""
+
+    def __init__(self, cost_s: float) -> None:
+        super().__init__(f"about {cost_s:.1f} s of work")
+        self.cost_s = cost_s
+
+
+class Handler(Protocol):
+    """What a worker runs. It is made by `factory(settings: bytes)` and called from one thread."""
+
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
+        """Do a job. Return a reply and tensors, which may be none.
+
+        `block` is writable, belongs to the worker, and is not kept after the call. The message of a
+        `RequestError` or a `CapacityError` reaches the caller; of any other error only that there
+        was one. A handler that finds the job to be more than `max_cost_s` of work raises
+        `CostlyJobError` instead of doing it.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the handler with its worker. This is not called when the worker is killed."""
+        ...
+
+
+NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
+NO_MEMORY = "it needs more memory to be processed than an item may take"
+_MAX_MESSAGE_LENGTH = 2000
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The first message to a worker."""
+
+    handler: str  # "package.module:factory"
+    settings: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer of a worker that has made its handler and takes jobs."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The last message of a worker that could not make its handler."""
+
+    reason: str
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A job for a worker. Its input is the block beside it."""
+
+    job: bytes
+    max_cost_s: float  # a job that is more work is answered by `Costly`; infinite: any may be
+    is_long: bool  # it is long work, which is done at a low priority
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of a job."""
+
+    reply: bytes
+    header: bytes  # describes the tensors in the block beside it; empty: there are none
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer of a worker to a job that failed alone."""
+
+    error: ErrorRecord
+
+
+class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer of a worker to a job that it did not do, because it is too much work."""
+
+    cost_s: float
+
+
+Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(frame: bytes) -> Message:
+    return _decoder.decode(frame)
+
+
+def make_failure(error: RequestError | CapacityError) -> Failure:
+    """Return the message about an error, cut to a length that a frame can hold."""
+    record = make_record(error)
+    return Failure(replace(record, message=record.message[:_MAX_MESSAGE_LENGTH]))

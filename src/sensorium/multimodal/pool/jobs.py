@@ -28,7 +28,7 @@ from sensorium.types.multimodal import MultiModalKwargsItem
 
 SHORT_S = 0.5  # a job that is estimated to take more is a long one
 _MAX_LAG_S = 10.0  # by which the longest job comes later than a short one
-_MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs, each of which holds up its caller
+_MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs
 _CLOSED = "media can't be processed: the server is stopping"
 
 
@@ -48,7 +48,7 @@ class PoolJob:
     blocks: Sequence[Buffer]
     wait_s: float  # how long it may wait for a worker
     deadline_s: float  # how long a worker may take, from the start of its work
-    cost_s: float | None  # how long it is estimated to take; None: only the worker can tell
+    cost_s: float | None  # how long it is estimated to take; None: only the worker can find out
     on_reply: Callable[[PoolReply], Any]
     future: Future[Any] = field(default_factory=Future)  # gets the result of `on_reply`
     submitted: float = field(default_factory=time.monotonic)
@@ -62,11 +62,11 @@ class PoolJob:
 
     @property
     def order(self) -> float:
-        """The smallest one is taken first."""
+        """Return the rank of the job: the smallest one is taken first."""
         return self.submitted + min(self.cost_s or 0.0, _MAX_LAG_S)
 
     def cancel(self) -> bool:
-        """A job that waits never runs; of one that runs the result is dropped. False: too late."""
+        """Drop the job, or its result if it runs already. Return False if it is too late."""
         return self.future.cancel()
 
     def finish(self, result: Any) -> None:
@@ -79,7 +79,7 @@ class PoolJob:
 
 
 class JobQueue:
-    """Jobs that wait for one of `num_workers`. Safe to use from several threads."""
+    """Jobs that wait for one of `num_workers`. Several threads may use it."""
 
     def __init__(self, max_queued: int, *, num_workers: int = 1) -> None:
         self._max_queued = max_queued
@@ -100,7 +100,7 @@ class JobQueue:
 
     @property
     def max_unknown_cost_s(self) -> float:
-        """The work that a job of unknown cost may turn out to be before it has to wait again."""
+        """Return how much work a job of unknown cost may be before it has to wait again."""
         return SHORT_S if self._has_several_workers else math.inf
 
     def add(self, job: PoolJob) -> None:
@@ -175,7 +175,7 @@ class JobQueue:
             )
 
     def refuse(self, reason: str, duration_s: float) -> None:
-        """No worker can be started: fail what waits, and what comes in that time."""
+        """Fail all jobs, also those that come in that time, because no worker can be started."""
         with self._changed:
             self._refusal = reason, time.monotonic() + duration_s
         self._fail_all(self._make_refusal)
@@ -188,7 +188,7 @@ class JobQueue:
 
     @property
     def was_refused(self) -> bool:
-        """Whether workers could not be started, once."""
+        """Return True if there was a time in which workers could not be started."""
         return self._refusal is not None
 
     def wait_until_closed(self, timeout_s: float) -> None:
@@ -234,8 +234,10 @@ class JobQueue:
             job.fail(make_error())
 
     def _forget(self, future: Future[Any]) -> None:
-        """It is settled, by whomever. Knows the job by its future: a callback that held the job
-        would keep its result alive until the garbage collector comes.
+        """Drop and count a job that is settled.
+
+        The job is found by its future: a callback that held the job would keep its result alive
+        until the garbage collector comes.
         """
         is_cancelled = future.cancelled()
         if is_cancelled:

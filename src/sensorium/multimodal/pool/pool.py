@@ -1,11 +1,15 @@
 """A pool of processes that run one handler, for jobs that hold the interpreter or may crash it.
 
 A job that crashes its worker, or is over its deadline, fails alone: the worker is replaced. Workers
-are fresh interpreters (nothing is forked), and nothing that they say is unpickled.
+are fresh interpreters (nothing is forked), and nothing that they send is unpickled. Each worker has
+a slot: a thread that gives it jobs, replaces a process that has died, decides what becomes of its
+job, and gives up on processes that can't be started.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 import weakref
@@ -13,10 +17,260 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Buffer
+from sensorium.multimodal.pool.channel import (
+    MAX_FRAME_BYTES,
+    NOT_PROCESSED,
+    Buffer,
+    Costly,
+    Failure,
+    Reply,
+)
 from sensorium.multimodal.pool.jobs import JobQueue, PoolJob, PoolReply
-from sensorium.multimodal.pool.slot import Slot, WorkerSettings
-from sensorium.types.errors import InvariantError
+from sensorium.multimodal.pool.process import WorkerInterruptedError, WorkerLostError, WorkerProcess
+from sensorium.types.errors import (
+    CapacityError,
+    FailedRequestError,
+    InvariantError,
+    RequestError,
+    SensoriumError,
+)
+from sensorium.types.multimodal import MultiModalKwargsItem
+
+_IDLE_CHECK_S = 0.5  # how soon it is seen that an idle worker has died, or the pool was dropped
+_SETTLED_S = 5.0  # a worker that ends sooner, and without a job, has not really started
+_MAX_START_TRIES = 3
+_FIRST_PAUSE_S = 0.1  # after a failed start; doubled with each
+_MAX_PAUSE_S = 10.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How a worker is started and ended."""
+
+    handler: str
+    settings: bytes
+    inherited_fds: tuple[int, ...]
+    max_retries: int
+    start_timeout_s: float
+    grace_s: float  # time in which it may end by itself
+
+
+class Slot:
+    """A place for one worker. Its attributes are written by its own thread only."""
+
+    def __init__(self, queue: JobQueue, settings: WorkerSettings, slots: Sequence[Slot]) -> None:
+        self._queue = queue
+        self._settings = settings
+        self._slots = slots
+        self._process: WorkerProcess | None = None
+        self._num_failed_starts = 0
+        self._not_before = 0.0
+        self._ready_at = 0.0
+        self._num_starts = 0
+        self.is_ready = False
+        self.was_ready = False
+        self.is_running = False
+        self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return True if the last attempt to start the worker failed."""
+        return self._num_failed_starts > 0
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self._num_starts - 1)
+
+    @property
+    def process_id(self) -> int | None:
+        process = self._process
+        return None if process is None else process.process_id
+
+    def _work(self) -> None:
+        try:
+            self._let_the_first_start()
+            while not self._queue.is_closed:
+                if self._process is not None:
+                    self._serve(self._process)
+                elif self._may_start():
+                    self._start()
+                else:
+                    self._queue.wait_until_closed(_IDLE_CHECK_S)
+        except WorkerInterruptedError:
+            pass
+        finally:
+            self.is_ready = False
+            if self._process is not None:
+                self._process.close(self._settings.grace_s)
+            self._queue.close()
+
+    def _let_the_first_start(self) -> None:
+        """Wait until the first worker has started, or has failed to. Two at once would take twice
+        as long on a machine with few cores, and the server needs one as soon as it can be.
+        """
+        first = self._slots[0]
+        while first is not self and not (first.was_ready or first.has_failed):
+            if self._queue.is_closed:
+                return
+            self._queue.wait_until_closed(_IDLE_CHECK_S)
+
+    def _may_start(self) -> bool:
+        if self._num_failed_starts >= _MAX_START_TRIES and not len(self._queue):
+            return False
+        self._queue.wait_until_closed(self._not_before - time.monotonic())
+        return not self._queue.is_closed and time.monotonic() >= self._not_before
+
+    def _start(self) -> None:
+        settings = self._settings
+        self._num_starts += 1
+        try:
+            self._process = WorkerProcess(
+                handler=settings.handler,
+                settings=settings.settings,
+                inherited_fds=settings.inherited_fds,
+                keep_waiting=self._keep_waiting,
+            )
+        except (OSError, RuntimeError) as error:  # no memory, no descriptors; the program ends
+            self._note_failed_start(str(error))
+            return
+        reason = self._process.wait_until_ready(settings.start_timeout_s)
+        if reason is None:
+            self._ready_at = time.monotonic()
+            self.was_ready = self.is_ready = True  # in this order: a slot that is ready was ready
+        else:
+            self._lose_process()
+            self._note_failed_start(reason)
+
+    def _note_failed_start(self, reason: str) -> None:
+        self._num_failed_starts += 1
+        _logger.warning("a worker that processes media could not be started: %s", reason)
+        pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_failed_starts, _MAX_PAUSE_S)
+        self._not_before = time.monotonic() + pause_s
+        if self._num_failed_starts >= _MAX_START_TRIES and not any(
+            slot.is_ready for slot in self._slots
+        ):
+            self._not_before = time.monotonic() + _MAX_PAUSE_S
+            self._queue.refuse(f"media can't be processed: {reason}", _MAX_PAUSE_S)
+
+    def _serve(self, process: WorkerProcess) -> None:
+        job = self._queue.take_job(self, _IDLE_CHECK_S)
+        if not process.is_alive():
+            if job is not None:
+                self._queue.release(self)
+                self._queue.add_again(job)
+            self._lose_process()
+            if time.monotonic() - self._ready_at < _SETTLED_S:
+                self._note_failed_start("it ended without a job")
+            else:
+                self._num_failed_starts = 0
+        elif job is not None:
+            self.is_running = True
+            try:
+                self._run(process, job)
+            except WorkerInterruptedError:
+                raise
+            except Exception:  # a job fails alone, whatever happens to it here
+                _logger.exception("a job of the pool failed")
+                self._lose_process()
+                job.fail(FailedRequestError(NOT_PROCESSED))
+            finally:
+                self.is_running = False
+                self._queue.release(self)
+
+    def _run(self, process: WorkerProcess, job: PoolJob) -> None:
+        self._num_failed_starts = 0
+        is_unknown = job.cost_s is None
+        try:
+            message, block = process.run(
+                job.job,
+                job.blocks,
+                deadline=time.monotonic() + job.deadline_s,
+                max_cost_s=self._queue.max_unknown_cost_s if is_unknown else math.inf,
+                is_long=job.is_long,
+            )
+        except TimeoutError:
+            self._lose_process()
+            reason = f"it could not be processed in time ({job.deadline_s:g} seconds)"
+            job.fail(RequestError(reason))
+        except WorkerLostError as error:
+            _logger.warning("a worker that processed media was lost: %s", error)
+            self._lose_process()
+            self._try_again(job, error)
+        except WorkerInterruptedError:
+            job.fail(CapacityError("media can't be processed: the server is stopping"))
+            raise
+        else:
+            if isinstance(message, Costly):
+                self._queue.add_as_long(job, message.cost_s)
+            else:
+                _settle(job, message, block)
+
+    def _try_again(self, job: PoolJob, error: WorkerLostError) -> None:
+        job.num_lost += 1
+        job.num_crashes += error.is_crash
+        if job.num_lost <= self._settings.max_retries:
+            self._queue.add_again(job)
+        else:
+            job.fail(_make_loss(job))
+
+    def _lose_process(self) -> None:
+        self.is_ready = False
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+    def _keep_waiting(self) -> bool:
+        self._queue.drop_expired()
+        return not self._queue.is_closed
+
+
+def _make_loss(job: PoolJob) -> SensoriumError:
+    """Return the error for a job that has lost all its workers. The item is at fault only if every
+    one of them crashed by itself. A worker that was killed from outside proves nothing against the
+    item, so the caller may try again.
+    """
+    if job.num_crashes == job.num_lost:
+        return RequestError(f"the process that worked on it crashed ({job.num_lost} times)")
+    return CapacityError(
+        f"the process that worked on it was ended from outside ({job.num_lost} times in all)"
+    )
+
+
+def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
+    if job.future.done():
+        return
+    if isinstance(message, Failure):
+        job.fail(message.error.make_error())
+        return
+    result, error = _call_back(job.on_reply, message, block)
+    if error is None:
+        job.finish(result)
+    else:
+        job.fail(error)
+
+
+def _call_back(
+    on_reply: Callable[[PoolReply], Any], message: Reply, block: memoryview
+) -> tuple[Any, Exception | None]:
+    """Return the result of the callback, or its error.
+
+    Apart from `_settle`, so that the error's traceback doesn't hold the job that holds it.
+    """
+    try:
+        kwargs = _decode(message.header, block)
+        return on_reply(PoolReply(reply=message.reply, kwargs=kwargs)), None
+    except Exception as error:  # the caller's callback: its error, not this thread's
+        return None, error
+
+
+def _decode(header: bytes, block: memoryview) -> MultiModalKwargsItem:
+    if not header:
+        return {}
+    from sensorium.multimodal.item_codec import decode_block
+
+    return decode_block(header, block)
+
 
 _MAX_JOB_BYTES = MAX_FRAME_BYTES - 1024
 _JOIN_S = 10.0
@@ -24,11 +278,11 @@ _JOIN_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """`num_workers`, `num_queued`, `num_running` are of now, the others since the start."""
+    """Counts of a pool since its start."""
 
-    num_workers: int
-    num_queued: int
-    num_running: int
+    num_workers: int  # that are ready at this moment
+    num_queued: int  # at this moment
+    num_running: int  # at this moment
     num_restarts: int
     num_done: int
     num_failed: int
@@ -40,7 +294,9 @@ def _return_reply(reply: PoolReply) -> PoolReply:
 
 
 class ProcessPool:
-    """Safe to use from several threads; not after a fork. When it is dropped, its workers end."""
+    """A pool that several threads may use, but not after a fork. When it is dropped, its workers
+    end.
+    """
 
     def __init__(
         self,
@@ -54,8 +310,10 @@ class ProcessPool:
         start_timeout_s: float = 300.0,
         grace_s: float = 2.0,
     ) -> None:
-        """`handler` is "package.module:factory" (`handler.Handler`). `inherited_fds` have the same
-        numbers in the workers. A worker gets `grace_s` to end by itself when the pool is closed.
+        """Prepare a pool. `handler` is "package.module:factory" of a `channel.Handler`.
+
+        `inherited_fds` have the same numbers in the workers. A worker gets `grace_s` to end by
+        itself when the pool is closed.
         """
         if size < 1:
             raise InvariantError(f"a pool of {size} processes")
@@ -87,15 +345,19 @@ class ProcessPool:
 
     @property
     def is_starting(self) -> bool:
-        """No worker was ready yet, and it is not known that none will be. Never true again: a
-        worker that ends later is replaced, and jobs wait for that.
+        """Return True until the first worker is ready, or none can be started.
+
+        It is never True again: a worker that ends later is replaced, and jobs wait for that.
         """
         queue = self._queue
         is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
         return not is_settled and not queue.is_closed
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Whether all workers are ready within that time. `CapacityError` if they can't be."""
+        """Return True if all workers are ready within that time.
+
+        Raise `CapacityError` if they can't be started.
+        """
         self.start()
         deadline = time.monotonic() + timeout_s
         while not all(slot.is_ready for slot in self._slots):
@@ -117,13 +379,14 @@ class ProcessPool:
         cost_s: float | None = None,
         on_reply: Callable[[PoolReply], Any] = _return_reply,
     ) -> PoolJob:
-        """Waits while the queue is full; `CapacityError` if it still is after `wait_s`.
+        """Put a job into the queue, and wait while that is full.
 
-        A worker may take `deadline_s`, from the start of its work; the job may wait `wait_s` for a
-        worker (`None`: as long as it may work), and longer is a `CapacityError` too. `cost_s` is an
-        estimate of the work; without one, a worker that finds it long puts the job back. The
-        handler gets the blocks as one; they must not change until the job is settled.
-        `on_reply` runs in a thread of the pool, and what it returns is the future's result.
+        Raise `CapacityError` if it still is full after `wait_s`. A worker may take `deadline_s`,
+        from the start of its work. The job may wait `wait_s` for a worker (`None`: as long as it
+        may work), and fails with a `CapacityError` after that. `cost_s` is an estimate of the work;
+        without one, a worker that finds it long puts the job back. The handler gets the blocks as
+        one; they must not change until the job is settled. `on_reply` runs in a thread of the pool,
+        and what it returns is the future's result.
         """
         if len(job) > _MAX_JOB_BYTES:
             raise InvariantError(f"a job of {len(job)} bytes; {_MAX_JOB_BYTES} at most")
@@ -140,7 +403,7 @@ class ProcessPool:
         return pool_job
 
     def close(self) -> None:
-        """End the workers and fail what is not done. Again: nothing."""
+        """End the workers and fail what is not done. Further calls do nothing."""
         self._queue.close()
         with self._lock:
             threads = [slot.thread for slot in self._slots if self._is_started]
@@ -149,7 +412,7 @@ class ProcessPool:
                 thread.join(self._grace_s + _JOIN_S)
 
     def get_process_ids(self) -> list[int]:
-        """Of the workers that there are now."""
+        """Return the ids of the workers that there are at this moment."""
         ids = [slot.process_id for slot in self._slots]
         return [process_id for process_id in ids if process_id is not None]
 

@@ -23,10 +23,6 @@ from sensorium.multimodal.pool.channel import (
     Buffer,
     Channel,
     ChannelError,
-    get_remaining,
-    map_privately,
-)
-from sensorium.multimodal.pool.messages import (
     Costly,
     Failure,
     Job,
@@ -37,10 +33,12 @@ from sensorium.multimodal.pool.messages import (
     StartFailed,
     decode_message,
     encode_message,
+    get_remaining,
+    map_privately,
 )
 
-_LOOK_UP_S = 0.1  # how often the one who waits for a worker sees to other things
-_LAST_WORDS_S = 1.0  # for what an ended worker has said and nobody has read yet
+_LOOK_UP_S = 0.1  # how often other things are done while a worker is waited for
+_LAST_WORDS_S = 1.0  # for what an ended worker has written and was not read yet
 _END_S = 10.0  # from the end of its connection to that of a process
 # How a process ends that ran into a fault of its own, with the sign that `subprocess` gives it.
 _CRASHES = frozenset(
@@ -61,11 +59,14 @@ class WorkerLostError(Exception):
 
 
 class WorkerInterruptedError(Exception):
-    """The pool is stopping, so nobody waits for the worker's answer any more."""
+    """The pool is stopping, so that the worker's answer is no longer wanted."""
 
 
 class WorkerProcess:
-    """`keep_waiting` is asked again and again while a worker is waited for."""
+    """One worker process, as its parent sees it.
+
+    `keep_waiting` is called again and again while the worker is waited for.
+    """
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> str | None:
-        """`None` when it is ready, otherwise the reason why it won't be."""
+        """Wait for the worker. Return `None` when it is ready, or the reason why it won't be."""
         deadline = time.monotonic() + timeout_s
         try:
             self._channel.send(self._start, deadline=deadline)
@@ -122,7 +123,7 @@ class WorkerProcess:
         max_cost_s: float,
         is_long: bool = False,
     ) -> tuple[Reply | Failure | Costly, memoryview]:
-        """Its answer and the block of the answer. `TimeoutError` after the deadline."""
+        """Return the answer and its block. Raise `TimeoutError` after the deadline."""
         try:
             message_bytes = encode_message(Job(job, max_cost_s, is_long))
             self._channel.send(message_bytes, blocks, deadline=deadline)
@@ -172,8 +173,9 @@ class WorkerProcess:
 
 
 def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
-    """Memory that may be kept in a cache: unlike `map_privately` it holds no descriptor open, of
-    which a process has few.
+    """Map the block to memory that may be kept in a cache.
+
+    Unlike `map_privately` it holds no descriptor open, of which a process has few.
     """
     import torch
 
@@ -204,7 +206,7 @@ def _spawn(descriptor: int, inherited_fds: Sequence[int]) -> subprocess.Popen[by
 
 
 def _log_lines(lines: IO[bytes]) -> None:
-    """What a worker or its libraries write belongs into this process's log, in its format."""
+    """Write the output of a worker and its libraries to this process's log, in its format."""
     with lines:
         for line in lines:
             _logger.warning("a worker: %s", line.decode(errors="replace").rstrip())

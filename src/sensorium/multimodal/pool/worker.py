@@ -1,14 +1,14 @@
-"""Runs a long job at a low priority, so that it takes what the rest of the machine leaves.
+"""The process of one worker: makes its handler, then answers one job after another.
 
-Linux weighs threads by their nice value only within one scheduling group, and by default makes a
-group of every session (`autogroup`). A worker is a session of its own, so both values are set: the
-thread's, and the group's for as long as the job runs. A thread can't raise its priority again
-without privileges; that is why the job gets a thread of its own.
+It is run by `process.WorkerProcess` and never imported by the parent. It is light on purpose:
+torch is loaded by the handler, or with the first tensors that the handler gives. It ends when its
+parent does.
 
-The process of one worker: makes its handler, then answers one job after another.
-
-Run by `process.WorkerProcess`, never imported by the parent. Light on purpose: torch is loaded by
-the handler, or with the first tensors that it gives. Ends when its parent does.
+A long job runs at a low priority, so that it takes what the rest of the machine leaves. Linux
+weighs threads by their nice value only within one scheduling group, and by default makes a group of
+every session (`autogroup`). A worker is a session of its own, so both values are set: the thread's,
+and the group's for as long as the job runs. A thread can't raise its priority again without
+privileges, so the job gets a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from sensorium.multimodal.pool.channel import MAX_FRAME_BYTES, Channel, ChannelError
-from sensorium.multimodal.pool.messages import (
+from sensorium.multimodal.pool.channel import (
+    MAX_FRAME_BYTES,
     NO_MEMORY,
     NOT_PROCESSED,
+    Channel,
+    ChannelError,
     Costly,
     CostlyJobError,
     Handler,
@@ -51,7 +53,7 @@ from sensorium.types.errors import (
     RequestError,
     SensoriumError,
 )
-from sensorium.utils.loading import without_collection
+from sensorium.utils.process import without_collection
 
 if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
@@ -130,8 +132,10 @@ def main() -> None:
 
 
 def _end_with_parent(parent_id: int) -> None:
-    """Also in the middle of a job. The signal comes when the parent's thread that started this
-    process ends; that thread waits for this process before it does.
+    """End this process with its parent, also in the middle of a job.
+
+    The signal comes when the parent's thread that started this process ends. That thread waits for
+    this process before it does.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_id:  # it ended before the line above
@@ -139,7 +143,9 @@ def _end_with_parent(parent_id: int) -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """Where memory runs out, a worker can be replaced; the parent can't."""
+    """Let the system kill workers first if memory runs out: they can be replaced, the
+    parent can't.
+    """
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
 
@@ -151,7 +157,7 @@ def _start(channel: Channel) -> Handler | None:
         raise ChannelError(f"{type(message).__name__} before the start")
     try:
         handler = _make_handler(message.handler, message.settings)
-    except Exception as error:  # whatever the handler's modules raise, the parent must hear of it
+    except Exception as error:  # the parent must learn the reason, whatever it is
         _logger.exception("a worker of the pool could not start")
         reason = str(error) if isinstance(error, SensoriumError) else _describe(error)
         channel.send(encode_message(StartFailed(reason[:_MAX_REASON_LENGTH])))
@@ -171,7 +177,9 @@ def _describe(error: Exception) -> str:
 
 
 def _limit_threads() -> None:
-    """As many threads as workers: one each. If torch comes later, OMP_NUM_THREADS says it."""
+    """Use one thread, because there are many workers. OMP_NUM_THREADS does it if torch
+    comes later.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
@@ -196,7 +204,7 @@ def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview)
         frame, buffers = encode_message(make_failure(error)), []
     except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
         frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
-    except Exception:  # a job fails alone; its caller hears no internals
+    except Exception:  # a job fails alone, and its caller learns no internals
         _logger.exception("a job of the pool failed")
         frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)

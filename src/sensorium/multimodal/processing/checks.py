@@ -1,7 +1,7 @@
-"""What may be given as a media item in process: PIL images, arrays and tensors.
+"""Checks media that are given in process: PIL images, arrays and tensors.
 
 Paths and addresses are not followed here. Images are taken as they are, without a look at their
-EXIF data: whoever has an image object has decided how it stands.
+EXIF data: the caller has decided how they stand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sensorium.multimodal.decoding.audio import (
     resample,
     scale_samples,
 )
-from sensorium.multimodal.decoding.av_container import refuse_if_longer
+from sensorium.multimodal.decoding.guards import refuse_if_longer
 from sensorium.multimodal.decoding.images import check_num_pixels, to_rgb
 from sensorium.multimodal.decoding.video import check_num_frames
 from sensorium.multimodal.limits import MediaLimits
@@ -33,7 +33,7 @@ _MAX_CHANNELS = 64  # of a sound; more are no channels
 # Those that processors compute with. With larger unsigned numbers they do so wrongly.
 _INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 _PIXEL_TYPES = _INTEGERS | {"float16", "bfloat16", "float32", "float64"}
-# What Transformers' `VideoMetadata` has, and what a caller may say of frames.
+# The fields of Transformers' `VideoMetadata`, which a caller may give for frames.
 _VIDEO_FIELDS = frozenset(
     {"total_num_frames", "fps", "width", "height", "duration", "video_backend", "frames_indices"}
 )
@@ -48,7 +48,9 @@ def check_media(
     is_scaled_already: bool,
     limits: MediaLimits | None = None,
 ) -> tuple[object, Metadata | None]:
-    """The item in a form that processors understand, and what is known of a video's frames."""
+    """Return the item in a form that processors understand, and the metadata of a
+    video's frames.
+    """
     limits = MediaLimits() if limits is None else limits
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None
@@ -64,9 +66,9 @@ def check_media(
 
 
 def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
-    """What can be refused before a value is read, as naming an item does: its form and its size."""
+    """Raise `RequestError` for a form or a size that can be refused before any value is read."""
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: a rate, or what is known of frames
+        media = media[0]  # beside it: a rate, or the metadata of frames
     if isinstance(media, list | tuple) and modality == "video":
         for frame in media:
             check_unread("image", frame, limits)
@@ -83,7 +85,7 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
 
 
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
-    """Frames, or a pair of frames and a mapping."""
+    """Return frames and their metadata, from frames or a pair of both."""
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
     return media if is_pair else (media, None)  # type: ignore[return-value]
 
@@ -125,8 +127,9 @@ def _is_number(value: object) -> bool:
 def _check_audio(
     media: object, sampling_rate: int | None, limits: MediaLimits
 ) -> np.ndarray[Any, Any]:
-    """Mono samples as float32 at the model's rate, from samples or a pair of samples and their
-    rate. Of two dimensions the smaller one is that of the channels, the first if they are equal.
+    """Return mono samples as float32 at the model's rate, from samples or a pair with their rate.
+
+    Of two dimensions the smaller one is that of the channels, or the first if they are equal.
     """
     rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:
@@ -137,7 +140,7 @@ def _check_audio(
         kind = str(media.dtype).removeprefix("torch.")
         if kind not in _PIXEL_TYPES:
             raise RequestError(f"samples are numbers from -1 to 1, or signed integers, not {kind}")
-        is_rare = media.dtype is torch.bfloat16  # which numpy doesn't know
+        is_rare = media.dtype is torch.bfloat16  # which numpy does not have
         media = (media.float() if is_rare else media).detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
         raise RequestError(f"expected an array of samples, not {type(media).__name__}")
@@ -228,8 +231,10 @@ def _check_shape(modality: str, media: Any) -> None:
 
 
 def _check_pixels(media: object, *, is_scaled_already: bool) -> None:
-    """Processors divide by 255: values from 0 to 1 would be seen as black, those above 255 as
-    white, without a word.
+    """Raise `RequestError` for pixel values that a processor would misunderstand.
+
+    Processors divide by 255: values from 0 to 1 would be seen as black and those above 255 as
+    white, without an error.
     """
     if not isinstance(media, np.ndarray | torch.Tensor):
         return

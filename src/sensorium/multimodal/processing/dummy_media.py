@@ -1,10 +1,15 @@
-"""A small item of any modality, for trials and for learning what a processor makes of one."""
+"""Small items of any modality: decoded for trials, and as files for warm-up."""
 
 from __future__ import annotations
 
+import io
+import wave
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+
+from sensorium.multimodal.limits import MediaLimits
 
 # Seconds of sound, and height and width of pictures: two items differ in both.
 _DURATIONS_S = (1.0, 1.4)
@@ -24,8 +29,10 @@ def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> ob
 
 
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
-    """Items of different lengths and shapes: what a processor makes of all of them alike, it makes
-    of every item. One sound is longer than the usual window of an encoder.
+    """Yield items of different lengths and shapes.
+
+    What a processor makes of all of them alike, it makes of every item. One sound is longer than
+    the usual window of an encoder.
     """
     generator = np.random.default_rng(0)
     if modality == "audio":
@@ -36,3 +43,64 @@ def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
     for num_frames, height, width in ((4, 112, 168), (8, 336, 224), (6, 64, 448)):
         frames = () if modality == "image" else (num_frames,)
         yield generator.integers(0, 256, (*frames, height, width, 3), dtype=np.uint8)
+
+
+# Few models take sounds of this rate: a file of it is resampled, as most files are.
+_RATE = 24_000
+_FPS = 4
+
+
+def make_dummy_file(modality: str) -> bytes:
+    """Return the bytes of a small PNG, WAV or MP4, as a client would send it."""
+    media: Any = make_dummy_media(modality, _RATE)
+    file = io.BytesIO()
+    _WRITERS[modality](file, media)
+    return file.getvalue()
+
+
+def exceeds_limits(modality: str, limits: MediaLimits) -> bool:
+    """Return whether limits on media refuse the dummy, which then shows nothing of other items."""
+    media: Any = make_dummy_media(modality, _RATE)
+    if len(make_dummy_file(modality)) > limits.max_bytes:
+        return True
+    if modality == "audio":
+        return bool(len(media) > limits.max_duration_s * _RATE)
+    height, width = media.shape[-3:-1]
+    num_frames = 1 if modality == "image" else len(media)
+    if modality == "video" and num_frames > limits.max_duration_s * _FPS:
+        return True
+    return bool(
+        height * width > limits.max_pixels
+        or num_frames > limits.max_frames
+        or (modality == "video" and num_frames * height * width > limits.max_video_pixels)
+    )
+
+
+def _write_image(file: io.BytesIO, pixels: Any) -> None:
+    from PIL import Image
+
+    Image.fromarray(pixels).save(file, "PNG")
+
+
+def _write_sound(file: io.BytesIO, samples: Any) -> None:
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(_RATE)
+        sound.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+
+
+def _write_video(file: io.BytesIO, frames: Any) -> None:
+    import av
+
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=_FPS)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.thread_count = 1
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+_WRITERS = {"image": _write_image, "audio": _write_sound, "video": _write_video}

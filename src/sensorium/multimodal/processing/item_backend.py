@@ -1,26 +1,75 @@
-"""Where items are processed: in the thread that asks, in a pool of processes, or in one until the
-other is there.
+"""Where items are processed: in the thread that asks, or in a pool of processes.
+
+Before an item goes to the pool, its work is estimated from a few bytes at most, because that runs
+in the process that serves requests. What only FFmpeg can see (how many frames a video has, how long
+a sound is) is found by the process that decodes it.
+
+Embeddings are taken only if the operator allows it, because the sender decides what the decoder
+sees. They need a family in which the number of an item's embeddings fixes its place in a prompt.
+Where positions follow from a grid, or text stands among the placeholders, they are refused.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from sensorium.multimodal.decoding.guards import CostlyItemError
+import torch
+from PIL import Image
+
+from sensorium.multimodal.decoding.guards import (
+    CostlyItemError,
+    estimate_frames_s,
+    estimate_sound_s,
+)
+from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
+from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_bytes import MediaBytes
 from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.multimodal.processing.item_messages import decode_reply, encode_job
+from sensorium.multimodal.processing.item_handler import decode_reply, encode_job
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.work_estimate import estimate_cost_s
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
-from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import PRECOMPUTED, ProcessedItem
 from sensorium.types.times import ItemTimes
 from sensorium.types.transfer import ShmReference
+
+_UNKNOWN_RATE = 16_000  # samples a second; the rate does not matter for an estimate
+
+
+def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float | None:
+    """Return the seconds of work that an item will be; `None` if only a decoder can see it.
+
+    Raise `RequestError` for a picture that is larger than the limits allow, by its header.
+    """
+    if isinstance(media, MediaBytes):
+        size = read_header_size(media.data) if modality == "image" else None
+        if size is None:
+            return None
+        check_num_pixels(*size, limits)
+        return estimate_frames_s(1, *size)
+    if isinstance(media, tuple) and len(media) == 2:
+        media = media[0]  # beside it: a rate, or the metadata of frames
+    num_values = _count_values(media)
+    if modality == "audio":
+        return estimate_sound_s(num_values / _UNKNOWN_RATE)
+    return estimate_frames_s(1, num_values // 3, 1)
+
+
+def _count_values(media: Any) -> int:
+    """Count the numbers that media in process consists of; 0 for what is no such media."""
+    if isinstance(media, list | tuple):
+        return sum(map(_count_values, media))
+    if isinstance(media, Image.Image):
+        return 3 * media.width * media.height
+    shape = getattr(media, "shape", None)
+    return math.prod(shape) if isinstance(shape, tuple) else 0
+
 
 EARLY_COST_S = SHORT_S  # of items that a frontend processes itself before its pool is there
 _KILL_DELAY_S = 5.0
@@ -28,10 +77,10 @@ _KILL_DELAY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedItem:
-    """`times`: how long its stages took, wherever they ran."""
+    """An item that was processed."""
 
     result: ProcessedItem | ShmReference
-    times: ItemTimes
+    times: ItemTimes  # how long its stages took, wherever they ran
 
 
 class ItemBackend(Protocol):
@@ -43,7 +92,9 @@ class ItemBackend(Protocol):
 
 
 class InProcessBackend:
-    """`start` returns when the item is done."""
+    """A backend that processes items in the caller's thread: `start` returns when the
+    item is done.
+    """
 
     def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
         self._worker = worker
@@ -60,7 +111,10 @@ class InProcessBackend:
 
 
 class PoolBackend:
-    """`keep`: results are put into the shared store that the pool's processes know."""
+    """A backend that processes items in the pool.
+
+    With `keep` results are put into the store that is shared with the pool's processes.
+    """
 
     def __init__(
         self, pool: ProcessPool, processor: MultiModalProcessor, limits: MediaLimits, *, keep: bool
@@ -98,12 +152,13 @@ class PoolBackend:
 
 
 class EarlyBackend:
-    """In the caller's thread until the pool has a worker that is ready, and in the pool from then
-    on. For frontends that serve before their pool is there: nobody waits for its imports.
+    """A backend in the caller's thread until the pool has a worker that is ready, and in the pool
+    then.
 
-    What is long work waits for the pool all the same. What holds in process holds here: limits on
-    size are kept, but a processor's work that has begun can't be cut off by a deadline, nor is a
-    crash of a decoder the worker's alone.
+    It is for frontends that serve before their pool is there, so that no request waits for its
+    imports. Long work waits for the pool all the same. In the caller's thread limits on size hold,
+    but a processor's work that has begun can't be cut off by a deadline, and a crash of a decoder
+    is not the worker's alone.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -118,3 +173,51 @@ class EarlyBackend:
             except CostlyItemError:  # the pool starts with this job, if it has not yet
                 pass
         return self._late.start(job, media)
+
+
+class EmbedsBackend:
+    """A backend that takes embeddings itself and leaves other items to another backend.
+
+    Embeddings are taken of `modalities`, and have the `width` of the model's decoder.
+    """
+
+    def __init__(
+        self,
+        backend: ItemBackend,
+        processor: MultiModalProcessor,
+        *,
+        is_enabled: bool,
+        modalities: Collection[str],
+        width: int,
+    ) -> None:
+        self._backend = backend
+        self._processor = processor
+        self._is_enabled = is_enabled
+        self._modalities = frozenset(modalities)
+        self._width = width
+
+    def start(self, job: ItemJob, media: object) -> Flight:
+        if not isinstance(media, PrecomputedEmbeds):
+            return self._backend.start(job, media)
+        self._check(job.modality, media.tensor)
+        # A copy: the caller may go on with its own.
+        embeds = media.tensor.detach().to("cpu", copy=True).contiguous()
+        item = ProcessedItem(
+            modality=job.modality,
+            mm_hash=job.mm_hash,
+            kwargs={PRECOMPUTED: embeds},
+            layout=self._processor.make_plain_layout(job.modality, len(embeds)),
+        )
+        return FinishedFlight(FinishedItem(result=item, times={}))
+
+    def _check(self, modality: str, tensor: torch.Tensor) -> None:
+        if not self._is_enabled:
+            raise RequestError("embeddings are not taken here: start with enable_mm_embeds")
+        if modality not in self._modalities:
+            raise RequestError(
+                f"this model takes no embeddings of {modality}: it needs more than their number"
+            )
+        if tensor.shape[1] != self._width:
+            raise RequestError(f"embeddings have the width {self._width}, not {tensor.shape[1]}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise RequestError("some of the embeddings are not finite numbers")

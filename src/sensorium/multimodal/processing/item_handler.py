@@ -1,4 +1,7 @@
-"""What a process of the pool runs: the model's processor, and the shared store if there is one."""
+"""What a process of the pool runs: the model's processor, and the shared store if there is one.
+
+A job and its result are msgpack beside blocks of raw memory.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,119 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
+from PIL import Image
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.decoding.guards import CostlyItemError, limit_memory_growth
+from sensorium.multimodal.item_codec import as_bytes, decode_block, encode_header
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.pool.messages import CostlyJobError
+from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.pool.channel import CostlyJobError
 from sensorium.multimodal.processing.cost_guard import OwnOptions
-from sensorium.multimodal.processing.dummy_files import make_dummy_file
-from sensorium.multimodal.processing.item_messages import (
-    ItemReply,
-    decode_job,
-    encode_plain,
-    encode_reply,
-)
+from sensorium.multimodal.processing.dummy_media import make_dummy_file
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem
+from sensorium.types.transfer import ShmReference
+
+
+class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A job for a process of the pool. Its block has the media."""
+
+    job: ItemJob
+    keep: bool  # put the result into shared memory
+    # What the block is: the "bytes" of a file, or the pixels or samples of a "pil" image, a "numpy"
+    # array or a "torch" tensor.
+    form: str
+    header: bytes = b""
+    metadata: dict[str, Any] | None = None
+
+
+class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a job, whose tensors may come beside it."""
+
+    layout: ItemLayout
+    reference: ShmReference | None = None  # where the tensors are, if they are not beside it
+    times: dict[str, float] = {}  # stage -> seconds
+
+
+def _as_plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_plain)
+_message_decoder = msgspec.msgpack.Decoder(_ItemMessage)
+_reply_decoder = msgspec.msgpack.Decoder(ItemReply)
+
+
+def encode_job(
+    job: ItemJob, media: object, *, processor: MultiModalProcessor, keep: bool
+) -> tuple[bytes, list[Any]]:
+    """Return the message, and the blocks that go with it.
+
+    Raise `RequestError` for media in process that no processor understands.
+    """
+    if isinstance(media, MediaBytes):
+        return encode_plain(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
+    checked, metadata = processor.check_media(job.modality, media, job.processor_kwargs)
+    form, tensor = _as_tensor(checked)
+    message = _ItemMessage(
+        job=job,
+        keep=keep,
+        form=form,
+        header=encode_header({"media": tensor}),
+        metadata=metadata,
+    )
+    return encode_plain(message), [as_bytes(tensor).numpy().data]
+
+
+def encode_plain(message: msgspec.Struct) -> bytes:
+    """Return the bytes of a message, or raise a `RequestError` if an option in it is an object."""
+    try:
+        return _encoder.encode(message)
+    except (TypeError, UnicodeEncodeError, OverflowError) as error:
+        raise RequestError("options of media are plain numbers, texts, lists and maps") from error
+
+
+def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
+    if isinstance(media, torch.Tensor):
+        return "torch", media
+    if isinstance(media, np.ndarray):
+        return "numpy", torch.from_numpy(media)
+    if isinstance(media, Image.Image):
+        return "pil", torch.from_numpy(np.array(media))
+    raise InvariantError(f"checked media can't be a {type(media).__name__}")
+
+
+def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool]:
+    """Return the job, its media, and whether to keep the result."""
+    decoded = _message_decoder.decode(message)
+    if decoded.form == "bytes":
+        return decoded.job, bytes(block), decoded.keep
+    tensor = decode_block(decoded.header, block)["media"]
+    media: object = tensor
+    if decoded.form == "numpy":
+        media = tensor.numpy()
+    elif decoded.form == "pil":
+        media = Image.fromarray(tensor.numpy())
+    if decoded.metadata is not None:
+        media = media, decoded.metadata
+    return decoded.job, media, decoded.keep
+
+
+def encode_reply(reply: ItemReply) -> bytes:
+    return _encoder.encode(reply)
+
+
+def decode_reply(reply: bytes) -> ItemReply:
+    return _reply_decoder.decode(reply)
+
 
 _logger = logging.getLogger(__name__)
 _PLACES = ("allowed_domains", "allowed_local_path")  # what a process that fetches nothing ignores
@@ -51,9 +149,11 @@ def make_settings(
     own_options: OwnOptions | None = None,
     allow_larger_media: bool = False,
 ) -> bytes:
-    """`warm_modalities`: of which it processes an item before the first that anybody sends.
-    `own_options`: what the server gives to processor and decoders; with `allow_larger_media` a
-    request may ask for more than these can make of an item.
+    """Return the settings of a handler.
+
+    It processes an item of each of `warm_modalities` before the first job. `own_options` are those
+    that the server gives to processor and decoders. With `allow_larger_media` a request may ask for
+    more than these can make of an item.
     """
     sizes = {name: value for name, value in asdict(limits).items() if name not in _PLACES}
     return encode_plain(

@@ -1,12 +1,23 @@
 """Decodes and processes one item at a time, wherever that runs: in the frontend or in a pool.
 
 Owns the model's processor there, which is not safe to use from two threads. Refuses items that a
-request's options make too large, and sounds of which the model would not hear the end.
+request's options make too large, and sounds that are longer than the model listens.
+
+Processors cut off what is longer than their window, without an error. How long that window is
+stands in no common place, so the processor is tried: if the end of a sound may change without any
+change in the result, that end is cut off. The sounds of such trials are our own, so that no
+client's sound decides about another's.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
 from threading import Lock
 from typing import Any
 
@@ -20,23 +31,189 @@ from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import read_image_size
 from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions
-from sensorium.multimodal.processing.hearing import Hearing
-from sensorium.multimodal.processing.item_cost import Shape
+from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions, Shape
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.stage_times import StageTimes
+from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.times import ItemTimes
+from sensorium.utils.lru import LruCache
+
+
+class StageTimes:
+    """The seconds that the stages of one item took. It is not safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add({stage: time.monotonic() - began})
+
+    def add(self, times: ItemTimes) -> None:
+        """Add the times of stages that were measured elsewhere."""
+        self._seconds = add_times(self._seconds, times)
+
+    def get(self) -> ItemTimes:
+        return dict(self._seconds)
+
+
+def add_times(first: ItemTimes, second: ItemTimes) -> dict[str, float]:
+    stages = {**first, **second}
+    return {stage: first.get(stage, 0.0) + second.get(stage, 0.0) for stage in stages}
+
+
+# The end that may go unheard: less than a syllable, and more than what coders pad a sound with.
+_TOLERANCE_S = 0.05
+_MAX_OPTION_SETS = 64
+_USUAL_WINDOW_S = 60
+
+
+@dataclass(slots=True)
+class _Window:
+    """What was found out about the window under one set of options, in samples."""
+
+    heard: int = 0  # the longest sound that was taken to its end
+    unheard: int | None = None  # the shortest one that was not; `None` if there was none
+    is_exact: bool = False  # nothing longer is taken, apart from what is tolerated
+
+    def excludes(self, num_samples: int) -> bool:
+        """Return True if it is certain that so long a sound is cut off."""
+        return self.is_exact or (self.unheard is not None and num_samples >= self.unheard)
+
+
+class Hearing:
+    """A memory of how long a sound may be.
+
+    It must not be used from two threads at once, because the processor must not.
+    """
+
+    def __init__(self, processor: MultiModalProcessor) -> None:
+        self._processor = processor
+        self._windows: LruCache[str, _Window] = LruCache(_MAX_OPTION_SETS)  # by options
+
+    def check(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> None:
+        """Raise `RequestError` if the end of a sound of this length would be cut off."""
+        if self._processor.takes_whole_sounds:
+            return
+        window = self._get_window(processor_kwargs)
+        num_needed = num_samples - self._num_tolerated
+        if num_needed > window.heard and not window.excludes(num_needed):
+            self._explore(window, num_samples, processor_kwargs)
+        if num_needed <= window.heard:
+            return
+        limit = "this model does not hear it to its end"
+        if window.is_exact:
+            limit = f"this model hears {_as_seconds(window.heard, self._rate)}"
+        raise RequestError(
+            f"the sound is {_as_seconds(num_samples, self._rate)} long; {limit}: send it in pieces"
+        )
+
+    def _explore(
+        self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
+    ) -> None:
+        """Find out whether a sound of this length is taken whole, and if not, where the window
+        ends.
+
+        A window is mostly one of the numbers that a processor has, and a short one. So that is
+        tried first: it spares most sounds a trial, and very long ones a trial at their length.
+        """
+        usual = _USUAL_WINDOW_S * self._rate
+        candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
+        for length in [c for c in candidates if c <= usual][-1:]:
+            self._is_heard(window, length, processor_kwargs)
+        known = [window.heard] if window.heard in candidates else []
+        if num_samples <= window.heard or self._ends_at_one_of(known, window, processor_kwargs):
+            return
+        if not self._is_heard(window, num_samples, processor_kwargs):
+            shorter = [c for c in reversed(candidates) if c < num_samples]
+            self._ends_at_one_of(shorter, window, processor_kwargs)
+
+    def _ends_at_one_of(
+        self, lengths: Iterable[int], window: _Window, processor_kwargs: Mapping[str, Any]
+    ) -> bool:
+        for length in lengths:
+            beyond = length + 2 * self._num_tolerated
+            if self._is_heard(window, length, processor_kwargs) and not self._is_heard(
+                window, beyond, processor_kwargs
+            ):
+                window.is_exact = True
+                return True
+        return False
+
+    @property
+    def _rate(self) -> int:
+        return self._processor.sampling_rate or 1
+
+    @property
+    def _num_tolerated(self) -> int:
+        return int(_TOLERANCE_S * self._rate)
+
+    def _get_window(self, processor_kwargs: Mapping[str, Any]) -> _Window:
+        key = repr(sorted(processor_kwargs.items()))
+        window = self._windows.get(key)
+        if window is None:
+            window = _Window()
+            self._windows.put(key, window)
+        return window
+
+    def _is_heard(
+        self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Return True if a sound of this length is taken to its end, and note it in `window`."""
+        if num_samples > window.heard and not window.excludes(num_samples):
+            if self._ask(num_samples, processor_kwargs):
+                window.heard = num_samples
+            else:
+                window.unheard = num_samples
+        return num_samples <= window.heard
+
+    def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
+        """Return True if the last part of a sound of this length changes the result.
+
+        Return True also if the processor fails: then the item itself will fail with the reason.
+        """
+        num_changed = min(num_samples, self._num_tolerated)
+        silence = np.zeros(num_samples, dtype=np.float32)
+        loud = silence.copy()
+        loud[-num_changed:] = np.random.default_rng(0).uniform(-0.5, 0.5, num_changed)
+        try:
+            first, second = (
+                self._processor.process_item("audio", sound, processor_kwargs).kwargs
+                for sound in (silence, loud)
+            )
+        except RequestError:
+            return True
+        return any(not torch.equal(first[name], second[name]) for name in first)
+
+    def _iter_candidates(self) -> Iterator[int]:
+        """Yield all numbers of the processor as samples and as seconds."""
+        processor = self._processor.hf_processor
+        part = getattr(processor, "feature_extractor", None)
+        values = [*vars(processor).values()]
+        if part is not None:
+            values += vars(part).values()
+            values += [p.default for p in inspect.signature(part.__call__).parameters.values()]
+        for value in values:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if is_number and math.isfinite(value) and value > 0:
+                yield int(value)
+                yield int(value * self._rate)
+
+
+def _as_seconds(num_samples: int, rate: int) -> str:
+    return f"{num_samples / rate:.4g} s"
 
 
 class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done with an item, beside its media. `decode_options`: `None` for media that
-    came decoded.
-    """
+    """What is to be done with an item, beside its media."""
 
     mm_hash: str
     modality: str
-    decode_options: dict[str, Any] | None
+    decode_options: dict[str, Any] | None  # None: the media came decoded
     processor_kwargs: dict[str, Any]
 
 
@@ -60,9 +237,11 @@ class ItemWorker:
     def process(
         self, job: ItemJob, media: object, *, max_cost_s: float = math.inf
     ) -> tuple[ProcessedItem, ItemTimes]:
-        """The item, and how long its stages took. `media`: the bytes of a file, or what a caller
-        in process may give. A `RequestError` if it can't be done. `CostlyItemError` if decoding it
-        is more work than `max_cost_s`, as soon as that is seen.
+        """Return the item, and how long its stages took.
+
+        `media` is the bytes of a file, or what a caller in process may give. Raise `RequestError`
+        if it can't be processed, and `CostlyItemError` as soon as decoding turns out to be more
+        work than `max_cost_s`.
         """
         times = StageTimes()
         check = None
@@ -125,7 +304,7 @@ class ItemWorker:
 def _get_shape(modality: str, media: object) -> Shape | None:
     """Return the shape of decoded pictures; `None` for what is no such thing, or no picture."""
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: what is known of its frames
+        media = media[0]  # beside it: the metadata of its frames
     if modality == "image" and isinstance(media, Image.Image):
         return media.height, media.width
     if modality == "video" and isinstance(media, list | tuple) and media:

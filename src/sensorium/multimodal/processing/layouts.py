@@ -1,9 +1,9 @@
-"""Layouts of images from their sizes alone, for requests whose tensors nobody will read.
+"""Layouts of images from their sizes alone, for requests that need no tensors.
 
-In the families named here, what stands for an image in a prompt is a function of its size and of
-the processor's options. So a size is processed once, as a blank image, and an image of that size
-is neither decoded nor processed. Owns the layouts of the sizes that were seen last. No cache of
-tensors learns of any of it. Safe to use from several threads.
+In the families named here, the text that stands for an image in a prompt is a function of its size
+and of the processor's options. So a size is processed once, as a blank image, and an image of that
+size is neither decoded nor processed. The layouts of the sizes that were used last are kept here,
+apart from all caches of tensors. Several threads may use it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _MAX_CHARACTERS = 2**25  # of all layouts that are kept
 
 
 def has_sized_images(processor: MultiModalProcessor) -> bool:
-    """Whether the size of an image fixes its layout."""
+    """Return True if the size of an image fixes its layout."""
     kind = type(processor.hf_processor)
     is_known = kind.__name__ in SIZED_PROCESSORS and kind.__module__.startswith(_OWN_MODULES)
     return is_known and "image" in processor.modalities
 
 
 class SizeLayouts:
-    """`backend` processes blank images, wherever it processes others."""
+    """Layouts by size. Blank images are processed by `backend`, where it processes others."""
 
     def __init__(self, *, hasher: MediaHasher, backend: ItemBackend, limits: MediaLimits) -> None:
         self._hasher = hasher
@@ -71,8 +71,9 @@ class SizeLayouts:
     def get(
         self, job: ItemJob, source: object, *, cancelled: Future[None] | None = None
     ) -> ItemLayout | None:
-        """The layout that the item would have; `None` where it has to be processed to know it. A
-        `RequestError` for what can't be an image, or is none that the processor takes.
+        """Return the layout that the item would have, or `None` if only processing shows it.
+
+        Raise `RequestError` for what can't be an image, or is none that the processor takes.
         """
         if job.modality != "image" or not isinstance(source, MediaBytes):
             return None
@@ -87,7 +88,7 @@ class SizeLayouts:
         return layout
 
     def _name(self, size: tuple[int, int], job: ItemJob) -> str:
-        """Of all that the layout depends on."""
+        """Return the name of all that the layout depends on."""
         return self._hasher.name_item(
             self._hasher.digest_source(f"{size[0]} x {size[1]}"),
             modality=job.modality,
@@ -106,7 +107,7 @@ class SizeLayouts:
         try:
             timeout_s = self._limits.flight_timeout_s
             finished = self._flights.get(key, start, timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:  # whose fault it is can't be seen from here
+        except TimeoutError as error:  # the one at fault can't be seen from here
             raise CapacityError("it could not be processed in time") from error
         result = finished.result
         if not isinstance(result, ProcessedItem) or result.layout is None:

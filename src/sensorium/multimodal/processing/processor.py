@@ -1,13 +1,15 @@
 """Runs the model's own Hugging Face processor, one media item a call.
 
-An item's result must not depend on its neighbours: that is what makes it reusable. It is the
-tensors that the encoder takes, and its layout: what stands for it in an expanded prompt.
+The result is the tensors that the encoder takes, and the layout: the text that stands for the item
+in an expanded prompt. It must not depend on other items, because that is what makes it reusable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
@@ -17,14 +19,212 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
-from sensorium.models.adapter import MODALITIES
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
-from sensorium.multimodal.processing.family_calls import PROCESSOR_CALLS
-from sensorium.multimodal.processing.processor_call import ProcessorCall, call_processor, call_whole
-from sensorium.multimodal.processing.tokenizing import tokenize, tokenize_fragment
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.multimodal import ItemLayout, ProcessedItem
+from sensorium.types.multimodal import (
+    MODALITIES,
+    ItemLayout,
+    MultiModalKwargsItem,
+    ProcessedItem,
+)
+
+# The token that a character belongs to; `None` if the tokenizer dropped it.
+FindToken = Callable[[int], int | None]
+
+
+def tokenize(
+    tokenizer: Any, text: str, *, add_special_tokens: bool = True
+) -> tuple[list[int], FindToken]:
+    if getattr(tokenizer, "is_fast", False):
+        # Lists of masks would be made element by element, with the interpreter locked.
+        encoding = tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        return list(encoding["input_ids"]), encoding.char_to_token
+    return _tokenize_in_pieces(tokenizer, text)
+
+
+def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text, with nothing added in front or behind."""
+    if getattr(tokenizer, "is_fast", False):
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return [token_id for _, ids in _split(tokenizer, text) for token_id in ids]
+
+
+def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
+    """Tokenise for tokenizers that read control tokens as plain text and have no offsets
+    (Mistral's).
+
+    Only characters of control tokens can be found.
+    """
+    token_ids: list[int] = []
+    if not text.startswith(tokenizer.bos_token):
+        token_ids.append(tokenizer.bos_token_id)
+    starts, tokens = [], []
+    for start, ids in _split(tokenizer, text):
+        starts.append(start)
+        tokens.append(len(token_ids))
+        token_ids.extend(ids)
+    return token_ids, lambda character: tokens[bisect_right(starts, character) - 1]
+
+
+def _split(tokenizer: Any, text: str) -> list[tuple[int, list[int]]]:
+    """Return pieces of a text with their first characters: control tokens, and what is between."""
+    pattern, id_of = _get_control_tokens(tokenizer)
+    pieces = []
+    start = 0
+    for piece in pattern.split(text):
+        if piece in id_of:
+            pieces.append((start, [id_of[piece]]))
+        elif piece:
+            pieces.append((start, list(tokenizer.encode(piece, add_special_tokens=False))))
+        start += len(piece)
+    return pieces
+
+
+@lru_cache(maxsize=8)
+def _get_control_tokens(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, int]]:
+    tokens = tokenizer.all_special_tokens
+    id_of = dict(zip(tokens, tokenizer.convert_tokens_to_ids(tokens), strict=True))
+    return re.compile(f"({'|'.join(map(re.escape, tokens))})"), id_of
+
+
+# What a processor returns about the text; all else belongs to the item.
+_TEXT_KEYS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "text_replacement_offsets",
+    }
+)
+_ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
+ProcessorResult = tuple[MultiModalKwargsItem, str]
+ProcessorCall = Callable[
+    [Any, str, object, Mapping[str, object] | None, Mapping[str, object]], ProcessorResult
+]
+
+
+def call_processor(
+    processor: Any,
+    modality: str,
+    media: object,
+    metadata: Mapping[str, object] | None,
+    processor_kwargs: Mapping[str, object],
+) -> ProcessorResult:
+    """Return the tensors for the item's encoder, and what its marker becomes in a prompt."""
+    marker: str = getattr(processor, f"{modality}_token")
+    options = {**processor_kwargs, "return_text_replacement_offsets": True}
+    output = call_whole(processor, marker, modality, [media], [metadata], options)
+    return get_tensors(output), _get_replacement(processor, modality, marker, output)
+
+
+def call_whole(
+    processor: Any,
+    text: str,
+    modality: str,
+    media: Sequence[object],
+    metadata: Sequence[Mapping[str, object] | None],
+    processor_kwargs: Mapping[str, object],
+) -> Mapping[str, Any]:
+    """Return all that the processor makes of a prompt with some items of one modality."""
+    output: Mapping[str, Any] = processor(
+        text=[text],
+        return_tensors="pt",
+        **{_ARGUMENTS[modality]: [list(media)] if modality == "video" else list(media)},
+        **_get_options(processor, modality, metadata, processor_kwargs),
+    )
+    return output
+
+
+def _get_options(
+    processor: Any,
+    modality: str,
+    metadata: Sequence[Mapping[str, object] | None],
+    processor_kwargs: Mapping[str, object],
+) -> dict[str, object]:
+    options = dict(processor_kwargs)
+    if modality == "audio":
+        options.setdefault("sampling_rate", processor.feature_extractor.sampling_rate)
+    if modality == "video":
+        options.setdefault("do_sample_frames", False)  # frames that were given are those to use
+        known = [dict(entry) for entry in metadata if entry is not None]
+        if len(known) == len(metadata):
+            options["video_metadata"] = [known]
+    return options
+
+
+def get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
+    tensors = {}
+    for name, value in output.items():
+        if name in _TEXT_KEYS:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], int | float):
+            value = torch.tensor(value)
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+    return tensors
+
+
+def _get_replacement(processor: Any, modality: str, marker: str, output: Mapping[str, Any]) -> str:
+    """Return the text that the marker becomes.
+
+    Processors with a `__call__` of their own may not return it. Then a prompt of nothing but the
+    marker shows it, if it is the marker repeated.
+    """
+    if "text_replacement_offsets" in output:
+        replacement: str = output["text_replacement_offsets"][0][0]["replacement"]
+        return replacement
+    token_id = processor.tokenizer.convert_tokens_to_ids(marker)
+    expanded = output["input_ids"][0].tolist()
+    if not expanded:
+        raise RequestError(f"this {modality} is too short or too small: nothing is left of it")
+    if set(expanded) != {token_id}:
+        raise ModelError(
+            f"{type(processor).__name__} does not tell what stands for a {modality} in a prompt"
+        )
+    return marker * len(expanded)
+
+
+_FRAMES_PER_EMBED = 8  # two by the encoder's convolution, four by its projector
+
+
+def call_voxtral(
+    processor: Any,
+    modality: str,
+    media: object,
+    metadata: Mapping[str, object] | None,
+    processor_kwargs: Mapping[str, object],
+) -> ProcessorResult:
+    """Process a sound with the parts of Voxtral's processor, which itself takes only conversations.
+
+    Sounds are padded to whole windows of the encoder, which gives each window the same number of
+    embeddings.
+    """
+    del modality, metadata  # sounds only
+    if processor_kwargs:
+        raise RequestError(f"Voxtral's processor has no options: {', '.join(processor_kwargs)}")
+    extractor = processor.feature_extractor
+    features = extractor(
+        media,
+        sampling_rate=extractor.sampling_rate,
+        padding=True,
+        truncation=False,
+        pad_to_multiple_of=extractor.n_samples,
+        return_tensors="pt",
+    )["input_features"]
+    windows = features.reshape(extractor.feature_size, -1, extractor.nb_max_frames).transpose(0, 1)
+    num_embeds = len(windows) * extractor.nb_max_frames // _FRAMES_PER_EMBED
+    return {"input_features": windows.contiguous()}, processor.audio_token * num_embeds
+
+
+PROCESSOR_CALLS: dict[str, ProcessorCall] = {"voxtral": call_voxtral}
+
 
 _PARTS = {
     "image": ("image_processor",),
@@ -40,9 +240,7 @@ _FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, AssertionE
 
 
 class MultiModalProcessor:
-    """Owns the processor and the tokenizer of a model. A model for text alone has only the
-    latter.
-    """
+    """The processor and the tokenizer of a model. A model for text alone has only the latter."""
 
     def __init__(
         self,
@@ -72,7 +270,7 @@ class MultiModalProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """All that the processor does with an item, apart from its options."""
+        """Return all that the result for an item depends on, apart from its options."""
         if self._processor is None:
             return ""
         name = type(self._processor).__name__
@@ -80,7 +278,7 @@ class MultiModalProcessor:
 
     @cached_property
     def option_names(self) -> frozenset[str]:
-        """What the processor's parts may be told of media; empty if it doesn't say."""
+        """Return the names of the options for media, or nothing if the processor lists none."""
         if self._processor is None:
             return frozenset()
         kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
@@ -90,8 +288,9 @@ class MultiModalProcessor:
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
     def get_option_default(self, path: str) -> float | None:
-        """A number among the processor's own settings, e.g. of `size.longest_edge`: the largest,
-        if its parts have different ones.
+        """Return a number among the processor's own settings, e.g. of `size.longest_edge`.
+
+        It is the largest if the parts of the processor have different ones.
         """
         name, _, key = path.partition(".")
         found = [getattr(part, name, None) for part in self._get_parts()]
@@ -105,12 +304,12 @@ class MultiModalProcessor:
 
     @property
     def video_processor(self) -> Any:
-        """Transformers' own, which knows how many frames it wants; `None` if there is none."""
+        """Return Transformers' video processor, which chooses frames; `None` if there is none."""
         return getattr(self._processor, "video_processor", None)
 
     @property
     def hf_processor(self) -> Any:
-        """The model's own processor; `None` for a model of text alone."""
+        """Return the model's own processor; `None` for a model of text alone."""
         return self._processor
 
     def _has_modality(self, modality: str) -> bool:
@@ -121,13 +320,14 @@ class MultiModalProcessor:
         return has_part and has_marker and bool(self.get_token_ids(modality))
 
     def get_marker(self, modality: str) -> str:
-        """What stands for an item of the modality in a prompt."""
+        """Return the text that stands for an item of the modality in a prompt."""
         marker: str = getattr(self._processor, f"{modality}_token")
         return marker
 
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
-        """The token whose embedding the encoder's outputs replace; for a video also that of
-        pictures, which is what its frames are to some models.
+        """Return the tokens that the encoder's outputs replace.
+
+        For a video that includes the token of pictures, which its frames are to some models.
         """
         names = ("video", "image") if modality == "video" else (modality,)
         ids = [self._token_ids[name] for name in names]
@@ -135,7 +335,7 @@ class MultiModalProcessor:
 
     @property
     def sampling_rate(self) -> int | None:
-        """Samples a second that a sound must have; `None` for a model that hears nothing."""
+        """Return the samples a second that a sound must have; `None` for a model without sounds."""
         parts = [getattr(self._processor, part, None) for part in _PARTS["audio"]]
         return next((int(part.sampling_rate) for part in parts if part is not None), None)
 
@@ -171,7 +371,7 @@ class MultiModalProcessor:
     def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
     ) -> tuple[object, Metadata | None]:
-        """Media in process in a form that the processor understands."""
+        """Return media in process in a form that the processor understands, and its metadata."""
         return check_media(
             modality,
             media,
@@ -188,7 +388,7 @@ class MultiModalProcessor:
         *,
         mm_hash: str = "",
     ) -> ProcessedItem:
-        """A `RequestError` if it can't be done because of the item or of its options."""
+        """Process one item. Raise `RequestError` if the item or its options are at fault."""
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
             tensors, text = self._call(
@@ -198,7 +398,8 @@ class MultiModalProcessor:
             raise
         except Exception as error:
             # Odd options make processors raise anything. Without options, an item that was checked
-            # can't cause an error of these kinds: the fault is ours, and nobody else's.
+            # Odd options make processors raise anything. Without options, an item that was checked
+            # can't cause an error of these kinds: then the fault is in the code.
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
@@ -221,7 +422,7 @@ class MultiModalProcessor:
         return num_embeds, sum(tensor.numel() for tensor in tensors.values())
 
     def check_layout(self, modality: str, layout: ItemLayout) -> None:
-        """A `RequestError` for a layout that no item of this model can have."""
+        """Raise `RequestError` for a layout that no item of this model can have."""
         if len(layout.text) > _MAX_CHARACTERS + _MAX_CHARACTERS_PER_EMBED * layout.num_embeds:
             raise RequestError(
                 f"the layout of a {modality} has {len(layout.text)} characters of text, which is "
@@ -236,7 +437,7 @@ class MultiModalProcessor:
             )
 
     def make_plain_layout(self, modality: str, num_embeds: int) -> ItemLayout:
-        """Of an item that is nothing but its embeddings in a prompt."""
+        """Return the layout of an item that is nothing but its embeddings in a prompt."""
         return self._make_layout(modality, self.get_marker(modality) * num_embeds)
 
     def _make_layout(self, modality: str, text: str) -> ItemLayout:

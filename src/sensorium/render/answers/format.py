@@ -1,18 +1,18 @@
-"""A model's way to answer: found by its name, or by looking at its template and its vocabulary."""
+"""A model's way to answer: found by its name, or from its chat template and its vocabulary."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from sensorium.grammar.translation import make_grammar_after
-from sensorium.render.answers import names, syntax
-from sensorium.render.answers.interface import AnswerContext, AnswerReader
+from sensorium.render.answers import formats
+from sensorium.render.answers.answer import AnswerContext
+from sensorium.render.answers.formats import hermes
 from sensorium.render.answers.lark import Lark
-from sensorium.render.answers.reader import ReaderRules, resume_reader, start_reader
-from sensorium.render.answers.reasoning import REASONING, ReasoningTags
-from sensorium.render.answers.syntax import CallSyntax
+from sensorium.render.answers.reader import AnswerReader, read_state
+from sensorium.render.answers.syntax import CallFormat, ReasoningFormat
 from sensorium.render.answers.vocabulary import Vocabulary
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
@@ -20,19 +20,21 @@ from sensorium.types.structured import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 _NUM_TAIL_TOKENS = 16
 _NUM_TAIL_CHARACTERS = 64
-_DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
+Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 
-class ModelAnswerFormat:
-    """An `AnswerFormat`. `calls`: `None` if they are not read; those that a request demands are
-    written and read as Hermes' then.
+class AnswerFormat:
+    """The way in which a model writes its answers. It starts a reader for each completion.
+
+    Without a format of calls none are read, unless a request demands one: such a call is written
+    and read as Hermes' calls.
     """
 
     def __init__(
         self,
         *,
-        calls: CallSyntax | None = None,
-        reasoning: ReasoningTags | None = None,
+        calls: CallFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
         vocabulary: Vocabulary | None = None,
         shows_tools: bool = False,
         max_string_length: int | None = None,  # of strings that a schema leaves free
@@ -40,22 +42,16 @@ class ModelAnswerFormat:
         self._calls = calls
         self._reasoning = reasoning
         self._vocabulary = vocabulary or Vocabulary()
-        self._shows_tools = shows_tools
+        self.shows_tools = shows_tools  # whether the chat template shows the tools to the model
         self._max_string_length = max_string_length
-        tags = () if reasoning is None else (reasoning.open, reasoning.close, "<|channel>")
-        wanted = (*(calls or syntax.HERMES).special_tokens, *tags)
+        tags = () if reasoning is None else reasoning.special_tokens
+        wanted = (*(calls or hermes.CALLS).special_tokens, *tags)
         special = self._vocabulary.special_tokens
-        self._kept = tuple(special[text] for text in wanted if text in special)
-
-    @property
-    def kept_special_token_ids(self) -> tuple[int, ...]:
-        return self._kept
-
-    @property
-    def shows_tools(self) -> bool:
-        return self._shows_tools
+        # Special tokens that must be in the text to be read.
+        self.kept_special_token_ids = tuple(special[text] for text in wanted if text in special)
 
     def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
+        """Return whether an answer to this prompt begins in the middle of reasoning."""
         if self._reasoning is None:
             return False
         if not isinstance(prompt, str):
@@ -63,19 +59,24 @@ class ModelAnswerFormat:
         return self._reasoning.is_open_after(prompt[-_NUM_TAIL_CHARACTERS:])
 
     def start(self, context: AnswerContext) -> AnswerReader:
-        return start_reader(self._make_rules(context), context)
+        """Return a reader for the beginning of an answer."""
+        return AnswerReader(context, calls=self._get_calls(context), reasoning=self._reasoning)
 
     def resume(self, context: AnswerContext, state: Any) -> AnswerReader:
-        return resume_reader(self._make_rules(context), context, state)
+        """Go on from a reader's state. Raise a `RequestError` if it can't be one."""
+        calls, reasoning = self._get_calls(context), self._reasoning
+        read = read_state(state, calls=calls, reasoning=reasoning)
+        return AnswerReader(context, calls=calls, reasoning=reasoning, state=read)
 
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
+        """Return a constraint with which the text is a call, or `None` if no call is demanded."""
         if not context.demands_call:
             return None
         lark = Lark(self._vocabulary.special_tokens, max_string_length=self._max_string_length)
         lark.add("start", "")
         is_single = not context.parallel_tool_calls or not isinstance(context.tool_choice, str)
-        calls = (self._calls or syntax.HERMES).write_calls
-        body = calls(lark, context.demanded_tools, is_single)
+        calls = self._calls or hermes.CALLS
+        body = calls.write_calls(lark, context.demanded_tools, is_single)
         lark.add("start", f"{self._write_reasoning(lark, context)} {body}")
         try:
             return StructuredOutputsParams(grammar=lark.write())
@@ -87,6 +88,10 @@ class ModelAnswerFormat:
     def make_constraint_after_reasoning(
         self, wanted: StructuredOutputsParams
     ) -> StructuredOutputsParams:
+        """Return a constraint that applies the wanted one after the end of the reasoning.
+
+        The text begins in the middle of reasoning.
+        """
         if self._reasoning is None:
             return wanted
         close = self._reasoning.close
@@ -96,7 +101,7 @@ class ModelAnswerFormat:
         )
 
     def _write_reasoning(self, lark: Lark, context: AnswerContext) -> str:
-        """What may come before the calls."""
+        """Return the body of a rule for reasoning before the calls."""
         if self._reasoning is None:
             return ""
         thought = lark.add_until("thought", self._reasoning.close) + ' "\\n"? "\\n"?'
@@ -105,39 +110,38 @@ class ModelAnswerFormat:
         opening = lark.write_tag(self._reasoning.open)
         return f"({opening} {thought})?"
 
-    def _make_rules(self, context: AnswerContext) -> ReaderRules:
-        calls = self._calls
+    def _get_calls(self, context: AnswerContext) -> CallFormat | None:
         if context.demands_call:
-            calls = calls or syntax.HERMES
-        return ReaderRules(reasoning=self._reasoning, calls=calls if context.reads_calls else None)
+            return self._calls or hermes.CALLS
+        return self._calls if context.reads_calls else None
 
 
 def make_answer_format(
     tokenizer: Any,
     template: str,
     *,
-    tool_call_parser: str = names.AUTO,
-    reasoning_parser: str = names.AUTO,
+    tool_call_parser: str = formats.AUTO,
+    reasoning_parser: str = formats.AUTO,
     max_string_length: int | None = None,
-) -> ModelAnswerFormat:
+) -> AnswerFormat:
     """Return how this model writes its answers.
 
     `template` is the text of the model's chat template, or of all that it has. Strings that a
     schema of a tool leaves free get at most `max_string_length` characters. Raise a `RequestError`
     that lists the names if one is unknown.
     """
-    _check_name("tool_call_parser", tool_call_parser, names.TOOL_CALL_PARSERS)
-    _check_name("reasoning_parser", reasoning_parser, names.REASONING_PARSERS)
     vocabulary = Vocabulary.of(tokenizer)
-    call_name, reasoning_name = tool_call_parser, reasoning_parser
-    if call_name == names.AUTO:
-        call_name = _find_call_format(vocabulary, template)
-    if reasoning_name == names.AUTO:
-        reasoning_name = _find_reasoning_format(vocabulary, template)
-    logger.info("answers are read as: tool calls %s, reasoning %s", call_name, reasoning_name)
-    return ModelAnswerFormat(
-        calls=_get_calls(call_name, vocabulary, template),
-        reasoning=REASONING.get(reasoning_name),
+    _check_name("tool_call_parser", tool_call_parser, formats.TOOL_CALL_PARSERS)
+    _check_name("reasoning_parser", reasoning_parser, formats.REASONING_PARSERS)
+    calls = _find_format(formats.CALL_FORMATS, tool_call_parser, vocabulary, template)
+    reasoning = _find_format(formats.REASONING_FORMATS, reasoning_parser, vocabulary, template)
+    names = [formats.NONE if found is None else found.name for found in (calls, reasoning)]
+    logger.info("answers are read as: tool calls %s, reasoning %s", *names)
+    if calls is not None and calls.choose_variant is not None:
+        calls = calls.choose_variant(vocabulary, template)
+    return AnswerFormat(
+        calls=calls,
+        reasoning=reasoning,
         vocabulary=vocabulary,
         shows_tools="tools" in template or vocabulary.is_mistral,
         max_string_length=max_string_length,
@@ -149,33 +153,14 @@ def _check_name(flag: str, name: str, known: Sequence[str]) -> None:
         raise RequestError(f"{flag} must be one of {', '.join(known)}, not {name[:100]!r}")
 
 
-def _get_calls(name: str, vocabulary: Vocabulary, template: str) -> CallSyntax | None:
-    if name == "mistral":
-        is_named = "[ARGS]" in template or vocabulary.mistral_version >= 11
-        return syntax.MISTRAL_NAMED if is_named else syntax.MISTRAL_LIST
-    known = {"hermes": syntax.HERMES, "gemma4": syntax.GEMMA4, "pythonic": syntax.PYTHONIC}
-    return known.get(name)
+def _find_format(
+    known: Sequence[Format], name: str, vocabulary: Vocabulary, template: str
+) -> Format | None:
+    for entry in known:
+        is_used = name == formats.AUTO and entry.is_used_by(vocabulary, template)
+        if is_used or name == entry.name:
+            return entry
+    return None
 
 
-def _find_call_format(vocabulary: Vocabulary, template: str) -> str:
-    if "<|tool_call>" in vocabulary or "<|tool_call>" in template:
-        return "gemma4"
-    if vocabulary.is_mistral or "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:  # what has `<function=` in it only looks like Hermes' calls
-        return names.NONE if "<function=" in template else "hermes"
-    return "pythonic" if "tool_code" in template else names.NONE
-
-
-def _find_reasoning_format(vocabulary: Vocabulary, template: str) -> str:
-    if "<|channel>" in vocabulary or "<|channel>" in template:
-        return "gemma4"
-    # Mistral's vocabularies had the tag before its models did.
-    if vocabulary.mistral_version >= 13 or "[THINK]" in template:
-        return "mistral"
-    if "</think>" not in template and "<think>" not in template:
-        return names.NONE
-    return "deepseek_r1" if _DEEPSEEK_TURN in template else "qwen3"
-
-
-PLAIN = ModelAnswerFormat()
+PLAIN = AnswerFormat()

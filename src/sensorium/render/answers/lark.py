@@ -1,4 +1,4 @@
-"""Writes grammars for llguidance, in its Lark: rules, texts, special tokens, embedded schemas."""
+"""Writes grammars in llguidance's dialect of Lark: rules, texts, special tokens, JSON schemas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Schema = Mapping[str, Any] | bool
 
 
 class Lark:
-    """A grammar that grows."""
+    """A grammar to which rules are added."""
 
     def __init__(
         self, special_tokens: Mapping[str, int], *, max_string_length: int | None = None
     ) -> None:
-        self._special_tokens = special_tokens  # text -> id, by which alone a grammar reaches it
+        self._special_tokens = special_tokens  # text -> id, the only way to name it in a grammar
         self.max_string_length = max_string_length  # of strings that a schema leaves free
         self._rules: dict[str, str] = {}
 
@@ -25,27 +25,27 @@ class Lark:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
 
     def add(self, name: str, body: str) -> str:
-        """A rule; its name, to be used in others."""
+        """Add a rule, and return its name for use in others."""
         self._rules[name] = body
         return name
 
     def add_new(self, prefix: str, body: str) -> str:
-        """The same with a name of its own."""
+        """Add a rule with a new name, and return the name."""
         return self.add(f"{prefix}_{len(self._rules)}", body)
 
     def write_text(self, text: str) -> str:
-        """Exactly this, special tokens as such where the tokenizer has them."""
+        """Return an expression for exactly this text, or for the special token of that text."""
         if text in self._special_tokens:
             return f"<[{self._special_tokens[text]}]>"
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def write_tag(self, tag: str) -> str:
-        """A text that may begin with a special token."""
+        """Return an expression for a text that may begin with a special token."""
         found = max((t for t in self._special_tokens if tag.startswith(t)), key=len, default="")
         return " ".join(filter(None, (self.write_text(found), self.write_text(tag[len(found) :]))))
 
     def add_until(self, prefix: str, end: str) -> str:
-        """Any text up to the end of this one."""
+        """Add a rule for any text up to the first occurrence of `end`, which it includes."""
         if end in self._special_tokens:
             return self.add_new(prefix, f"/(.|\\n)*/ {self.write_text(end)}")
         pattern = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" for c in end)
@@ -54,7 +54,10 @@ class Lark:
         return name
 
     def write_json(self, schema: Schema, *, is_lenient: bool = False) -> str:
-        """A value that follows the schema. `is_lenient`: words that can't be followed are left."""
+        """Return an expression for a value that follows the schema.
+
+        With `is_lenient`, keywords that are not supported are ignored.
+        """
         options = {**SPACING, "lenient": is_lenient}
         prepared = prepare_schema(schema, self.max_string_length)
         body = prepared if isinstance(prepared, Mapping) else {} if prepared else {"not": {}}
@@ -63,8 +66,9 @@ class Lark:
     def add_ordered(
         self, prefix: str, entries: Sequence[tuple[str, bool]], *, separator: str
     ) -> str:
-        """The entries in their order, with separators between; those that are not required may be
-        left out. An entry: what it looks like, and whether it is required.
+        """Return an expression for entries in their order, with separators between them.
+
+        An entry is an expression, and whether it is required; others may be left out.
         """
         between = self.write_text(separator)
         rest = ""  # what may follow an entry

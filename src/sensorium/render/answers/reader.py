@@ -1,28 +1,28 @@
 """Reads one answer as it grows: sections of reasoning, content and calls, one after another.
 
-Every decision is made character by character, so the pieces that the text comes in change nothing.
-Whitespace next to a tag belongs to the tag; as much of it is held back as a tag may still follow.
+Every decision is made character by character, so that it does not matter how the text is cut into
+pieces. Whitespace next to a tag belongs to the tag, and is held back while a tag may follow.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from sensorium.render.answers.calls import CallReader, ShortText, Step
-from sensorium.render.answers.formats.gemma4 import Gemma4Call
-from sensorium.render.answers.formats.hermes import HermesCall
-from sensorium.render.answers.formats.mistral import MistralCall
-from sensorium.render.answers.formats.pythonic import PythonicCall
-from sensorium.render.answers.interface import AnswerContext, AnswerDelta
-from sensorium.render.answers.reasoning import ReasoningTags
-from sensorium.render.answers.syntax import CallSyntax
-from sensorium.render.answers.told import AnswerBuffer
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta
+from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.syntax import (
+    CallFormat,
+    CallReader,
+    ReasoningFormat,
+    ShortText,
+    Step,
+    make_call_id,
+)
 from sensorium.types.errors import RequestError
 
 _MAX_SPACE = 64
@@ -30,38 +30,45 @@ _MAX_CALLS = 2**20
 
 
 class ReaderState(Struct, kw_only=True):
-    """`space` and `tag`: whitespace, and what may be the beginning of a tag, that are held back.
-    `is_after_tag`: whitespace is dropped, unless it parts content (`has_content`). `is_at_start`:
-    nothing but whitespace and reasoning came.
-    """
+    """What a reader remembers between two pieces of text."""
 
     section: Literal["reasoning", "content", "call"] = "content"
-    space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""
-    tag: ShortText = ""
-    is_after_tag: bool = False
-    is_at_start: bool = True
+    space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""  # whitespace that is held back
+    tag: ShortText = ""  # text that is held back because it may begin a tag
+    is_after_tag: bool = False  # whitespace is dropped, unless it separates content
+    is_at_start: bool = True  # nothing but whitespace and reasoning has come
     has_content: bool = False
     num_calls: Annotated[int, Meta(ge=0, le=_MAX_CALLS)] = 0
-    call: HermesCall | MistralCall | Gemma4Call | PythonicCall | None = None
+    # The reader of the call that is being read. In a state that came from outside it is plain data,
+    # because its type depends on the format.
+    call: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderRules:
-    """What an answer is looked through for. `calls`: `None` if calls are not read."""
+class AnswerReader:
+    """A reader of one answer, which may have reasoning and calls of these formats.
 
-    reasoning: ReasoningTags | None
-    calls: CallSyntax | None
+    Without a format of calls none are read.
+    """
 
-
-class SectionReader:
-    """An `AnswerReader`."""
-
-    def __init__(self, rules: ReaderRules, context: AnswerContext, state: ReaderState) -> None:
-        self._rules = rules
+    def __init__(
+        self,
+        context: AnswerContext,
+        *,
+        calls: CallFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        state: ReaderState | None = None,
+    ) -> None:
+        if state is None:
+            state = ReaderState()
+            if reasoning is not None and context.starts_in_reasoning:
+                state.section = "reasoning"
+                state.is_after_tag = context.separate_reasoning
+        self._calls = calls
+        self._reasoning = reasoning
         self._state = state
         self._is_separate = context.separate_reasoning
-        self._told = AnswerBuffer(
-            make_id=_refuse_id if rules.calls is None else rules.calls.make_id,
+        self._buffer = AnswerBuffer(
+            make_id=make_call_id if calls is None else calls.make_id,
             names=frozenset(tool["function"]["name"] for tool in context.tools),
             max_calls=None if context.parallel_tool_calls else 1,
             num_begun=state.num_calls,
@@ -69,14 +76,16 @@ class SectionReader:
 
     @property
     def num_tool_calls(self) -> int:
-        return self._told.num_told
+        return self._buffer.num_given
 
     @property
     def state(self) -> Any:
-        self._state.num_calls = min(self._told.num_begun, _MAX_CALLS)
+        """Plain data of bounded size, from which another reader can go on."""
+        self._state.num_calls = min(self._buffer.num_begun, _MAX_CALLS)
         return msgspec.to_builtins(self._state)
 
     def add(self, text: str) -> AnswerDelta:
+        """Read more text. What may still become something else is held back."""
         position = 0
         while position < len(text):
             length = self._take_plain_run(text, position)
@@ -84,37 +93,42 @@ class SectionReader:
                 self._step(text[position])
                 length = 1
             position += length
-        return self._told.take()
+        return self._buffer.take()
 
     def finish(self) -> AnswerDelta:
+        """End the answer, and return what was held back.
+
+        Never raises: text that is cut off becomes content, or a call with incomplete arguments.
+        """
         state = self._state
         if state.call is not None:
             self._end_call(state.call)
         space = "" if state.is_after_tag and not state.tag else state.space
-        self._tell(space + state.tag)
+        self._add_text(space + state.tag)
         state.space, state.tag = "", ""
-        return self._told.take()
+        return self._buffer.take()
 
     def _take_plain_run(self, text: str, start: int) -> int:
-        """How many characters are told at once, as none of them can begin anything."""
+        """Add the characters at `start` that can't begin anything, and return their number."""
         state = self._state
-        if state.call is not None:
-            length = state.call.count_plain(text, start)
+        call: CallReader | None = state.call
+        if call is not None:
+            length = call.count_plain(text, start)
             if length:
-                self._told.add_arguments(text[start : start + length])
+                self._buffer.add_arguments(text[start : start + length])
             return length
         if state.tag:
             return 0
         found = _find_plain(self._get_tags()).match(text, start)
         if found is None:
             return 0
-        self._tell_plain(found.group())
+        self._add_plain(found.group())
         return found.end() - start
 
     def _step(self, character: str) -> None:
         state = self._state
         if state.call is not None:
-            step = state.call.step(character, self._told)
+            step = state.call.step(character, self._buffer)
             if step is not Step.ON:
                 self._end_call(state.call)
             if step is Step.BEFORE:
@@ -134,74 +148,68 @@ class SectionReader:
     def _take_character(self, character: str) -> None:
         state = self._state
         if not character.isspace() or not self._get_tags():
-            self._tell_plain(character)
+            self._add_plain(character)
         elif not state.is_after_tag or (state.has_content and state.section == "content"):
             state.space += character
             if len(state.space) > _MAX_SPACE:
-                self._tell(state.space[0])
+                self._add_text(state.space[0])
                 state.space = state.space[1:]
 
-    def _tell_plain(self, text: str) -> None:
+    def _add_plain(self, text: str) -> None:
         state = self._state
-        self._tell(state.space + text)
+        self._add_text(state.space + text)
         state.space, state.is_after_tag = "", False
         if state.section == "content" or not self._is_separate:
             state.is_at_start = False
 
-    def _tell(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if not text:
             return
         if self._state.section == "reasoning" and self._is_separate:
-            self._told.add_reasoning(text)
+            self._buffer.add_reasoning(text)
         else:
-            self._told.add_content(text)
+            self._buffer.add_content(text)
             self._state.has_content = True
 
     def _get_tags(self) -> tuple[str, ...]:
-        """Those that may come here."""
-        state, reasoning, calls = self._state, self._rules.reasoning, self._rules.calls
-        return _get_tags(
-            reasoning,
-            calls,
-            is_reasoning=state.section == "reasoning",
-            is_at_start=state.is_at_start,
-        )
+        """Return the tags that may come here."""
+        is_reasoning, is_at_start = self._state.section == "reasoning", self._state.is_at_start
+        return _get_tags(self._reasoning, self._calls, is_reasoning, is_at_start)
 
     def _take_tag(self, tag: str) -> None:
-        state, reasoning = self._state, self._rules.reasoning
+        state, reasoning = self._state, self._reasoning
         if reasoning is None or tag not in (reasoning.open, reasoning.close):
             self._begin_call(tag)
             return
         is_opened = tag == reasoning.open
         if is_opened and state.section == "reasoning" and not state.is_after_tag:
-            self._tell_plain(tag)  # it is open already
+            self._add_plain(tag)  # text, because reasoning is open already
             return
         if self._is_separate:
             state.is_after_tag = True
         else:
-            self._tell_plain(tag)
+            self._add_plain(tag)
         state.space = ""
         state.section = "reasoning" if is_opened else "content"
 
     def _begin_call(self, tag: str) -> None:
-        state, calls = self._state, self._rules.calls
-        if calls is not None:
-            state.call = calls.start(tag, state.space + tag)
+        state = self._state
+        if self._calls is not None:
+            state.call = self._calls.reader.begin(tag, state.space + tag)
             state.section, state.space, state.is_at_start = "call", "", False
 
     def _end_call(self, call: CallReader) -> None:
         state = self._state
         state.call, state.section = None, "content"
         rest = call.rest
-        self._tell(rest)
+        self._add_text(rest)
         state.is_after_tag = not rest
 
 
 @lru_cache(maxsize=256)
 def _get_tags(
-    reasoning: ReasoningTags | None,
-    calls: CallSyntax | None,
-    *,
+    reasoning: ReasoningFormat | None,
+    calls: CallFormat | None,
     is_reasoning: bool,
     is_at_start: bool,
 ) -> tuple[str, ...]:
@@ -218,33 +226,26 @@ def _get_tags(
 
 @lru_cache(maxsize=64)
 def _find_plain(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Characters that neither begin a tag nor are held back before one."""
+    """Return a pattern of characters that neither begin a tag nor are held back before one."""
     if not tags:
         return re.compile(r"(?s:.+)")
     first = re.escape("".join(sorted({tag[0] for tag in tags})))
     return re.compile(rf"[^\s{first}]+")
 
 
-def start_reader(rules: ReaderRules, context: AnswerContext) -> SectionReader:
-    is_reasoning = rules.reasoning is not None and context.starts_in_reasoning
-    state = ReaderState(section="reasoning" if is_reasoning else "content")
-    state.is_after_tag = is_reasoning and context.separate_reasoning
-    return SectionReader(rules, context, state)
-
-
-def resume_reader(rules: ReaderRules, context: AnswerContext, state: Any) -> SectionReader:
+def read_state(
+    state: Any, *, calls: CallFormat | None, reasoning: ReasoningFormat | None
+) -> ReaderState:
+    """Return the state of a reader for these formats; raise a `RequestError` if it can't be one."""
     try:
         read = msgspec.convert(state, ReaderState)
+        if read.call is not None and calls is not None:
+            read.call = msgspec.convert(read.call, calls.reader)
     except msgspec.ValidationError as error:
-        raise RequestError(f"state is none of a reader: {error}") from error
-    kind = None if rules.calls is None else rules.calls.reader
-    is_whole = (read.section == "call") == (read.call is not None)
-    if not is_whole or (read.call is not None and type(read.call) is not kind):
-        raise RequestError("state is of a reader for another format")
-    if read.section == "reasoning" and rules.reasoning is None:
-        raise RequestError("state is of a reader for another format")
-    return SectionReader(rules, context, read)
-
-
-def _refuse_id() -> str:
-    raise AssertionError("calls are not read")
+        raise RequestError(f"state is not the state of a reader: {error}") from error
+    is_call = read.section == "call"
+    if is_call != (read.call is not None) or (is_call and calls is None):
+        raise RequestError("state is the state of a reader for another format")
+    if read.section == "reasoning" and reasoning is None:
+        raise RequestError("state is the state of a reader for another format")
+    return read

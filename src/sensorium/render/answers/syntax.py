@@ -1,47 +1,236 @@
-"""The formats of calls: their tags, their readers and the grammars of calls that are demanded."""
+"""What formats of answers have in common: descriptions, readers of JSON, and parts of grammars.
+
+A format of tool calls is a `CallFormat`, one of reasoning is a `ReasoningFormat`. A `CallReader`
+takes one character at a time, so that an answer is read the same however it is cut. Its fields are
+all that it remembers, as plain data of bounded size.
+"""
 
 from __future__ import annotations
 
 import json
-import keyword
-import secrets
-import string
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Annotated, Any
 
-from sensorium.render.answers.calls import CallReader
-from sensorium.render.answers.formats import gemma4, hermes, mistral, pythonic
-from sensorium.render.answers.formats.gemma4_grammar import Gemma4Grammar
-from sensorium.render.answers.lark import Lark
-from sensorium.render.answers.told import MakeId
-from sensorium.types.errors import RequestError
+from msgspec import Meta, Struct
 
-_ALPHANUMERIC = string.ascii_letters + string.digits
+from sensorium.render.answers.answer_buffer import AnswerBuffer, MakeId
+from sensorium.render.answers.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # grammars need llguidance, which the command line does without
+    from sensorium.render.answers.lark import Lark
+
+MAX_HELD = 2**14  # characters of a call that are held back until its name is known
+HeldText = Annotated[str, Meta(max_length=MAX_HELD + 128)]
+ShortText = Annotated[str, Meta(max_length=256)]
+Depth = Annotated[int, Meta(ge=0, le=2**53)]
+NAME = r"[\w.\-]{1,128}"
+
+
+class Step(Enum):
+    """What a character did to a call.
+
+    If text is still held back when a call ends, it was no call, and becomes content.
+    """
+
+    ON = auto()  # the call goes on
+    LAST = auto()  # the call ended with this character
+    BEFORE = auto()  # the call ended before this character
+
+
+class CallReader(Struct):
+    """A reader of one tool call, or of one list of calls."""
+
+    opening: ShortText = ""  # the text before the call, which becomes content if it is no call
+
+    @classmethod
+    def begin(cls, tag: str, opening: str) -> CallReader:  # noqa: ARG003
+        """Return a reader of a call that begins with this tag."""
+        return cls(opening=opening)
+
+    def step(self, character: str, buffer: AnswerBuffer) -> Step:
+        """Read one character of the call."""
+        raise NotImplementedError
+
+    def count_plain(self, text: str, start: int) -> int:  # noqa: ARG002
+        """Return how many characters from `start` on belong to the arguments as they are."""
+        return 0
+
+    @property
+    def rest(self) -> str:
+        """The text that is held back."""
+        raise NotImplementedError
+
+
 Tools = Sequence[Mapping[str, Any]]
-# The body of a rule for one call or, where `is_single` is false, for one or more of them.
-WriteCalls = Callable[[Lark, Tools, bool], str]
+
+
+def make_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallSyntax:
-    """`tags` begin a call; `start_tags` do at the start of an answer only. `special_tokens`: texts
-    that are special tokens in the tokenizers of such models.
+class CallFormat:
+    """A way in which models write tool calls."""
+
+    name: str  # on the command line, as in vLLM
+    tags: tuple[str, ...]  # texts that begin a call
+    start_tags: tuple[str, ...] = ()  # texts that begin a call only at the start of an answer
+    special_tokens: tuple[str, ...] = ()  # texts that such models may have as special tokens
+    reader: type[CallReader]
+    # Adds rules for calls of these tools to a grammar, and returns the body of a rule for one call
+    # or, unless the last argument is true, for one or more.
+    write_calls: Callable[[Lark, Tools, bool], str]
+    # Whether a model with this vocabulary and chat template writes such calls.
+    is_used_by: Callable[[Vocabulary, str], bool]
+    # Returns the variant of this format for a model with this vocabulary and chat template.
+    choose_variant: Callable[[Vocabulary, str], CallFormat] | None = None
+    make_id: MakeId = make_call_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """A way in which models mark their reasoning."""
+
+    name: str  # on the command line, as in vLLM
+    open: str
+    close: str
+    # Whether a model with this vocabulary and chat template writes such reasoning.
+    is_used_by: Callable[[Vocabulary, str], bool]
+    is_anywhere: bool = False  # it may begin in the middle of an answer, not only at the start
+    # An answer begins with reasoning even if neither the prompt nor the answer has opened it.
+    is_assumed: bool = False
+    special_tokens: tuple[str, ...] = ()  # texts that such models may have as special tokens
+
+    def is_open_after(self, text: str) -> bool:
+        """Return whether an answer to this prompt begins in the middle of reasoning."""
+        text = text.rstrip()
+        if self.is_assumed:
+            return not text.endswith(self.close)
+        return text.endswith(self.open.rstrip())
+
+
+class JsonScan(Struct):
+    """A scanner that finds the end of a JSON object or list, which is where `depth` is 0 again.
+
+    It looks at brackets and strings only.
     """
 
-    tags: tuple[str, ...]
-    start_tags: tuple[str, ...] = ()
-    special_tokens: tuple[str, ...]
-    reader: type[CallReader]
-    make_id: MakeId
-    write_calls: WriteCalls
+    depth: Depth = 0
+    is_in_string: bool = False
+    is_escaped: bool = False
 
-    def start(self, tag: str, opening: str) -> Any:
-        call = self.reader(opening=opening)
-        if isinstance(call, pythonic.PythonicCall):
-            call.is_block = tag == pythonic.OPEN_BLOCK
-        return call
+    def step(self, character: str) -> str:
+        """Return the character as JSON has it: a line break in a string is escaped."""
+        is_raw = self.is_in_string and character < " "
+        self._follow(character)
+        return json.dumps(character)[1:-1] if is_raw else character
+
+    def _follow(self, character: str) -> None:
+        if self.is_in_string:
+            if self.is_escaped:
+                self.is_escaped = False
+            elif character == "\\":
+                self.is_escaped = True
+            elif character == '"':
+                self.is_in_string = False
+        elif character == '"':
+            self.is_in_string = True
+        elif character in "{[":
+            self.depth += 1
+        elif character in "}]":
+            self.depth = max(0, self.depth - 1)
+
+    def count_plain(self, text: str, start: int) -> int:
+        """Return how many characters from `start` on change nothing here."""
+        if self.is_escaped:
+            return 0
+        found = (_IN_STRING if self.is_in_string else _IN_NUMBERS).match(text, start)
+        return 0 if found is None else found.end() - start
+
+
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_IN_NUMBERS = re.compile(r"[\w\s:,.+\-]+")
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.DOTALL
+)
+
+
+class CallObject(Struct):
+    """One object `{"name": …, "arguments": {…}}`.
+
+    Arguments that come after the name are given out as they are written. Other orders are held back
+    until the object ends.
+    """
+
+    scan: JsonScan
+    held: HeldText = ""
+    is_begun: bool = False  # its name was given out
+    is_done: bool = False  # all of its arguments were given out
+
+    def step(self, character: str, buffer: AnswerBuffer) -> Step:
+        scan = self.scan
+        if not scan.is_in_string and self._is_broken(character):
+            return Step.BEFORE
+        if not self.is_begun and len(self.held) >= MAX_HELD:
+            return Step.BEFORE
+        text = scan.step(character)
+        if self.is_begun:
+            self._add_arguments(text, buffer)
+        else:
+            self.held += character
+            self._find_name(character, buffer)
+        is_end = scan.depth == 0 and character == "}" and not scan.is_in_string
+        return Step.LAST if is_end else Step.ON
+
+    def count_plain(self, text: str, start: int) -> int:
+        is_free = self.is_begun and not self.is_done
+        return self.scan.count_plain(text, start) if is_free else 0
+
+    def _is_broken(self, character: str) -> bool:
+        """Return whether JSON has no such character here, outside of strings."""
+        if self.scan.depth == 0:
+            return character != "{" and not character.isspace()
+        return character == "<"
+
+    def _add_arguments(self, text: str, buffer: AnswerBuffer) -> None:
+        if not self.is_done:
+            buffer.add_arguments(text)
+            self.is_done = self.scan.depth == 1
+
+    def _find_name(self, character: str, buffer: AnswerBuffer) -> None:
+        scan = self.scan
+        if scan.is_in_string:
+            return
+        if character == "{" and scan.depth == 2:
+            found = _HEAD.fullmatch(self.held, 0, len(self.held) - 1)
+            name = None if found is None else _load(found.group(1))
+            if isinstance(name, str) and name:
+                buffer.begin_call(name)
+                buffer.add_arguments("{")
+                self.held, self.is_begun = "", True
+        elif character == "}" and scan.depth == 0:
+            self._add_whole(buffer)
+
+    def _add_whole(self, buffer: AnswerBuffer) -> None:
+        call = _load(self.held)
+        if not isinstance(call, dict):
+            return
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(name, str) and name and isinstance(arguments, dict | None):
+            buffer.begin_call(name)
+            buffer.add_arguments(json.dumps(arguments or {}, ensure_ascii=False))
+            self.held, self.is_begun, self.is_done = "", True, True
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
 
 
 def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,137 +239,22 @@ def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**declared, "type": "object"}
 
 
-def _is_lenient(tool: Mapping[str, Any]) -> bool:
-    return not tool["function"].get("strict")
+def write_value(lark: Lark, tool: Mapping[str, Any], schema: Any) -> str:
+    """Return the body of a rule for a value in the arguments of a tool."""
+    return lark.write_json(schema, is_lenient=not tool["function"].get("strict"))
 
 
-def make_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def make_mistral_id() -> str:
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-
-
-def _write_objects(lark: Lark, tools: Tools) -> str:
-    """One of `{"name": …, "arguments": …}`."""
+def write_objects(lark: Lark, tools: Tools) -> str:
+    """Add a rule for one `{"name": …, "arguments": …}` of these tools, and return its name."""
     objects = []
     for index, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
         head = lark.write_text(f'{{"name": {name}, "arguments": ')
-        schema = lark.write_json(get_parameters(tool), is_lenient=_is_lenient(tool))
-        arguments = lark.add(f"arguments_{index}", schema)
+        arguments = lark.add(f"arguments_{index}", write_value(lark, tool, get_parameters(tool)))
         objects.append(lark.add(f"object_{index}", f'{head} {arguments} "}}"'))
     return lark.add("object", " | ".join(objects))
 
 
-def _repeat(call: str, separator: str, is_single: bool) -> str:
+def repeat(call: str, separator: str, is_single: bool) -> str:
+    """Return the body of a rule for one call or, unless `is_single`, for one or more."""
     return call if is_single else f"{call} ({separator} {call})*"
-
-
-def _write_hermes(lark: Lark, tools: Tools, is_single: bool) -> str:
-    opening, closing = lark.write_text(hermes.OPEN), lark.write_text(hermes.CLOSE)
-    body = _write_objects(lark, tools)
-    call = lark.add("call", f'{opening} "\\n" {body} "\\n" {closing}')
-    return _repeat(call, '"\\n"', is_single)
-
-
-def _write_mistral_list(lark: Lark, tools: Tools, is_single: bool) -> str:
-    calls = _repeat(_write_objects(lark, tools), '", "', is_single)
-    return f'{lark.write_text(mistral.OPEN)} "[" {calls} "]"'
-
-
-def _write_mistral_named(lark: Lark, tools: Tools, is_single: bool) -> str:
-    calls = []
-    for index, tool in enumerate(tools):
-        schema = lark.write_json(get_parameters(tool), is_lenient=_is_lenient(tool))
-        arguments = lark.add(f"arguments_{index}", schema)
-        head = lark.write_text(tool["function"]["name"]) + " " + lark.write_text(mistral.ARGUMENTS)
-        calls.append(lark.add(f"call_{index}", f"{head} {arguments}"))
-    call = lark.add("call", f"{lark.write_text(mistral.OPEN)} ({' | '.join(calls)})")
-    return _repeat(call, "", is_single)
-
-
-def _write_gemma4(lark: Lark, tools: Tools, is_single: bool) -> str:
-    opening, closing = lark.write_text(gemma4.OPEN), lark.write_text(gemma4.CLOSE)
-    calls = []
-    for index, tool in enumerate(tools):
-        name = lark.write_text(f"call:{tool['function']['name']}")
-        arguments = Gemma4Grammar(lark, get_parameters(tool)).add_arguments()
-        calls.append(lark.add(f"call_{index}", f"{name} {arguments}"))
-    call = lark.add("call", f"{opening} ({' | '.join(calls)}) {closing}")
-    return _repeat(call, "", is_single)
-
-
-def _write_pythonic(lark: Lark, tools: Tools, is_single: bool) -> str:
-    calls = []
-    for index, tool in enumerate(tools):
-        name = tool["function"]["name"]
-        if not all(map(_is_python_name, name.split("."))):
-            raise RequestError("is not a name in Python", path=("tools", index, "function", "name"))
-        arguments = _write_keywords(lark, tool, index)
-        head = lark.write_text(f"{name}(")
-        calls.append(lark.add(f"call_{index}", f'{head} {arguments} ")"'))
-    call = lark.add("call", " | ".join(calls))
-    calls_body = _repeat(call, '", "', is_single)
-    return f'"[" {calls_body} "]"'
-
-
-def _is_python_name(name: str) -> bool:
-    return name.isidentifier() and not keyword.iskeyword(name)
-
-
-def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
-    parameters = get_parameters(tool)
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    required = parameters.get("required") or ()
-    entries = []
-    for key, schema in (parameters.get("properties") or {}).items():
-        if not _is_python_name(key):
-            raise RequestError(
-                f"has {key[:100]!r}, which is not a name in Python",
-                path=("tools", index, "function", "parameters"),
-            )
-        schema = {**schema, **shared} if isinstance(schema, Mapping) else schema
-        value = lark.write_json(schema, is_lenient=_is_lenient(tool))
-        entry = lark.write_text(f"{key}=") + " " + lark.add_new("value", value)
-        entries.append((entry, key in required))
-    return lark.add_ordered("keyword", entries, separator=", ")
-
-
-HERMES = CallSyntax(
-    tags=(hermes.OPEN,),
-    special_tokens=(hermes.OPEN, hermes.CLOSE),
-    reader=hermes.HermesCall,
-    make_id=make_call_id,
-    write_calls=_write_hermes,
-)
-MISTRAL_LIST = CallSyntax(
-    tags=(mistral.OPEN,),
-    special_tokens=(mistral.OPEN, mistral.ARGUMENTS, mistral.CALL_ID),
-    reader=mistral.MistralCall,
-    make_id=make_mistral_id,
-    write_calls=_write_mistral_list,
-)
-MISTRAL_NAMED = CallSyntax(
-    tags=(mistral.OPEN,),
-    special_tokens=(mistral.OPEN, mistral.ARGUMENTS, mistral.CALL_ID),
-    reader=mistral.MistralCall,
-    make_id=make_mistral_id,
-    write_calls=_write_mistral_named,
-)
-GEMMA4 = CallSyntax(
-    tags=(gemma4.OPEN,),
-    special_tokens=(gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE),
-    reader=gemma4.Gemma4Call,
-    make_id=make_call_id,
-    write_calls=_write_gemma4,
-)
-PYTHONIC = CallSyntax(
-    tags=(pythonic.OPEN_BLOCK,),
-    start_tags=(pythonic.OPEN_LIST,),
-    special_tokens=(),
-    reader=pythonic.PythonicCall,
-    make_id=make_call_id,
-    write_calls=_write_pythonic,
-)

@@ -1,4 +1,4 @@
-"""What a tokenizer has of special tokens, whatever its kind."""
+"""The special tokens of a tokenizer of any kind."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """`special_tokens`: ids by text. `mistral_version`: of Mistral's own tokenizers, else 0."""
+    """A tokenizer's special tokens, and the version if it is one of Mistral's own tokenizers."""
 
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
-    mistral_version: int = 0
+    special_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id
+    mistral_version: int = 0  # 0: it is none of Mistral's own tokenizers
     tokenizer: Any = None
 
     @classmethod
@@ -35,7 +35,7 @@ class Vocabulary:
         return text in self.special_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """With special tokens."""
+        """Return the text of tokens, with that of special ones."""
         if self.tokenizer is None:
             return ""
         text: str = self.tokenizer.decode(list(token_ids))
@@ -48,6 +48,6 @@ def _get_mistral_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _get_mistral_version(tokenizer: Any) -> int:
-    """Its versions are called v1, v7, v11 and so on."""
+    """Return the number in a version's name: they are called v1, v7, v11 and so on."""
     digits = "".join(filter(str.isdecimal, str(tokenizer.tokenizer.version.value)))
     return int(digits or 1)

@@ -20,8 +20,7 @@ from starlette.responses import Response
 
 from sensorium import __version__
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.render.answers.format import PLAIN
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.admin import make_admin_router
 from sensorium.server.http.bodies.body_intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context

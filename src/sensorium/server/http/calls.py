@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import AnswerFormat
 from sensorium.server.http.bodies.body import read_body
 from sensorium.server.http.bodies.body_intake import BodyIntake
 from sensorium.server.http.errors import ApiError

@@ -1,1 +1,1 @@
-"""What the server counts and measures: written by each process, read by any of them."""
+"""The metrics of a server: each process writes its own, and any of them reads all."""

@@ -1,8 +1,8 @@
 """One HTTP request's times and counts, from its arrival to its end.
 
-A request for several completions is one request: its latencies are counted once, with the times of
-the first completion in the core; its completions are counted by themselves, each with its reason.
-Latencies are those of requests that were answered: whose completions all ended by themselves.
+A request for several completions is one request. Its latencies are counted once, with the times of
+the first completion in the core; its completions are counted one by one, each with its reason. Only
+requests that were answered have latencies: those with completions that all ended by themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _SENT = "sent"  # the one entry of `RequestOutput.stages` that is a time, not a 
 
 
 class RequestClock:
-    """`arrived` is a time of `clock`, which is the machine's monotonic one."""
+    """The times and counts of one request.
+
+    `arrived` is a time of `clock`, which is the machine's monotonic one.
+    """
 
     def __init__(
         self,
@@ -42,28 +45,29 @@ class RequestClock:
         self._params = params
         self._ended: float | None = None
         self._first_token: float | None = None
-        self._last_tokens: dict[int, float] = {}  # when, by completion
-        self._num_tokens: dict[int, int] = {}  # counted so far, by completion
+        self._last_tokens: dict[int, float] = {}  # completion -> time of its last token
+        self._num_tokens: dict[int, int] = {}  # completion -> tokens counted so far
         self._stages: dict[str, float] = {}
 
     @property
     def stages(self) -> Mapping[str, float]:
-        """In seconds: those of this process that were marked or measured."""
+        """Return the stages that were marked or measured in this process: stage -> seconds."""
         return self._stages
 
     @property
     def elapsed_s(self) -> float:
-        """From arrival to the end, or to now."""
+        """Return the seconds from the arrival to the end, or to now."""
         return (self._clock() if self._ended is None else self._ended) - self._arrived
 
     def mark(self, stage: str) -> None:
-        """The time since the last mark, or since the arrival, was spent in this stage."""
+        """Count the time since the last mark, or since the arrival, for this stage."""
         now = self._clock()
         self._add_stage(stage, now - self._marked)
         self._marked = now
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
+        """Count the time in this block for a stage."""
         start = self._clock()
         try:
             yield
@@ -71,7 +75,7 @@ class RequestClock:
             self._add_stage(stage, self._clock() - start)
 
     def on_tokens(self, index: int, num_tokens: int) -> None:
-        """News of one completion."""
+        """Count new tokens of one completion."""
         if not num_tokens:
             return
         now = self._clock()
@@ -85,7 +89,7 @@ class RequestClock:
         self._count_tokens(index, num_tokens)
 
     def on_finish(self, output: RequestOutput) -> None:
-        """It has ended, well or not. Whatever is told after its end counts nothing."""
+        """Count the end of the request, good or bad. Later calls count nothing."""
         if self._end():
             return
         reasons = [completion.finish_reason for completion in output.outputs]
@@ -98,14 +102,14 @@ class RequestClock:
             self._observe_stages(output)
 
     def on_end(self, reason: FinishReason) -> None:
-        """It has ended without an output: its client left, or the engine was lost."""
+        """Count an end without an output: the client left, or the engine was lost."""
         if self._end():
             return
         for _ in range(1 if self._params is None else self._params.n):
             self._count_end(reason)
 
     def _end(self) -> bool:
-        """Whether it had ended before."""
+        """Note the end, and return whether the request had ended before."""
         if self._ended is not None:
             return True
         self._ended = self._clock()
@@ -130,7 +134,7 @@ class RequestClock:
     def _observe_times(self, times: CoreTimes, *, num_tokens: int) -> None:
         if times.scheduled is None or times.first_token is None or times.finished is None:
             return
-        if self._first_token is None:  # nobody told of single tokens
+        if self._first_token is None:  # single tokens were not reported
             first_token_s = times.first_token - self._arrived
             self._observe("vllm:time_to_first_token_seconds", first_token_s)
         decode_s = times.finished - times.first_token
@@ -169,7 +173,7 @@ class RequestClock:
 
 
 def get_request_stages(output: RequestOutput) -> dict[str, float]:
-    """Seconds by stage, from the engine on: before the core, on the way to it, and in it."""
+    """Return the stages before the core, on the way to it and in it: stage -> seconds."""
     stages = {stage: value for stage, value in output.stages.items() if stage != _SENT}
     times = output.times
     if times is None:

@@ -1,7 +1,7 @@
-"""What the core counts: what its scheduler did, and what its caches hold.
+"""The metrics of the core: what its scheduler did, and what its caches hold.
 
-A step pays for its own tokens and the queue only. The rest is written a few times a second, and
-whenever the core has nothing to do: what is read then is complete.
+A step only writes its own tokens and the lengths of the queues. The rest is written a few times a
+second, and whenever the core has nothing to do, so that the values are complete then.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm import ShmReceiver
-from sensorium.server.metrics.metric_set import MetricSet
-from sensorium.server.metrics.totals import Totals
+from sensorium.server.metrics.metric_set import MetricSet, Totals
 from sensorium.types.request import EngineCoreOutput, FinishReason
 from sensorium.types.scheduling import StepMode
 
@@ -21,6 +20,8 @@ _SYNC_S = 0.25
 
 
 class CoreMetrics:
+    """Writes the metrics of a core."""
+
     def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics = MetricSet(model_name)
         self._clock = clock
@@ -35,9 +36,8 @@ class CoreMetrics:
         self._usage = metrics.gauge("vllm:kv_cache_usage_perc")
         self._totals = Totals(metrics)
 
-    def on_step(self, core: EngineCore, outputs: Sequence[EngineCoreOutput] = ()) -> None:
-        """After each step, and after requests came or went without one."""
-        del outputs
+    def on_step(self, core: EngineCore, _outputs: Sequence[EngineCoreOutput] = ()) -> None:
+        """Write what changed with a step, or with requests that came or went without one."""
         scheduler = core.scheduler
         total = scheduler.counters.num_scheduled_tokens
         if total > self._num_scheduled_tokens:
@@ -53,7 +53,7 @@ class CoreMetrics:
             self.sync(core)
 
     def sync(self, core: EngineCore) -> None:
-        """Everything else. To be called once when the core is ready."""
+        """Write everything else. It has to be called once when the core is ready."""
         self._synced = self._clock()
         if not self._is_described:
             self._describe(core)
@@ -122,8 +122,10 @@ class CoreMetrics:
         self._totals.follow_level("encoder", statistics)
 
     def _sync_receiver(self, core: EngineCore) -> None:
-        """A store in shared memory is the processor cache of all frontends. It outlives the core,
-        and so do its counts: they go on from what they were.
+        """Write the core's side of the cache of media.
+
+        A store in shared memory is the processor cache of all frontends. It outlives the core, and
+        so do its counts, which go on from what they were.
         """
         receiver = core.payloads.receiver
         statistics = receiver.statistics()

@@ -1,22 +1,23 @@
 """Every series that the server exposes: its name, type, labels and buckets.
 
 Names that begin with `vllm:` are those that dashboards of this field query, with the meaning and
-the units that they have there. `docs/metrics.md` says of each who writes it and when.
+the units that they have there. `docs/metrics.md` explains who writes each of them, and when.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import StepMode
 from sensorium.types.times import ITEM_STAGES
 
-ENGINE = "0"  # the label of vLLM's data-parallel engines: here there is one
+ENGINE = "0"  # the label of vLLM's data-parallel engines; there is only one here
 
-# Of a request, in their order. `generate`: from its first token to its last; `decode` is of media.
+# The stages of a request, in their order. `generate` is the time from its first token to its last;
+# `decode` is that of media.
 STAGES = (
     "parse",
     "wait_thread",
@@ -70,49 +71,26 @@ _STEP_TOKENS = tuple(float(2**e) for e in range(15))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """`labels` without those that all series of its prefix have. `values`: those of its labels
-    that exist from the start, with the value 0.
-    """
+    """One metric of the table, with all its series."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     text: str
-    labels: tuple[str, ...] = ()
-    values: tuple[tuple[str, ...], ...] = ((),)
+    labels: tuple[str, ...] = ()  # without those that all series of its prefix have
+    values: tuple[tuple[str, ...], ...] = ((),)  # of its labels, that exist from the start
     buckets: tuple[float, ...] = ()
 
 
-def _count(
-    name: str,
-    text: str,
-    *,
-    labels: tuple[str, ...] = (),
-    values: tuple[tuple[str, ...], ...] = ((),),
-) -> Definition:
-    return Definition(name=name, kind="counter", text=text, labels=labels, values=values)
+def _count(name: str, text: str, **details: Any) -> Definition:
+    return Definition(name=name, kind="counter", text=text, **details)
 
 
-def _gauge(
-    name: str,
-    text: str,
-    *,
-    labels: tuple[str, ...] = (),
-    values: tuple[tuple[str, ...], ...] = ((),),
-) -> Definition:
-    return Definition(name=name, kind="gauge", text=text, labels=labels, values=values)
+def _gauge(name: str, text: str, **details: Any) -> Definition:
+    return Definition(name=name, kind="gauge", text=text, **details)
 
 
-def _histogram(
-    name: str,
-    text: str,
-    buckets: tuple[float, ...],
-    *,
-    labels: tuple[str, ...] = (),
-    values: tuple[tuple[str, ...], ...] = ((),),
-) -> Definition:
-    return Definition(
-        name=name, kind="histogram", text=text, labels=labels, values=values, buckets=buckets
-    )
+def _histogram(name: str, text: str, buckets: tuple[float, ...], **details: Any) -> Definition:
+    return Definition(name=name, kind="histogram", text=text, buckets=buckets, **details)
 
 
 def _each(values: tuple[str, ...]) -> tuple[tuple[str], ...]:
@@ -129,16 +107,14 @@ _OF_THE_CORE = (
         "vllm:num_requests_waiting_by_reason",
         "Requests that wait to be scheduled, by what they wait for.",
         labels=("reason",),
-        values=(("capacity",), ("deferred",)),
+        values=(("capacity",),),
     ),
-    _gauge("vllm:num_requests_swapped", "Always 0: nothing is swapped."),
     _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 = all; the fullest group."),
-    _gauge("vllm:cpu_cache_usage_perc", "Always 0: there are no KV blocks elsewhere."),
     _gauge(
         "vllm:engine_sleep_state",
         "1 for the state that the engine is in.",
         labels=("sleep_state",),
-        values=(("awake",), ("weights_offloaded",), ("discard_all",)),
+        values=(("awake",),),
     ),
     _gauge(
         "vllm:cache_config_info",
@@ -153,7 +129,7 @@ _OF_THE_CORE = (
         "vllm:prompt_tokens_by_source_total",
         "Prompt tokens by where they came from.",
         labels=("source",),
-        values=(("local_compute",), ("local_cache_hit",), ("external_kv_transfer",)),
+        values=(("local_compute",), ("local_cache_hit",)),
     ),
     _count(
         "vllm:prompt_tokens_cached_by_source_total",
@@ -170,7 +146,7 @@ _OF_THE_CORE = (
         labels=("mode",),
         values=_each(tuple(str(mode) for mode in StepMode)),
     ),
-    _count("sensorium:sampled_tokens_total", "Tokens sampled, whether somebody read them or not."),
+    _count("sensorium:sampled_tokens_total", "Tokens sampled, whether or not they were read."),
     _count(
         "sensorium:core_requests_total",
         "Requests of the core that ended, by reason; one per completion.",
@@ -178,7 +154,10 @@ _OF_THE_CORE = (
         values=_REASONS,
     ),
     _gauge("sensorium:encoder_cache_used_embeds", "Embeddings in the encoder cache."),
-    _gauge("sensorium:encoder_cache_evictable_embeds", "Those that no request needs."),
+    _gauge(
+        "sensorium:encoder_cache_evictable_embeds",
+        "Cached embeddings that no request needs.",
+    ),
     _gauge("sensorium:encoder_cache_capacity_embeds", "What the encoder cache may hold."),
 )
 
@@ -204,7 +183,11 @@ _OF_REQUESTS = (
     _histogram("vllm:request_inference_time_seconds", "Prefill and decode together.", _REQUEST),
     _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     _histogram("vllm:request_generation_tokens", "Tokens of a completion.", _TOKENS),
-    _histogram("vllm:request_max_num_generation_tokens", "Of a request's longest one.", _TOKENS),
+    _histogram(
+        "vllm:request_max_num_generation_tokens",
+        "Tokens of its longest one.",
+        _TOKENS,
+    ),
     _histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not cached.", _TOKENS),
     _histogram("vllm:request_params_n", "Completions that a request asks for.", (1, 2, 5, 10, 20)),
     _histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", _TOKENS),
@@ -233,7 +216,7 @@ _OF_CACHES = (
         for word, text in (
             ("items", "Kept, by level: items; blocks at the level prefix."),
             ("bytes", "Kept, by level."),
-            ("capacity_bytes", "What may be kept, by level; 0 where it isn't counted in bytes."),
+            ("capacity_bytes", "What may be kept, by level; 0 if it isn't counted in bytes."),
         )
     ),
     _count("sensorium:cache_resends_total", "Items sent again, because the core had lost them."),
@@ -300,7 +283,8 @@ _OF_HTTP = (
 
 DEFINITIONS: tuple[Definition, ...] = (*_OF_THE_CORE, *_OF_REQUESTS, *_OF_CACHES, *_OF_HTTP)
 
-# Other names of the same series, made when they are read: dashboards ask for either.
+# Other names of the same series: alias -> name. They are made when metrics are read, because
+# dashboards ask for either.
 ALIASES = {
     "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
@@ -308,7 +292,7 @@ ALIASES = {
 
 
 def get_common_labels(name: str, model_name: str) -> dict[str, str]:
-    """The labels that all series of a prefix have."""
+    """Return the labels that all series with this prefix have."""
     if name.startswith("vllm:"):
         return {"model_name": model_name, "engine": ENGINE}
     return {"model_name": model_name} if name.startswith("sensorium:") else {}

@@ -1,4 +1,4 @@
-"""What a frontend counts: HTTP requests, what became of them, and its half of the caches."""
+"""The metrics of a frontend: HTTP requests, how they ended, and its side of the caches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.collect import Files, Source, Values, render
-from sensorium.server.metrics.metric_set import MetricSet, get_directory
-from sensorium.server.metrics.totals import Totals
+from sensorium.server.metrics.metric_set import MetricSet, Totals, get_directory
 
 if TYPE_CHECKING:
     from sensorium.engine.build.perception import Caches, Perception
@@ -21,7 +20,7 @@ _IN_FLIGHT = "sensorium:http_requests_in_flight"
 
 
 class FrontendMetrics:
-    """One per process. Not thread-safe: called on the event loop."""
+    """Writes the metrics of a frontend. There is one per process, used on the event loop only."""
 
     def __init__(self, model_name: str) -> None:
         self._metrics = MetricSet(model_name)
@@ -30,25 +29,29 @@ class FrontendMetrics:
     # ---- HTTP
 
     def track_arrival(self) -> AbstractContextManager[None]:
-        """A request is here until its last byte is sent."""
+        """Count a request as in flight until its last byte is sent."""
         return self._metrics.gauge(_IN_FLIGHT).track_inprogress()
 
     def track_websocket(self) -> AbstractContextManager[None]:
+        """Count a WebSocket connection as open in this block."""
         return self._metrics.gauge("vllm:websocket_connections_active").track_inprogress()
 
     def count_refusal(self, reason: str) -> None:
-        """`reason` is one of a few words (`definitions.REFUSAL_REASONS`), never a client's text."""
+        """Count a refused request. `reason` is one of `definitions.REFUSAL_REASONS`."""
         self._metrics.counter("sensorium:refused_requests_total", reason).inc()
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
-        """`handler`: the path of a route as it was declared. What no route takes has none: it must
-        not become a series of its own.
+        """Count a response.
+
+        `handler` is the path of a route as it was declared. Paths that no route takes must not
+        become series of their own, so they have none.
         """
         kind = f"{status // 100}xx"
         self._metrics.counter("http_requests_total", handler, method, kind).inc()
         self._metrics.histogram("http_request_duration_seconds", handler, method).observe(seconds)
 
     def observe_loop_lag(self, seconds: float) -> None:
+        """Count how late the event loop was."""
         self._metrics.histogram("sensorium:event_loop_lag_seconds").observe(seconds)
 
     # ---- requests of the engine
@@ -56,15 +59,16 @@ class FrontendMetrics:
     def start_request(
         self, *, arrived: float | None = None, params: SamplingParams | None = None
     ) -> RequestClock:
-        """`arrived` is a time of the monotonic clock; now, if there is none."""
+        """Return the clock of a request that arrived at a monotonic time, or now."""
         started = time.monotonic() if arrived is None else arrived
         return RequestClock(self._metrics, arrived=started, params=params)
 
     # ---- what others count
 
     def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
-        """Takes over what the parts of this frontend have counted, a microsecond each. To be called
-        after each request and about once a second.
+        """Write what the parts of this frontend have counted, which takes microseconds.
+
+        It is called after each request and about once a second.
         """
         self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
         if perception is None:
@@ -77,8 +81,10 @@ class FrontendMetrics:
             self._sync_pool(perception.pool.statistics())
 
     def _sync_caches(self, caches: Caches) -> None:
-        """What a store in shared memory holds and evicts is that of all frontends: the core says
-        it, once.
+        """Write the frontend's side of the caches of media.
+
+        What a store in shared memory holds and evicts is the same for all frontends, so the core
+        writes it once.
         """
         sender, totals = caches.sender.statistics(), self._totals
         totals.follow("vllm:mm_cache_queries_total", sender.num_queries)
@@ -93,8 +99,8 @@ class FrontendMetrics:
 
     def _sync_loader(self, fetched: FetchStatistics) -> None:
         totals = self._totals
-        # Every address is looked up: the answer is kept, or is asked for; a host may say that what
-        # is kept is still good.
+        # Every address is looked up in the cache and fetched if it is not there. A fetch in which
+        # the host confirms that the kept response is still good counts as a hit.
         num_hits = fetched.num_response_cache_hits
         totals.follow("sensorium:cache_queries_total", num_hits + fetched.num_fetches, "response")
         totals.follow(
@@ -122,11 +128,11 @@ class FrontendMetrics:
     # ---- reading, of all processes
 
     def render(self) -> tuple[bytes, str]:
-        """The body and the content type of `GET /metrics`."""
+        """Return the body and the content type of `GET /metrics`."""
         return render(self._get_source("*.db"))
 
     def get_load(self) -> int:
-        """The requests in flight, in all frontends."""
+        """Return the number of requests in flight, in all frontends."""
         return round(Values(self._get_source("gauge_*.db")).get(_IN_FLIGHT))
 
     def _get_source(self, pattern: str) -> Source:

@@ -1,4 +1,4 @@
-"""Where the metrics of all processes lie: anonymous memory that the parent makes before the others.
+"""Where the metrics of all processes lie: anonymous memory that the parent makes first.
 
 `prometheus_client` writes mapped files in a directory. On a disk that fills up, the first touch of
 a page that has no block ends the process with SIGBUS. So the files here are links to anonymous
@@ -19,9 +19,8 @@ from typing import Self
 
 PARENT = "parent"
 CORE = "core"
-# Kinds of files, as `prometheus_client` names them, and how many bytes are reserved for each: about
-# twice what all series of the table take. What is more than that is taken from the system's memory
-# when it is needed.
+# Kind of file, as `prometheus_client` names it -> bytes that are reserved for it. That is about
+# twice what all series of the table take. A file that needs more grows, and takes memory then.
 _NUM_BYTES = {"counter": 2**16, "gauge_livesum": 2**16, "histogram": 2**18}
 
 
@@ -31,6 +30,7 @@ def get_frontend_name(index: int) -> str:
 
 
 def list_writers(num_frontends: int) -> list[str]:
+    """Return the names of all processes that write metrics."""
     return [PARENT, CORE, *map(get_frontend_name, range(num_frontends))]
 
 
@@ -40,7 +40,7 @@ def get_path(directory: Path, kind: str, writer: str) -> Path:
 
 
 class MetricMemory:
-    """The files of all `writers`, in a directory that this makes. An `OSError` if that fails."""
+    """Makes a directory with the files of all `writers`, or raises an `OSError`."""
 
     def __init__(self, directory: Path, writers: Iterable[str]) -> None:
         self.directory = directory

@@ -1,18 +1,18 @@
-"""The metrics of the table, as this process writes them.
+"""The metrics of the table, as one process writes them.
 
-With a directory (`PROMETHEUS_MULTIPROC_DIR`, or `use_directory`) values lie in files there
-(`memory`), which all processes of a server write and any of them reads: then there may be one set
-per process.
-Without one a process knows its own values only, which is good enough for a test.
+With a directory (`PROMETHEUS_MULTIPROC_DIR`, or `use_directory`) the values lie in files there
+(`memory`), which all processes of a server write and any of them reads. Then there may be one set
+per process. Without a directory a process has its own values only, which is enough for a test.
 
 All gauges are sums over the processes that live. Each process has all series of the table, so none
-is ever missing; what a process doesn't count stays 0 there.
+is ever missing; a series that a process doesn't write stays 0 there.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 
@@ -24,8 +24,9 @@ _Metric = Counter | Gauge | Histogram
 
 
 def use_directory(directory: Path, *, writer: str) -> None:
-    """Let the metrics that this process makes from now on lie there, in the files of `writer`. One
-    process at a time may write under a name.
+    """Let the metrics that this process makes from now on lie there, in the files of `writer`.
+
+    Only one process at a time may write under a name.
     """
     os.environ[_VARIABLE] = str(directory)
     write_as(writer)
@@ -38,12 +39,13 @@ def write_as(writer: str) -> None:
 
 
 def get_directory() -> Path | None:
+    """Return the directory in which metrics lie, if there is one."""
     directory = os.environ.get(_VARIABLE)
     return None if directory is None else Path(directory)
 
 
 class MetricSet:
-    """Every series is made once and then found by its name and label values."""
+    """All series of the table. Each is made once, and then found by its name and label values."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -56,18 +58,21 @@ class MetricSet:
                 self._get(definition.name, label_values)
 
     def counter(self, name: str, *label_values: str) -> Counter:
+        """Return a counter of the table."""
         series = self._get(name, label_values)
         if not isinstance(series, Counter):
             raise InvariantError(f"{name} is no counter")
         return series
 
     def gauge(self, name: str, *label_values: str) -> Gauge:
+        """Return a gauge of the table."""
         series = self._get(name, label_values)
         if not isinstance(series, Gauge):
             raise InvariantError(f"{name} is no gauge")
         return series
 
     def histogram(self, name: str, *label_values: str) -> Histogram:
+        """Return a histogram of the table."""
         series = self._get(name, label_values)
         if not isinstance(series, Histogram):
             raise InvariantError(f"{name} is no histogram")
@@ -92,3 +97,50 @@ class MetricSet:
         if definition.kind == "gauge":
             return Gauge(name, text, labels, registry=registry, multiprocess_mode="livesum")
         return Histogram(name, text, labels, registry=registry, buckets=definition.buckets)
+
+
+if TYPE_CHECKING:
+    from sensorium.multimodal.cache.interface import CacheStatistics
+
+
+class Totals:
+    """Counters that follow numbers which other parts count since their start.
+
+    What came since the last look is added to the counter.
+    """
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._metrics = metrics
+        self._seen: dict[tuple[str, ...], int] = {}  # name and labels -> total at the last look
+
+    def follow(self, name: str, total: int, *label_values: str, is_foreign: bool = False) -> None:
+        """Bring a counter up to `total`.
+
+        With `is_foreign`, others counted before this process did. Then only what comes after the
+        first look is added.
+        """
+        key = (name, *label_values)
+        seen = self._seen.get(key, total if is_foreign else 0)
+        self._seen[key] = total
+        if total > seen:
+            self._metrics.counter(name, *label_values).inc(total - seen)
+
+    def follow_level(self, level: str, statistics: CacheStatistics) -> None:
+        """Write all statistics of a level of caching."""
+        self.follow_look_ups(level, statistics)
+        self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
+        self.set_contents(level, statistics)
+
+    def follow_look_ups(self, level: str, statistics: CacheStatistics) -> None:
+        """Write how often a level of caching was asked, and how often it had an answer."""
+        self.follow("sensorium:cache_queries_total", statistics.num_queries, level)
+        self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
+
+    def set_contents(self, level: str, statistics: CacheStatistics) -> None:
+        """Write what a level of caching holds."""
+        for word, value in (
+            ("items", statistics.num_items),
+            ("bytes", statistics.num_bytes),
+            ("capacity_bytes", statistics.capacity_bytes),
+        ):
+            self._metrics.gauge(f"sensorium:cache_{word}", level).set(value)

@@ -1,11 +1,11 @@
-"""What a server says of itself when it starts: what was resolved, and where it can be reached."""
+"""What a server prints when it starts: its resolved options, and where it can be reached."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sensorium import __version__
 from sensorium.server.options import ServeOptions
@@ -15,54 +15,49 @@ Rows = Sequence[tuple[str, str]]
 
 
 class Announcer:
-    """Lines for people on stdout; entries of the log where that is made of JSON."""
+    """Writes lines for people to stdout, or entries to the log if that is made of JSON."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
 
     def announce_start(self) -> None:
-        line = f"Sensorium {__version__}: loading {self._options.model}"
-        if self._options.log_format == "json":
-            logger.info(line)
-        else:
-            _say(line)
+        """Announce that the server begins to load its model."""
+        self._announce(f"Sensorium {__version__}: loading {self._options.model}", fields={})
 
     def announce_core(self, description: Rows) -> None:
-        """Or, where there is none, what is said in its place."""
+        """Announce the engine, or what a server without an engine has in its place."""
         rows = [*description, *describe_media(self._options)]
-        if self._options.log_format == "json":
-            logger.info("the engine is ready", extra={"fields": {"engine": dict(rows)}})
-        else:
-            _say(format_rows(rows))
+        text = "the engine is ready" if self._has_json else format_rows(rows)
+        self._announce(text, fields={"engine": dict(rows)})
 
     def announce_ready(self, url: str) -> None:
+        """Announce that the server accepts requests, and where."""
         line = f"Sensorium is ready: {url}"
-        if self._options.log_format == "json":
-            logger.info(line, extra={"fields": {"url": url}})
-        else:
+        if not self._has_json:
             kind = "it only renders" if self._options.is_render_only else "OpenAI's API below /v1"
-            _say(f"{line}  ({kind}, documented at /docs)")
+            line += f"  ({kind}, documented at /docs)"
+        self._announce(line, fields={"url": url})
 
+    @property
+    def _has_json(self) -> bool:
+        return self._options.log_format == "json"
 
-def _say(text: str) -> None:
-    """Whoever read it may be gone, which is no reason not to serve."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        # What is buffered must not raise once more when the interpreter flushes it.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def describe_model(options: ServeOptions) -> str:
-    if options.model_names == (options.model,):
-        return options.model
-    return f"{options.model} as {', '.join(options.model_names)}"
+    def _announce(self, text: str, *, fields: Mapping[str, object]) -> None:
+        if self._has_json:
+            logger.info(text, extra={"fields": fields})
+            return
+        try:
+            print(text, flush=True)
+        except OSError:
+            # The reader is gone, which is no reason not to serve. What is buffered must not raise
+            # once more when the interpreter flushes it.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def describe_media(options: ServeOptions) -> Rows:
-    media = options.media
-    num_processes = media.get("mm_processor_pool_size", 0)
+    """Return the rows about caches and processes for media."""
+    num_processes = options.media.mm_processor_pool_size
     pool = "in the frontend's own process"
     if num_processes:
         pool = "1 process" if num_processes == 1 else f"{num_processes} processes"
@@ -76,15 +71,15 @@ def describe_media(options: ServeOptions) -> Rows:
 
 
 def _describe_cache(options: ServeOptions) -> str:
-    if not options.has_processor_cache:
+    if not options.media.capacity_bytes:
         return "off"
-    gibibytes = options.media.get("mm_processor_cache_gb", 4.0)
     kind = "in shared memory" if options.shm_capacity_bytes else "lru, beside the engine"
     if options.is_render_only:
         kind = "in each frontend" if options.api_server_count > 1 else "in the frontend"
-    return f"{gibibytes:g} GiB, {kind}"
+    return f"{options.media.mm_processor_cache_gb:g} GiB, {kind}"
 
 
 def format_rows(rows: Rows) -> str:
+    """Return rows of names and values as aligned lines."""
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

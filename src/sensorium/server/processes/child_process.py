@@ -1,4 +1,4 @@
-"""The parent's hold on one child process: starts it, talks with it, learns of its end."""
+"""The parent's hold on one child process: it starts the child, talks with it and sees its end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ from sensorium.server.processes.control import FromChild, decode_line, encode_li
 logger = logging.getLogger(__name__)
 _MAX_LINE_BYTES = 2**24
 _END_S = 5.0  # from the end of a child's connection to that of its process
+# How patient a `RestartPolicy` is.
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 30.0
+MAX_TRIES = 5
+SETTLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """What is run for each kind of child. The descriptor of its connection is added."""
+    """The command for each kind of child. The descriptor of its connection is added to it."""
 
     core: tuple[str, ...]
     frontend: tuple[str, ...]
 
 
 def make_commands() -> Commands:
-    """Fresh interpreters, which don't look into the current directory."""
+    """Return commands for fresh interpreters that don't look into the current directory."""
     run_module = (sys.executable, "-P", "-m")
     return Commands(
         core=(*run_module, "sensorium.server.processes.core_main"),
@@ -40,8 +45,10 @@ def make_commands() -> Commands:
 
 
 def make_environment(metrics_directory: os.PathLike[str]) -> dict[str, str]:
-    """Children find the modules that this process finds. Where the metrics of all processes lie
-    is told in the only way that `prometheus_client` hears.
+    """Return the environment of children.
+
+    They find the modules that this process finds. The directory of the metrics of all processes is
+    given in the only way that `prometheus_client` reads.
     """
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -50,6 +57,8 @@ def make_environment(metrics_directory: os.PathLike[str]) -> dict[str, str]:
 
 
 class ChildProcess:
+    """A child process and the parent's end of the connection to it."""
+
     def __init__(
         self,
         name: str,
@@ -58,10 +67,10 @@ class ChildProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Use `spawn`. `connection` is another descriptor of what the streams read and write."""
+        """Use `spawn` instead."""
         self.name = name
         self._process = process
-        self._connection = connection
+        self._connection = connection  # another descriptor of what the streams read and write
         self._rest = b""  # what was read from it
         self._reader = reader
         self._writer = writer
@@ -75,7 +84,7 @@ class ChildProcess:
         inherited_fds: Sequence[int],
         environment: Mapping[str, str],
     ) -> ChildProcess:
-        """In a session of its own: a terminal's signals are for the parent."""
+        """Start a child in a session of its own, so that a terminal's signals reach the parent."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -95,28 +104,29 @@ class ChildProcess:
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
         return cls(name, process, connection, reader, writer)
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
     def send(self, message: Any) -> None:
-        """Nothing, if it is gone: its end is learned elsewhere."""
+        """Send a message, unless the child is gone; its end is noticed elsewhere."""
         if not self._writer.is_closing():
             self._writer.write(encode_line(message))
 
     async def receive(self) -> FromChild | None:
-        """The next message. `None`: it is gone, or made no sense and was killed."""
+        """Return the next message, or `None` if the child is gone.
+
+        A child that sends what can't be read is killed.
+        """
         try:
             line = await self._read_line()
             return decode_line(line) if line else None
         except (ValueError, msgspec.MsgspecError) as error:  # too long, cut off, or no message
-            logger.error("%s said something that can't be read: %s", self.name, error)
+            logger.error("%s sent a message that can't be read: %s", self.name, error)
             self.kill()
             return None
 
     async def _read_line(self) -> bytes:
-        """Nothing: there is no more. A write to a child that has ended fails, and its stream is
-        closed with all that was not read yet: that may be the reason of the end.
+        """Return the next line, or nothing at the end of the connection.
+
+        A write to a child that has ended fails, and closes the stream with all that was not read
+        yet. The reason of the child's end may be in there, so the rest is read from the socket.
         """
         with suppress(ConnectionError):
             return await self._reader.readline()
@@ -127,7 +137,10 @@ class ChildProcess:
         return line
 
     async def wait_until_ended(self) -> str:
-        """How it ended, in words. It has no more to say: if it lingers, it is killed."""
+        """Wait for the end of the process, and return how it ended, in words.
+
+        Its connection has ended, so a process that lingers is killed.
+        """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _END_S)
         self.kill()
@@ -137,15 +150,49 @@ class ChildProcess:
         return describe_status(status)
 
     def kill(self) -> None:
-        """Not by `Process.kill`: it may take the status away from the one who waits for it."""
+        """Kill the process if it lives.
+
+        `Process.kill` is not used: it may take the status away from the task that waits for it.
+        """
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
 
 def describe_status(status: int) -> str:
+    """Return the status of a process in words."""
     if status >= 0:
         return f"status {status}"
     with suppress(ValueError):
         return f"signal {signal.Signals(-status).name}"
     return f"signal {-status}"
+
+
+class RestartPolicy:
+    """Decides when a process that has died is started again, and when no more. It has no clock.
+
+    Pauses double with each end. A process that lived for `settled_s` begins with the first again.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tries: int = MAX_TRIES,
+        first_pause_s: float = _FIRST_PAUSE_S,
+        max_pause_s: float = _MAX_PAUSE_S,
+        settled_s: float = SETTLED_S,
+    ) -> None:
+        self.max_tries = max_tries
+        self._first_pause_s = first_pause_s
+        self._max_pause_s = max_pause_s
+        self._settled_s = settled_s
+        self._num_ends = 0
+
+    def note_end(self, *, lived_s: float) -> float | None:
+        """Return the seconds until the next start, or `None` if it was tried often enough."""
+        if lived_s >= self._settled_s:
+            self._num_ends = 0
+        self._num_ends += 1
+        if self._num_ends > self.max_tries:
+            return None
+        return min(self._first_pause_s * 2.0 ** (self._num_ends - 1), self._max_pause_s)

@@ -1,13 +1,18 @@
-"""What the parent and its child processes say to each other: one JSON value a line.
+"""The connection between the parent and its child processes: one JSON value a line.
 
-Each child has a stream socket to the parent. Its end means that the other side is gone, however
-that came about.
+Each child has a stream socket to the parent. The end of that connection means that the other side
+is gone, whatever the reason. A child never outlives its parent.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
+import shutil
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -16,109 +21,120 @@ import msgspec
 
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import InvariantError, SensoriumError
 
 logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 65_536
+_REMOVAL_TRIES = 3
+_MAX_MESSAGE_LENGTH = 4000
 
 
 class StartCore(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to a core. `life` counts the cores of one server, from 1."""
+    """The first message to a core."""
 
     options: ServeOptions
     socket_dir: str
-    life: int
+    life: int  # the number of this core among those of one server, from 1
     shm_fd: int | None = None
-    pulse_fd: int | None = None  # the page in which it writes that it moves on
+    pulse_fd: int | None = None  # the page in which the core writes its signs of life
 
     @property
     def endpoint(self) -> str:
+        """Return the address at which this core takes requests."""
         return f"ipc://{self.socket_dir}/core-{self.life}.sock"
 
 
 class FrontendGone(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the requests of this frontend any more."""
+    """A frontend has ended, and its requests with it."""
 
     identity: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is in flight: end."""
+    """No request is in flight any more, and the core has to end."""
 
 
 class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to a frontend, the `index`-th of its server. `identity` is never used
-    again. `listen_fd`: a TCP socket that is bound.
-    """
+    """The first message to a frontend."""
 
     options: ServeOptions
-    index: int
-    identity: str
-    listen_fd: int
+    index: int  # of the frontend in its server, from 0
+    identity: str  # is never used again by another frontend
+    listen_fd: int  # a TCP socket that is bound
     socket_dir: str
     shm_fd: int | None = None
 
 
 class CoreUp(msgspec.Struct, frozen=True, tag=True):
-    """A core is ready. The first of them lets a frontend begin to serve."""
+    """A core is ready. The first of these messages lets a frontend begin to serve."""
 
     info: CoreInfo
 
 
 class CoreDown(msgspec.Struct, frozen=True, tag=True):
+    """The core has ended."""
+
     reason: str
 
 
 class CoreStalled(msgspec.Struct, frozen=True, tag=True):
-    """The core is there, and has not moved on for longer than it may."""
+    """The core is alive, but has made no progress for too long."""
 
 
 class CoreResumed(msgspec.Struct, frozen=True, tag=True):
-    """A core that was stalled moves on."""
+    """A core that was stalled makes progress again."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Take no new requests, finish those in flight, then end."""
+    """The frontend takes no new requests, finishes those in flight, and ends."""
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True):
+    """The core has loaded its model and takes requests."""
+
     info: CoreInfo
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """The frontend accepts connections. `description`: for people, where no core has one."""
+    """The frontend accepts connections."""
 
-    description: tuple[tuple[str, str], ...] = ()
+    description: tuple[tuple[str, str], ...] = ()  # for people, if there is no core to give one
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The child can't start, and ends. `message` is for people."""
+    """The child can't start, and ends."""
 
-    message: str
+    message: str  # for people
 
 
 ToCoreProcess = StartCore | FrontendGone | Stop
 ToFrontend = StartFrontend | CoreUp | CoreDown | CoreStalled | CoreResumed | Drain
 FromChild = CoreReady | Serving | Failed
 Message = TypeVar("Message")
-
-
-def encode_line(message: Any) -> bytes:
-    return msgspec.json.encode(message) + b"\n"
-
-
-def decode_line(line: bytes) -> FromChild:
-    """Of a child, on the parent's side."""
-    return _FROM_CHILD.decode(line)
-
-
+Start = TypeVar("Start")
 _FROM_CHILD: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
 TO_CORE: msgspec.json.Decoder[ToCoreProcess] = msgspec.json.Decoder(ToCoreProcess)
 TO_FRONTEND: msgspec.json.Decoder[ToFrontend] = msgspec.json.Decoder(ToFrontend)
 
 
+def encode_line(message: Any) -> bytes:
+    """Return a message as a line."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_line(line: bytes) -> FromChild:
+    """Return the message that a child has sent as a line."""
+    return _FROM_CHILD.decode(line)
+
+
+# ---- a child's end of the connection
+
+
 class Channel(Generic[Message]):
-    """A child's end. `send` may be called from any thread; one thread reads at a time."""
+    """A child's end of its connection to the parent.
+
+    Any thread may call `send`. One thread at a time may read.
+    """
 
     def __init__(self, connection: socket.socket, decoder: msgspec.json.Decoder[Message]) -> None:
         self._connection = connection
@@ -127,15 +143,16 @@ class Channel(Generic[Message]):
         self._lock = threading.Lock()
 
     def send(self, message: FromChild) -> None:
+        """Send a message to the parent."""
         with self._lock:
             self._connection.sendall(encode_line(message))
 
     def receive(self) -> Message | None:
-        """The next message. `None`: there will be none."""
+        """Return the next message, or `None` if the connection has ended."""
         while (end := self._received.find(b"\n")) < 0:
             try:
                 chunk = self._connection.recv(_CHUNK_BYTES)
-            except ConnectionError:  # it ended with something of ours unread
+            except ConnectionError:  # it ended before everything we sent was read
                 return None
             if not chunk:
                 return None
@@ -151,15 +168,17 @@ class Channel(Generic[Message]):
         on_end: Callable[[], object],
         on_failure: Callable[[], object],
     ) -> None:
-        """All further messages go to `on_message`, in a thread of their own; then `on_end` is
-        called there. `on_failure` instead, if a message makes no sense or can't be obeyed.
+        """Pass all further messages to `on_message`, in a thread of their own.
+
+        At the end of the connection `on_end` is called there, or `on_failure` if a message can't be
+        read or `on_message` raises.
         """
 
         def read() -> None:
             try:
                 while (message := self.receive()) is not None:
                     on_message(message)
-            except Exception:  # nobody else sees what happens in this thread
+            except Exception:  # no other code sees what happens in this thread
                 logger.exception("a message of the parent could not be obeyed")
                 on_failure()
             else:
@@ -168,7 +187,62 @@ class Channel(Generic[Message]):
         threading.Thread(target=read, name="sensorium-control", daemon=True).start()
 
 
-def expect(message: Any, kind: type[Message]) -> Message:
+def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
+    """Open the connection by the descriptor that is the last word of argv.
+
+    Signals are ignored from now on: a terminal or a service manager sends them to all processes,
+    and the parent decides what follows.
+    """
+    faulthandler.enable()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    descriptor = int(sys.argv[-1])
+    os.set_inheritable(descriptor, False)
+    return Channel(socket.socket(fileno=descriptor), decoder)
+
+
+def receive_start(channel: Channel[Any], kind: type[Start]) -> Start:
+    """Return the first message, or end this process if the parent is gone."""
+    message = channel.receive()
+    if message is None:
+        sys.exit(1)
     if not isinstance(message, kind):
         raise InvariantError(f"{type(message).__name__} came, {kind.__name__} was expected")
     return message
+
+
+def follow_parent(
+    channel: Channel[Message], on_message: Callable[[Message], object], *, socket_dir: str
+) -> None:
+    """Obey the parent from now on, and end with it.
+
+    This happens in a thread, so that nothing the main thread does can delay the end. A child that
+    can't read its parent's messages ends too, and is started again.
+    """
+    channel.start_reading(
+        on_message,
+        on_end=lambda: end_with_parent(socket_dir),
+        on_failure=lambda: os._exit(1),
+    )
+
+
+def end_with_parent(socket_dir: str) -> None:
+    """End this process, because the parent was killed, and remove the parent's directory."""
+    for _ in range(_REMOVAL_TRIES):  # other children remove it too, or still write
+        shutil.rmtree(socket_dir, ignore_errors=True)
+        if not os.path.exists(socket_dir):
+            break
+    os._exit(1)
+
+
+def report_failure(channel: Channel[Any], error: BaseException) -> None:
+    """Send the parent the reason why this process can't start.
+
+    Only a bug of ours is logged with a traceback.
+    """
+    if isinstance(error, InvariantError) or not isinstance(error, SensoriumError):
+        logger.error("this process can't start", exc_info=error)
+    message = str(error)
+    if not isinstance(error, SensoriumError):
+        message = f"{type(error).__name__}: {error}" if message else type(error).__name__
+    channel.send(Failed(message[:_MAX_MESSAGE_LENGTH]))

@@ -1,67 +1,58 @@
-"""Builds what the core's process runs, from what the parent has sent."""
+"""Builds what the process of a core runs, from the parent's first message."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from sensorium.engine.build.builder import (
+    Checkpoint,
     Core,
-    LoadedConfig,
-    Source,
     build_core,
     build_frontend,
-    load_source,
+    read_checkpoint,
     try_core,
 )
-from sensorium.engine.build.media_options import MediaOptions
 from sensorium.engine.build.memory import format_bytes
+from sensorium.engine.build.options import LoadingOptions
 from sensorium.engine.build.perception import build_caches, build_receiver
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.models.families import FAMILIES
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
 from sensorium.server.metrics.memory import CORE
 from sensorium.server.metrics.metric_set import write_as
-from sensorium.server.options import (
-    ServeOptions,
-    make_engine_options,
-    make_media_options,
-    make_source,
-)
-from sensorium.server.processes.announcement import describe_model
+from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
-from sensorium.server.processes.pulse import Pulse, get_idle_interval
-from sensorium.utils.long_work import listen_for_long_work
+from sensorium.server.processes.shared_resources import Pulse, get_idle_interval
+from sensorium.types.families import FAMILIES
+from sensorium.utils.process import listen_for_long_work
 
 
 def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
+    """Load the model, and return the loop of the core and what frontends have to know of it."""
     adopt_library_logs()
     options = start.options
-    engine_options, media = make_engine_options(options), make_media_options(options)
-    # Bars would tear lines of JSON apart.
-    source = make_source(options, use_tqdm=options.log_format == "text")
+    # Progress bars would tear lines of JSON apart.
+    loading = replace(options.loading, use_tqdm_on_load=options.log_format == "text")
     with blame_checkpoint(options.model):
-        loaded = load_source(source)
+        checkpoint = read_checkpoint(loading)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         receiver = build_receiver(store)
-        built = build_core(source, loaded, options=engine_options, receiver=receiver)
+        built = build_core(loading, checkpoint, options=options.engine, receiver=receiver)
         switched_off: dict[str, str] = {}
         if built.needs_trial:
-            limits = engine_options.limit_mm_per_prompt
-            switched_off = _try_core(built, source, loaded, media, limits)
+            switched_off = _try_core(built, loading, checkpoint, options)
         info = CoreInfo(
             endpoint=start.endpoint,
             max_model_len=built.config.limits.max_model_len,
             defaults=built.defaults,
             epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
             description=(
-                *describe_core(built, options, model_type=loaded.hf_config.model_type),
+                *describe_core(built, options, model_type=checkpoint.hf_config.model_type),
                 *(("switched off", f"{m}: {reason}") for m, reason in switched_off.items()),
             ),
             kernels={
@@ -71,36 +62,36 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
             },
             switched_off=switched_off,
         )
+    return _make_loop(start, built), info
+
+
+def _make_loop(start: StartCore, built: Core) -> CoreLoop:
+    """Return the loop that runs a core, with its metrics and its signs of life."""
     write_as(CORE)
-    metrics = CoreMetrics(options.model_names[0])
+    metrics = CoreMetrics(start.options.model_names[0])
     metrics.sync(built.core)
     if start.pulse_fd is None:
-        return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step), info
+        return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step)
     pulse = Pulse.attach(start.pulse_fd)
     call_before_blocks(built.adapter.model, pulse.beat)
     listen_for_long_work(pulse.note_long_work)
     pulse.beat()  # from here on silence counts
-    loop = CoreLoop(
+    return CoreLoop(
         built.core,
         start.endpoint,
         on_step=metrics.on_step,
         on_progress=pulse.beat,
-        idle_s=get_idle_interval(options.core_stall_timeout),
+        idle_s=get_idle_interval(start.options.core_stall_timeout),
     )
-    return loop, info
 
 
 def _try_core(
-    built: Core,
-    source: Source,
-    loaded: LoadedConfig,
-    media: MediaOptions,
-    limit_mm_per_prompt: Mapping[str, int],
+    built: Core, loading: LoadingOptions, checkpoint: Checkpoint, options: ServeOptions
 ) -> dict[str, str]:
-    """With a frontend of its own, which shares no cache and ends with the trial."""
-    alone = replace(media, mm_processor_cache_type="lru", mm_processor_pool_size=0)
-    frontend = build_frontend(source, loaded, alone, build_caches(alone, None))
-    switched_off = try_core(built, frontend, limit_mm_per_prompt)
+    """Try a core with a frontend of its own, which shares no cache and ends with the trial."""
+    alone = replace(options.media, mm_processor_cache_type="lru", mm_processor_pool_size=0)
+    frontend = build_frontend(loading, checkpoint, alone, build_caches(alone, None))
+    switched_off = try_core(built, frontend, options.engine.limit_mm_per_prompt)
     frontend.perception.close()
     return switched_off
 
@@ -108,11 +99,12 @@ def _try_core(
 def describe_core(
     built: Core, options: ServeOptions, *, model_type: str
 ) -> tuple[tuple[str, str], ...]:
+    """Return the rows that a server prints about its engine when it starts."""
     config, limits = built.config, built.config.limits
     names = {family.model_type: family.name for family in FAMILIES}
     dtype = str(built.adapter.dtype).removeprefix("torch.")
     rows = [
-        ("model", describe_model(options)),
+        ("model", options.model_label),
         ("family", names.get(model_type, f"{model_type} (unknown; passed its trial)")),
         ("device", f"{built.adapter.device}, {dtype}, attention by {config.attention_backend}"),
         ("CUDA graphs", config.graphs),
@@ -132,8 +124,10 @@ def describe_core(
 
 
 def _describe_kv_cache(built: Core) -> str:
-    """The first block of a group is never given out. Tokens: those that all layers have room for;
-    groups with a window keep the last of them only.
+    """Return the size of the KV cache in words.
+
+    The first block of a group is never given out. The tokens are those that all layers have room
+    for; groups with a window keep the last of them only.
     """
     config = built.config
     counts = [group.num_blocks - 1 for group in config.groups]

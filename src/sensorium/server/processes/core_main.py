@@ -1,6 +1,7 @@
-"""The process of the core: loads the model, then steps until the parent says that it is enough.
+"""The process of the core: loads the model, then runs its steps until the parent ends it.
 
-Light until it listens to its parent: everything heavy is imported by `core_app`, afterwards.
+It imports little before it listens to its parent. Everything heavy is imported by `core_app`
+afterwards.
 """
 
 from __future__ import annotations
@@ -10,13 +11,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
-from sensorium.server.logs import set_up_logging
-from sensorium.server.processes.child import (
-    follow_parent,
-    open_channel,
-    receive_start,
-    report_failure,
-)
+from sensorium.server.logs import log_step, set_up_logging
 from sensorium.server.processes.control import (
     TO_CORE,
     CoreReady,
@@ -24,8 +19,12 @@ from sensorium.server.processes.control import (
     StartCore,
     Stop,
     ToCoreProcess,
+    follow_parent,
+    open_channel,
+    receive_start,
+    report_failure,
 )
-from sensorium.utils.loading import without_collection
+from sensorium.utils.process import report_step, reporting_steps, without_collection
 
 if TYPE_CHECKING:
     from sensorium.engine.core_process.core_loop import CoreLoop
@@ -34,13 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """What the parent says, and the loop that it is about. `handle` runs in another thread."""
+    """The loop of a core, and what the parent asks of it. `handle` runs in another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: CoreLoop | None = None
 
     def handle(self, message: ToCoreProcess) -> None:
+        """Obey a message of the parent."""
         with self._lock:
             if isinstance(message, FrontendGone) and self._loop is not None:
                 self._loop.forget_frontend(message.identity)
@@ -50,7 +50,7 @@ class CoreProcess:
                 os._exit(0)
 
     def run(self, loop: CoreLoop) -> None:
-        """Until `Stop`. Nothing may be asked of a loop that has ended."""
+        """Run the loop until `Stop`. Afterwards nothing is asked of it any more."""
         with self._lock:
             self._loop = loop
         try:
@@ -61,6 +61,7 @@ class CoreProcess:
 
 
 def main() -> None:
+    """Run a core, from the parent's first message to the end of the process."""
     channel = open_channel(TO_CORE)
     start = receive_start(channel, StartCore)
     options = start.options
@@ -68,11 +69,12 @@ def main() -> None:
     process = CoreProcess()
     follow_parent(channel, process.handle, socket_dir=start.socket_dir)
     try:
-        with without_collection():
+        with without_collection(), reporting_steps(log_step):
+            report_step("importing PyTorch and Transformers")
             from sensorium.server.processes.core_app import build_core_app
 
             loop, info = build_core_app(start)
-    except Exception as error:  # whatever it is, the parent has to hear of it
+    except Exception as error:  # the parent has to learn the reason, whatever it is
         report_failure(channel, error)
         _end(1)
     channel.send(CoreReady(info))
@@ -85,7 +87,7 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """At once: taking torch down takes time, and all that is left is memory."""
+    """End this process at once: taking torch down takes time, and only memory is left."""
     logging.shutdown()
     os._exit(status)
 

@@ -1,29 +1,37 @@
-"""Builds what a frontend's process runs, and runs it: uvicorn on one event loop."""
+"""Builds what the process of a frontend runs, and runs it: uvicorn on one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.builder import build_frontend, load_source, resolve_string_limit
+from sensorium.engine.build.builder import (
+    Checkpoint,
+    build_frontend,
+    read_checkpoint,
+    resolve_string_limit,
+)
+from sensorium.engine.build.config import resolve_context
 from sensorium.engine.build.perception import Perception, build_caches, build_readonly_caches
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerFormat
+from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_options import load_chat_template
 from sensorium.render.own_templates import get_template_text
 from sensorium.server.http.app import make_app
@@ -32,12 +40,7 @@ from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.memory import get_frontend_name
 from sensorium.server.metrics.metric_set import write_as
-from sensorium.server.options import (
-    ServeOptions,
-    make_engine_options,
-    make_media_options,
-    make_source,
-)
+from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (
     Channel,
     CoreDown,
@@ -49,41 +52,48 @@ from sensorium.server.processes.control import (
     StartFrontend,
     ToFrontend,
 )
-from sensorium.server.processes.file_limit import raise_file_limit
-from sensorium.server.processes.render_app import make_render_info
+from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
+from sensorium.utils.process import report_step
 
 _SYNC_S = 1.0
 _BACKLOG = 2048
-_TELLING_S = 10  # for answers to those whose time is over
-# Longer than clients keep connections that they don't use: else one is closed as they use it again.
+_REFUSING_S = 10  # for errors to clients that are still waiting at the end of a shutdown
+# Longer than clients keep connections that they don't use. Otherwise a connection may be closed
+# just when its client uses it again.
 _KEEP_ALIVE_S = 75
+_MOST_FILES = 65_536  # more than any frontend serves; each one costs the kernel memory
+_RESERVED_FILES = 1024  # for what is no connection: pipes, shared memory, media that is fetched
 Messages = asyncio.Queue[ToFrontend]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendApp:
-    """`info`: what a core would say, where there is none."""
+    """What a frontend is made of, before it serves."""
 
     engine: AsyncEngine
     perception: Perception
     answers: AnswerFormat
-    info: CoreInfo | None = None
+    info: CoreInfo | None = None  # stands for that of a core, if the server has none
 
 
 def build_frontend_app(start: StartFrontend) -> FrontendApp:
-    """All that needs no core, while that one loads. Its defaults for sampling come with it."""
+    """Build everything that needs no core, while the core loads.
+
+    The core's defaults for sampling come later, when the core is ready.
+    """
     adopt_library_logs()
-    options, is_alone = start.options, start.options.is_render_only
-    engine_options, media = make_engine_options(options), make_media_options(options)
-    source = make_source(options, use_tqdm=False)
+    options = start.options
+    engine_options, media = options.engine, options.media
+    loading = replace(options.loading, use_tqdm_on_load=False)
     with blame_checkpoint(options.model):
-        loaded = load_source(source)
-        string_limit = resolve_string_limit(engine_options, loaded)
+        checkpoint = read_checkpoint(loading)
+        string_limit = resolve_string_limit(engine_options, checkpoint)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
+        is_alone = options.is_render_only
         frontend = build_frontend(
-            source,
-            loaded,
+            loading,
+            checkpoint,
             media,
             build_readonly_caches(media) if is_alone else build_caches(media, store),
             starts_early=True,
@@ -101,19 +111,17 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
             seed=engine_options.seed + start.index,
             max_string_length=string_limit,
         )
-        info = make_render_info(options, engine_options, loaded) if is_alone else None
+        info = make_render_info(options, checkpoint) if is_alone else None
     template = load_chat_template(options.chat_template)
     engine = AsyncEngine(
-        inputs,
-        frontend.perception,
-        identity=start.identity,
-        chat_template=template,
+        inputs, frontend.perception, identity=start.identity, chat_template=template
     )
     answers = _make_answer_format(
         options, frontend.processor, template, max_string_length=string_limit
     )
     if options.warmup:
-        engine.renderer.warmup()  # before the pool starts: what it warms is this process
+        report_step("warming up")
+        warm_up(engine.renderer)  # before the pool starts: this process is warmed, not the pool
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
@@ -138,7 +146,7 @@ def _make_answer_format(
 
 
 def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
-    """Whether pools can load while core and frontends do, and make nothing later."""
+    """Return whether pools can load while the core and the frontends do, and delay neither."""
     num_cores = 0 if options.is_render_only else 1
     num_processes = num_cores + options.api_server_count * (1 + pool_size)
     return (os.cpu_count() or 1) >= num_processes
@@ -146,32 +154,34 @@ def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
 
 def run_frontend(
     start: StartFrontend,
-    half: FrontendApp,
+    app: FrontendApp,
     *,
     channel: Channel[ToFrontend],
-    inbox_attach: Callable[[Callable[[ToFrontend], object]], None],
+    attach: Callable[[Callable[[ToFrontend], object]], None],
 ) -> None:
-    """Until the parent says `Drain` and the requests in flight have ended."""
+    """Serve until the parent sends `Drain` and the requests in flight have ended.
+
+    `attach` takes the function that gets the parent's messages from now on.
+    """
 
     async def run() -> None:
         messages: Messages = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        inbox_attach(lambda message: loop.call_soon_threadsafe(messages.put_nowait, message))
-        description = () if half.info is None else half.info.description
-        serving = Serving(description=description)
-        await _serve(start, half, messages, lambda: channel.send(serving))
+        attach(lambda message: loop.call_soon_threadsafe(messages.put_nowait, message))
+        serving = Serving(description=() if app.info is None else app.info.description)
+        await _serve(start, app, messages, lambda: channel.send(serving))
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
     finally:
-        half.perception.close()
+        app.perception.close()
 
 
 async def _serve(
-    start: StartFrontend, half: FrontendApp, messages: Messages, tell_serving: Callable[[], None]
+    start: StartFrontend, app: FrontendApp, messages: Messages, report_serving: Callable[[], None]
 ) -> None:
-    options, perception, engine = start.options, half.perception, half.engine
+    options, perception, engine = start.options, app.perception, app.engine
     write_as(get_frontend_name(start.index))
     metrics = FrontendMetrics(options.model_names[0])
 
@@ -180,18 +190,19 @@ async def _serve(
         metrics.sync(perception=perception, num_preparing=num_preparing)
 
     def on_started() -> None:
-        tell_serving()
+        report_serving()
         if perception.pool is not None:
-            perception.pool.start()  # if it is not yet; until it is there, this process does it
+            perception.pool.start()  # unless it was; until it is there, this process does its work
 
-    app = SyncBeforeEnd(make_app(engine, options, metrics, answers=half.answers), sync)
-    config = make_config(options, app)
+    config = make_config(
+        options, SyncBeforeEnd(make_app(engine, options, metrics, answers=app.answers), sync)
+    )
     config.load()  # before the core is there, not after
     server = _Server(config, on_started)
     try:
-        if half.info is not None:
-            engine.run_alone(half.info)
-        if half.info is not None or await _connect_first(messages, engine):
+        if app.info is not None:
+            engine.run_alone(app.info)
+        if app.info is not None or await _connect_first(messages, engine):
             tasks = [
                 asyncio.create_task(_obey(messages, engine, server, options.shutdown_timeout)),
                 asyncio.create_task(_sync_often(sync)),
@@ -204,7 +215,7 @@ async def _serve(
 
 
 async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
-    """Wait for a core; `False` if the parent wants to stop before there is one."""
+    """Wait for a core, and return `False` if the parent wants to stop before there is one."""
     while True:
         message = await messages.get()
         if isinstance(message, Drain):
@@ -217,6 +228,7 @@ async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
 async def _obey(
     messages: Messages, engine: AsyncEngine, server: uvicorn.Server, shutdown_timeout_s: float
 ) -> None:
+    """Obey the messages of the parent while the server runs."""
     ends: list[asyncio.Task[None]] = []
     while True:
         message = await messages.get()
@@ -232,7 +244,7 @@ async def _obey(
 
 
 async def _close_late(engine: AsyncEngine, delay_s: float) -> None:
-    """What is still in flight then fails, and its clients are told why."""
+    """Close the engine after a while, so that requests still in flight fail with a reason."""
     await asyncio.sleep(delay_s)
     await engine.close()
 
@@ -244,6 +256,7 @@ async def _sync_often(sync: Callable[[], None]) -> None:
 
 
 def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
+    """Return the settings of uvicorn."""
     return uvicorn.Config(
         app,
         loop="none",  # it is there already
@@ -257,13 +270,14 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
         access_log=options.access_log,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + _TELLING_S,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + _REFUSING_S,
     )
 
 
 class SyncBeforeEnd:
-    """Metrics are up to date before a client has its whole answer: whoever asks for them then,
-    any frontend, sees the request in them.
+    """Brings the metrics up to date before a client has its whole answer.
+
+    A client that then asks for them, at any frontend, sees its request in them.
     """
 
     def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
@@ -280,7 +294,7 @@ class SyncBeforeEnd:
 
 
 class _Server(uvicorn.Server):
-    """Says when it accepts connections, and leaves signals to the parent."""
+    """A server that reports when it accepts connections, and leaves signals to the parent."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -294,3 +308,42 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as the system permits, within reason.
+
+    Returns how many of them may be connections of clients.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    limit = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(limit - _RESERVED_FILES, limit // 2)
+
+
+def make_render_info(options: ServeOptions, checkpoint: Checkpoint) -> CoreInfo:
+    """Return what stands for the information of a core, from the checkpoint's small files.
+
+    A core may have had to cut its context to what fits into its memory. Then both servers need the
+    same `max_model_len`.
+    """
+    hf_config = checkpoint.hf_config
+    text_config = hf_config.get_text_config(decoder=True)
+    max_model_len = resolve_context(options.engine, text_config=text_config)
+    names = {family.model_type: family.name for family in FAMILIES}
+    return CoreInfo(
+        endpoint="",
+        max_model_len=max_model_len,
+        defaults=load_generation_defaults(
+            str(checkpoint.directory), options.engine.generation_config
+        ),
+        description=(
+            ("model", options.model_label),
+            ("family", names.get(hf_config.model_type, f"{hf_config.model_type} (unknown)")),
+            ("engine", "none: this server renders, and loads no weights"),
+            ("context", f"{max_model_len} tokens"),
+        ),
+    )

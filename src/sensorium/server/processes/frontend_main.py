@@ -1,34 +1,43 @@
-"""The process of a frontend: HTTP in and out, media perceived, requests brought to the core.
+"""The process of a frontend: it serves HTTP, processes media and sends requests to the core.
 
-Light until it listens to its parent: everything heavy is imported by `frontend_app`, afterwards.
+It imports little before it listens to its parent. Everything heavy is imported by `frontend_app`
+afterwards.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
 
-from sensorium.server.logs import set_up_logging
-from sensorium.server.processes.allocator import keep_memory_compact
-from sensorium.server.processes.child import (
+from sensorium.server.logs import log_step, set_up_logging
+from sensorium.server.processes.control import (
+    TO_FRONTEND,
+    Drain,
+    StartFrontend,
+    ToFrontend,
     follow_parent,
     open_channel,
     receive_start,
     report_failure,
 )
-from sensorium.server.processes.control import TO_FRONTEND, Drain, StartFrontend, ToFrontend
-from sensorium.utils.loading import without_collection
+from sensorium.utils.process import reporting_steps, without_collection
 
 # The event loop shares the interpreter with threads that render, hash and tokenise. Each of them
 # may keep it for this long after the loop has something to do; Python's own choice is 5 ms.
 _SWITCH_INTERVAL_S = 0.001
+# Options of glibc's `mallopt`, from malloc.h.
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+_LARGE_BYTES = 2**20
+_MAX_ARENAS = 2
 
 
 class Inbox:
-    """Messages of the parent: kept until somebody takes them. `add` runs in another thread."""
+    """The parent's messages, which are kept until they are taken. `add` runs in another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,6 +45,7 @@ class Inbox:
         self._deliver: Callable[[ToFrontend], object] | None = None
 
     def add(self, message: ToFrontend) -> None:
+        """Deliver a message, or keep it. `Drain` ends a process that still loads."""
         with self._lock:
             if self._deliver is not None:
                 self._deliver(message)
@@ -45,7 +55,7 @@ class Inbox:
                 self._waiting.append(message)
 
     def attach(self, deliver: Callable[[ToFrontend], object]) -> None:
-        """From now on they go there, first those that wait."""
+        """Deliver messages to `deliver` from now on, first those that were kept."""
         with self._lock:
             for message in self._waiting:
                 deliver(message)
@@ -54,6 +64,7 @@ class Inbox:
 
 
 def main() -> None:
+    """Run a frontend, from the parent's first message to the end of the process."""
     channel = open_channel(TO_FRONTEND)
     start = receive_start(channel, StartFrontend)
     options = start.options
@@ -69,17 +80,30 @@ def main() -> None:
     keep_memory_compact()
     status = 0
     try:
-        with without_collection():
+        with without_collection(), reporting_steps(log_step):
             from sensorium.server.processes.frontend_app import build_frontend_app, run_frontend
 
-            half = build_frontend_app(start)
-        run_frontend(start, half, channel=channel, inbox_attach=inbox.attach)
-    except Exception as error:  # whatever it is, the parent has to hear of it
+            app = build_frontend_app(start)
+        run_frontend(start, app, channel=channel, attach=inbox.attach)
+    except Exception as error:  # the parent has to learn the reason, whatever it is
         report_failure(channel, error)
         status = 1
-    # At once: threads that still load or process for nobody must not keep it alive.
+    # At once: threads that still load or process must not keep it alive.
     logging.shutdown()
     os._exit(status)
+
+
+def keep_memory_compact() -> None:
+    """Let the C library's allocator return the memory of bodies and media to the system.
+
+    These come and go by the megabyte, in many threads. By itself glibc raises the size from which
+    it asks the system for memory up to 32 MiB, and has arenas for every thread, so that hundreds of
+    megabytes stay in their gaps. Other C libraries have no such call, and need none.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_ARENA_MAX, _MAX_ARENAS)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,54 @@
-"""What a server's processes share and its parent owns: a port, a private directory, memory."""
+"""What a server's processes share and its parent owns.
+
+That is a port, a private directory, memory for media and metrics, and the pulse of the core: a page
+in which the core writes when it last made progress.
+
+A process that is stopped, or that waits for a device which never answers, is alive to the kernel.
+So the thread that computes writes the time at every turn of its loop and at every block of the
+model. A long step on a slow machine goes on writing, and a thread that hangs does not, whatever
+other threads do. The page is anonymous memory (`memfd_create`), reserved when it is made; the core
+inherits its descriptor.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import socket
 import tempfile
+import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from sensorium.server.metrics.memory import MetricMemory, list_writers
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.pulse import Pulse
 from sensorium.types.errors import RequestError
 
 # A socket's path has 107 characters at most (man 7 unix); its name needs some of them.
 _MAX_DIRECTORY_LENGTH = 80
 _SHORT_DIRECTORY = "/tmp"
+_PULSE_BYTES = mmap.PAGESIZE
+_BEAT, _LONG_WORK = 0, 1  # places in the page, in units of 8 bytes
+# The time between two looks of the parent counts as silence up to this many intervals only. A
+# parent that was itself held up, with the whole machine or container, has not watched all the time.
+_MAX_GAP_LOOKS = 2
+_LOOKS_PER_LIMIT = 10
+_MAX_LOOK_S = 1.0
+_BEATS_PER_LIMIT = 5
+
+Verdict = Literal["moves", "stalled", "lost"]
 
 
 class SharedResources:
-    """All of it is made when this is; `close` removes it. `listener` is bound, and not listening
-    before the first frontend does: until then connections are refused.
-    """
+    """Makes everything that the processes share; `close` removes it."""
 
     def __init__(self, options: ServeOptions) -> None:
         with ExitStack() as stack:
+            # It is bound, but does not listen before the first frontend does. Until then
+            # connections are refused.
             self.listener = stack.enter_context(bind(options.host, options.port))
             self.shm_fd = _reserve_memory(options)
             if self.shm_fd is not None:
@@ -40,14 +62,16 @@ class SharedResources:
 
     @property
     def metrics_directory(self) -> Path:
+        """Return the directory in which all processes write their metrics."""
         return self._metrics.directory
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
-        """That every child gets."""
+        """Return the descriptors that every child inherits."""
         return () if self.shm_fd is None else (self.shm_fd,)
 
     def close(self) -> None:
+        """Remove everything that was made."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -58,6 +82,7 @@ class SharedResources:
 
 
 def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address, or raise a `RequestError` with the reason."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -84,7 +109,7 @@ def _make_url(host: str, listener: socket.socket) -> str:
 
 
 def _make_directory() -> Path:
-    """For its owner alone."""
+    """Make a directory that only its owner can read."""
     try:
         directory = tempfile.mkdtemp(prefix="sensorium-")
         if len(directory) > _MAX_DIRECTORY_LENGTH:
@@ -104,21 +129,125 @@ def _make_metrics(directory: Path, options: ServeOptions) -> MetricMemory:
 
 def _make_no_room_error(error: OSError) -> RequestError:
     return RequestError(
-        "the server's sockets and metrics find no room in the directory for temporary files "
+        "there is no room for the server's sockets and metrics in the temporary directory "
         f"(TMPDIR chooses it): {error.strerror or error}"
     )
 
 
 def _reserve_memory(options: ServeOptions) -> int | None:
-    """Its descriptor. The memory itself is not kept mapped here: the parent never looks at it."""
+    """Reserve the memory for media, and return its descriptor.
+
+    The memory is not kept mapped here: the parent never reads it.
+    """
     if not options.shm_capacity_bytes:
         return None
     from sensorium.multimodal.cache.shm_memory import create_memory  # brings numpy along
 
     segment = create_memory(
-        capacity_bytes=options.shm_capacity_bytes, max_object_bytes=options.shm_max_object_bytes
+        capacity_bytes=options.shm_capacity_bytes, max_object_bytes=options.media.max_object_bytes
     )
     descriptor = os.dup(segment.fd)
     with segment:
         segment.close()
     return descriptor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """What the page of the pulse holds."""
+
+    beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
+    is_long_work: bool  # whether it has announced work without signs of life
+
+
+class Pulse:
+    """One process's view of the page. The core writes it; the parent reads and clears it."""
+
+    def __init__(self, fd: int) -> None:
+        """Take a descriptor over. Use `create` or `attach` instead."""
+        self.fd = fd
+        self._map = mmap.mmap(fd, _PULSE_BYTES)
+        # Aligned stores of 8 bytes: a reader never sees half a number.
+        self._values = memoryview(self._map).cast("d")
+
+    @classmethod
+    def create(cls) -> Pulse:
+        """Make a page."""
+        fd = os.memfd_create("sensorium-pulse", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, _PULSE_BYTES)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> Pulse:
+        """Return the page behind an inherited descriptor, which stays the caller's."""
+        return cls(os.dup(fd))
+
+    def beat(self) -> None:
+        """Write that the core makes progress."""
+        self._values[_BEAT] = time.monotonic()
+
+    def note_long_work(self, is_begun: bool) -> None:
+        """Note that work without signs of life begins, or that it has ended."""
+        self.beat()
+        self._values[_LONG_WORK] = float(is_begun)
+
+    def clear(self) -> None:
+        """Forget what a core wrote that has ended."""
+        self._values[_BEAT] = self._values[_LONG_WORK] = 0.0
+
+    def read(self) -> Sign:
+        """Return what the core has written."""
+        return Sign(beat=self._values[_BEAT], is_long_work=bool(self._values[_LONG_WORK]))
+
+    def close(self) -> None:
+        """Let go of the page."""
+        self._values.release()
+        self._map.close()
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def get_look_interval(limit_s: float) -> float:
+    """Return how often the parent looks, in seconds."""
+    return min(_MAX_LOOK_S, limit_s / _LOOKS_PER_LIMIT)
+
+
+def get_idle_interval(limit_s: float) -> float:
+    """Return how long a core without work may sleep between two signs, in seconds."""
+    return min(_MAX_LOOK_S, limit_s / _BEATS_PER_LIMIT)
+
+
+class StallWatch:
+    """Decides whether a core makes progress, from what its parent sees. It has no clock.
+
+    A core is stalled after `limit_s` seconds of silence, and lost after twice that.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._max_gap_s = _MAX_GAP_LOOKS * get_look_interval(limit_s)
+        self._looked: float | None = None  # the time of the last look
+        self._beat = 0.0  # as seen at the last look
+        self._silent_s = 0.0
+
+    def look(self, now: float, sign: Sign) -> Verdict:
+        """Return what a look at the page at this time shows."""
+        gap_s = 0.0 if self._looked is None else min(now - self._looked, self._max_gap_s)
+        self._looked = now
+        if sign.beat != self._beat or sign.is_long_work or not sign.beat:
+            self._silent_s = 0.0
+        else:
+            self._silent_s += gap_s
+        self._beat = sign.beat
+        if self._silent_s >= 2 * self._limit_s:
+            return "lost"
+        return "stalled" if self._silent_s >= self._limit_s else "moves"

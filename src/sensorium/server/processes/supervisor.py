@@ -1,14 +1,14 @@
-"""The parent of a server's processes: one core (none where it only renders) and some frontends,
-kept alive until it is told to stop.
+"""The parent of a server's processes, which keeps them alive until it has to stop.
 
-It computes nothing and imports neither torch nor Transformers, so it starts at once and stays
-small. Children end when it does: each hears the end of its connection.
+There is one core, or none in a server that only renders, and there are some frontends. The parent
+computes nothing and imports neither torch nor Transformers, so it starts at once and stays small.
+Children end when it does, because their connections to it end.
 
 Invariants:
-  1. Frontends are told of a core's end at once, and of the next core when that is ready.
-  2. A core is told of a frontend's end; identities and sockets are never used twice.
-  3. Before the server was ready for the first time, any end of a child is the server's.
-  4. When `run` returns or raises, no child is left, and nothing that they shared.
+  1. Frontends learn of a core's end at once, and of the next core when that is ready.
+  2. A core learns of a frontend's end. Identities and sockets are never used twice.
+  3. Until the server is ready for the first time, the end of any child ends the server.
+  4. When `run` returns or raises, no child is left, and nothing that the children shared.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Literal
 
 from sensorium.engine.core_process.core_info import CoreInfo
-from sensorium.server.metrics.collect import clear_gauges
+from sensorium.server.metrics.collect import clear_gauges, log_load
 from sensorium.server.metrics.memory import CORE, PARENT, get_frontend_name
-from sensorium.server.metrics.metric_set import use_directory
-from sensorium.server.metrics.supervisor import SupervisorMetrics
+from sensorium.server.metrics.metric_set import MetricSet, use_directory
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.announcement import Announcer
 from sensorium.server.processes.child_process import (
     ChildProcess,
     Commands,
+    RestartPolicy,
     make_commands,
     make_environment,
 )
@@ -51,10 +51,11 @@ from sensorium.server.processes.control import (
     StartFrontend,
     Stop,
 )
-from sensorium.server.processes.load_log import log_load
-from sensorium.server.processes.pulse import StallWatch, get_look_interval
-from sensorium.server.processes.restarts import RestartPolicy
-from sensorium.server.processes.shared_resources import SharedResources
+from sensorium.server.processes.shared_resources import (
+    SharedResources,
+    StallWatch,
+    get_look_interval,
+)
 from sensorium.types.errors import SensoriumError
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,13 @@ _CORE_LOST = "the engine has ended; another one is being started"
 
 
 class ServerFailedError(SensoriumError):
-    """The server can't be started, or not be kept up."""
+    """The server can't be started, or can't be kept running."""
 
 
 class Supervisor:
-    """`run` it once. `commands`, `make_policy`, `grace_s`: other processes and more patience, for
-    tests.
+    """Keeps the processes of a server alive. `run` may be called once.
+
+    Tests give it other `commands`, and more or less patience by `make_policy` and `grace_s`.
     """
 
     def __init__(
@@ -85,26 +87,28 @@ class Supervisor:
         self._grace_s = grace_s
         self._announcer = Announcer(options)
         self._shared_resources: SharedResources
-        self._metrics: SupervisorMetrics
+        self._metrics: MetricSet
         self._environment: dict[str, str] = {}
         self._children: set[ChildProcess] = set()
         self._core: ChildProcess | None = None
         self._core_info: CoreInfo | None = None  # of a core that is ready
         self._is_core_stalled = False
-        self._frontends: dict[str, ChildProcess] = {}  # by identity
-        self._serving: set[str] = set()
+        self._frontends: dict[str, ChildProcess] = {}  # identity -> process
+        self._serving: set[str] = set()  # identities of frontends that accept connections
         self._is_ready = False
         self._stop = asyncio.Event()
         self._status = 0
 
     async def run(self) -> int:
-        """The exit status: 0 after a drain, 128 + signal if that was cut short. Raises a
-        `SensoriumError` if the server can't be started or kept up.
+        """Run the server, and return its exit status.
+
+        The status is 0 after a drain, and 128 + signal if that was cut short. Raises a
+        `SensoriumError` if the server can't be started or can't be kept running.
         """
         with SharedResources(self._options) as self._shared_resources, self._handling_signals():
             self._announcer.announce_start()
             use_directory(self._shared_resources.metrics_directory, writer=PARENT)
-            self._metrics = SupervisorMetrics(self._options.model_names[0])
+            self._metrics = MetricSet(self._options.model_names[0])
             self._environment = make_environment(self._shared_resources.metrics_directory)
             cores = []
             if not self._options.is_render_only:
@@ -122,12 +126,15 @@ class Supervisor:
                 await self._end_all([*cores, *frontends, log])
         return self._status
 
-    # Keeping processes alive.
+    # ---- keeping processes alive
 
     async def _keep(
         self, kind: Literal["core", "frontend"], live: Callable[[int], Awaitable[str]]
     ) -> None:
-        """One process after another, until the server stops. `live` returns how one ended."""
+        """Run one process after another, until the server stops.
+
+        `live` runs one of them, and returns how it ended.
+        """
         policy = self._make_policy()
         for life in count(1):
             begun = time.monotonic()
@@ -142,14 +149,14 @@ class Supervisor:
             pause_s = policy.note_end(lived_s=time.monotonic() - begun)
             if pause_s is None:
                 raise ServerFailedError(
-                    f"a {kind} was started again {policy.max_tries} times in a row and never "
-                    f"stayed; last: {end}"
+                    f"a {kind} was started again {policy.max_tries} times in a row and always "
+                    f"ended soon; the last time: {end}"
                 )
             logger.error("%s; it is started again in %.1f s", end, pause_s)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause_s)
                 return
-            self._metrics.count_restart(kind)
+            self._metrics.counter("sensorium:process_restarts_total", kind).inc()
 
     async def _live_core(self, life: int) -> str:
         shared_resources = self._shared_resources
@@ -170,14 +177,15 @@ class Supervisor:
             watch.cancel()
             self._core = self._core_info = None
             self._is_core_stalled = False
-            self._tell_frontends(CoreDown(_CORE_LOST))
+            self._inform_frontends(CoreDown(_CORE_LOST))
             Path(start.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
         return await self._follow(core, self._on_core_message, forget)
 
     async def _watch_core(self, core: ChildProcess) -> None:
-        """Tell the frontends when a core that is ready makes no progress, and kill it if that goes
-        on. `forget` of its life cancels this.
+        """Inform the frontends when a ready core makes no progress, and kill it if that goes on.
+
+        The task is cancelled when the core has ended.
         """
         limit_s = self._options.core_stall_timeout
         watch = StallWatch(limit_s)
@@ -196,13 +204,13 @@ class Supervisor:
     def _note_stall(self, *, is_stalled: bool) -> None:
         self._is_core_stalled = is_stalled
         if not is_stalled:
-            logger.warning("the core moves again")
-            self._tell_frontends(CoreResumed())
+            logger.warning("the core makes progress again")
+            self._inform_frontends(CoreResumed())
             return
-        self._metrics.count_stall()
+        self._metrics.counter("sensorium:core_stalls_total").inc()
         limit_s = self._options.core_stall_timeout
         logger.error("the core has made no progress for %g s", limit_s)
-        self._tell_frontends(CoreStalled())
+        self._inform_frontends(CoreStalled())
 
     def _make_frontend_life(self, index: int) -> Callable[[int], Awaitable[str]]:
         async def live(life: int) -> str:
@@ -267,8 +275,9 @@ class Supervisor:
         handle: Callable[[FromChild], None],
         forget: Callable[[], None],
     ) -> str:
-        """Until its process has ended; how that came about. `forget` is called before that, when
-        it has no more to say.
+        """Handle the messages of a child until its process has ended, and return how it ended.
+
+        `forget` is called as soon as its connection has ended.
         """
         failure = None
         while (message := await child.receive()) is not None:
@@ -290,9 +299,9 @@ class Supervisor:
             logger.info("the core is ready again")
         else:
             self._announcer.announce_core(message.info.description)
-        self._tell_frontends(CoreUp(message.info))
+        self._inform_frontends(CoreUp(message.info))
 
-    def _tell_frontends(
+    def _inform_frontends(
         self, message: CoreUp | CoreDown | CoreStalled | CoreResumed | Drain
     ) -> None:
         for frontend in self._frontends.values():
@@ -307,7 +316,7 @@ class Supervisor:
                 self._announcer.announce_core(message.description)
             self._announcer.announce_ready(self._shared_resources.url)
 
-    # Stopping.
+    # ---- stopping
 
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
@@ -323,7 +332,9 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop.is_set():
-            logger.info("%s: requests in flight may end; a second signal kills", number.name)
+            logger.info(
+                "%s: waiting for requests in flight; a second signal kills them", number.name
+            )
             self._stop.set()
             return
         self._status = 128 + number
@@ -340,13 +351,13 @@ class Supervisor:
         finally:
             stop.cancel()
         for keeper in done - {stop}:
-            keeper.result()  # raises: it ends by itself only when something is wrong
+            keeper.result()  # raises, because a keeper ends by itself only on failure
 
     async def _drain(
         self, cores: Sequence[asyncio.Task[None]], frontends: Sequence[asyncio.Task[None]]
     ) -> None:
         self._shared_resources.listener.close()
-        self._tell_frontends(Drain())
+        self._inform_frontends(Drain())
         _, pending = await asyncio.wait(
             frontends, timeout=self._options.shutdown_timeout + self._grace_s
         )

@@ -15,7 +15,7 @@ from sensorium.layers.attention.triton_backend import TritonPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.scheduling import KVCacheGroup
-from sensorium.utils.long_work import long_work
+from sensorium.utils.process import long_work
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers
 from sensorium.worker.graphs.decode_graphs import DecodeGraphs, DecodeKernels, TritonKernels
 from sensorium.worker.graphs.recorder import CudaRecorder, Recorder

@@ -16,7 +16,7 @@ import torch
 from sensorium.layers.attention.backend import NO_SLOT
 from sensorium.types.errors import InvariantError
 from sensorium.types.scheduling import KVCacheGroup
-from sensorium.utils.growing_array import IntArray
+from sensorium.utils.arrays import IntArray
 from sensorium.worker.input_batch import Row
 from sensorium.worker.staging import StagingBuffer
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sensorium.utils.growing_array import IntArray
+from sensorium.utils.arrays import IntArray
 from sensorium.worker.sampling.sampling_row import SamplingRow
 
 Arrays = dict[str, npt.NDArray[np.generic]]

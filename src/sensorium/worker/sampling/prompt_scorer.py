@@ -13,7 +13,7 @@ import torch
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.request import TokenLogprobs
-from sensorium.utils.growing_array import IntArray
+from sensorium.utils.arrays import IntArray
 from sensorium.worker.input_batch import Row
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
 from sensorium.worker.staging import StagingBuffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sensorium.types.sampling import SamplingParams
-from sensorium.utils.growing_array import IntArray
+from sensorium.utils.arrays import IntArray
 from sensorium.worker.sampling.token_history import TokenCounts
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import TokenBans
-from sensorium.utils.growing_array import GrowingArray, IntArray
+from sensorium.utils.arrays import GrowingArray, IntArray
 
 
 class TokenCounts:

@@ -166,7 +166,7 @@ class _RMSNorm(nn.RMSNorm):
 
 
 class _Echo(nn.Module):
-    """Stands for attention."""
+    """A module that stands for attention."""
 
     def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return hidden_states * scale

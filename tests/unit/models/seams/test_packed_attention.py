@@ -92,7 +92,7 @@ def test_an_item_has_the_same_embeddings_alone(load_tiny: LoadTiny, family: str)
 
 @pytest.mark.parametrize("family", PACKING_FAMILIES)
 def test_a_tower_never_reads_from_its_device(load_tiny: LoadTiny, family: str) -> None:
-    """The device is `meta`: its tensors have no numbers, and whoever reads one gets an error."""
+    """The device is `meta`: its tensors have no numbers, and reading one is an error."""
     adapter = load_tiny(family)
     items, _ = make_items(adapter)
     tower = next(tower for tower in adapter._towers if hasattr(tower.config, "patch_size"))

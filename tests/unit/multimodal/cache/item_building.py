@@ -12,7 +12,7 @@ LAYOUT = ItemLayout(text="<image><image>", token_id=7, num_embeds=2)
 
 
 def make_kwargs(mm_hash: str, num_bytes: int = 128) -> MultiModalKwargsItem:
-    """`num_bytes` is a multiple of 64, which is what a tensor takes at least."""
+    """Make tensors of `num_bytes` bytes, a multiple of 64, the least that a tensor takes."""
     content = bytearray(hashlib.shake_256(mm_hash.encode()).digest(num_bytes))
     if num_bytes < 128:
         return {"pixels": torch.frombuffer(content, dtype=torch.uint8)} if content else {}
@@ -31,7 +31,7 @@ def make_item(
 
 
 def is_same(kwargs: MultiModalKwargsItem, other: MultiModalKwargsItem) -> bool:
-    """Bit for bit."""
+    """Return whether two items are equal, bit for bit."""
     return kwargs.keys() == other.keys() and all(
         tensor.dtype == other[name].dtype
         and tensor.shape == other[name].shape

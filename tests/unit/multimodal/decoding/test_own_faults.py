@@ -18,7 +18,7 @@ from av.rational import AVRational
 from PIL import Image
 
 from sensorium.multimodal.decoding.audio import decode_audio
-from sensorium.multimodal.decoding.av_container import check_duration
+from sensorium.multimodal.decoding.guards import check_duration
 from sensorium.multimodal.decoding.images import decode_image, read_image_size
 from sensorium.multimodal.decoding.video import decode_video
 from sensorium.multimodal.limits import MediaLimits

@@ -29,7 +29,7 @@ async def refuse_to_connect(*_: object) -> AsyncNetworkStream:
 
 @pytest.fixture
 def loader() -> Iterator[MediaLoader]:
-    """Every name has the same public address, at which nobody listens."""
+    """Make a loader for which every name has the same public address, without a listener."""
     loader = MediaLoader(
         MediaLimits(max_bytes=1000, deadline_s=60.0),
         resolve=lambda *_: ["8.8.8.8"],

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta
 from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerContext, AnswerDelta, AnswerReader
+from sensorium.render.answers.reader import AnswerReader
 
 
 def make_tool(name: str, parameters: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Calls that are demanded: whatever a model would rather say, a walk through the grammar is read
-as calls whose arguments follow the tools' schemas.
+"""Calls that are demanded are made, whatever a model would rather write.
+
+A walk through the grammar is read as calls with arguments that follow the tools' schemas.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sensorium.engine.outputs.detokenizer import Detokenizer
+from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.interface import AnswerContext
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import TIME, WEATHER, Answer, make_tool, read
 
@@ -77,8 +78,10 @@ def get_words(tokenizer: Any) -> Any:
 
 
 def walk(tokenizer: Any, grammar: str, rng: random.Random) -> list[int] | None:
-    """Tokens drawn from what is allowed, up to the end; `None` if that is too far. Ends and
-    special tokens are drawn as often as all others together: chance alone would never end a text.
+    """Draw tokens from what is allowed, up to the end; return `None` if that is too far.
+
+    Ends and special tokens are drawn as often as all others together: chance alone would never end
+    a text.
     """
     words = get_words(tokenizer)
     matcher = llguidance.LLMatcher(words, llguidance.LLMatcher.grammar_from_lark(grammar))
@@ -104,10 +107,7 @@ def walk(tokenizer: Any, grammar: str, rng: random.Random) -> list[int] | None:
 
 def write(tokenizer: Any, token_ids: list[int], kept: tuple[int, ...]) -> str:
     detokenizer = Detokenizer(tokenizer, kept_special_token_ids=kept)
-    for token_id in token_ids:
-        detokenizer.add(token_id)
-    detokenizer.finish()
-    return detokenizer.text
+    return "".join(map(detokenizer.add, token_ids)) + detokenizer.finish()
 
 
 def check_calls(answer: Answer, tools: tuple[dict[str, Any], ...]) -> None:

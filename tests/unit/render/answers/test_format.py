@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sensorium.render.answers.format import make_answer_format
-from sensorium.render.answers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from sensorium.render.answers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import AUTO, read
 
@@ -34,7 +34,7 @@ def make_tokenizer(*special: str) -> Any:
 
 
 def find_formats(form: Any) -> tuple[list[str], list[str]]:
-    """Those of which something is read."""
+    """Return the formats that read anything of the text."""
     calls = [name for name, text in CALLS.items() if read(form.start(AUTO), text).calls]
     thoughts = [name for name, text in THOUGHTS.items() if read(form.start(AUTO), text).reasoning]
     return calls, thoughts

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sensorium.render.answers.calls import MAX_HELD
-from sensorium.render.answers.interface import AnswerContext
+from sensorium.render.answers.answer import AnswerContext
+from sensorium.render.answers.syntax import MAX_HELD
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import AUTO, TIME, WEATHER, make_format, read
 

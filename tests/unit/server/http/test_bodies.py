@@ -98,8 +98,9 @@ def test_the_limit_itself_is_allowed(small: RunningServer) -> None:
 
 
 def test_a_stream_goes_on_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The large one is held in its parser until the stream has ended: were it parsed on the event
-    loop, the stream could not end.
+    """The large body is held in its parser until the stream has ended.
+
+    Were it parsed on the event loop, the stream could not end.
     """
     from sensorium.server.http.bodies import body as body_module
 

@@ -1,4 +1,4 @@
-"""Tools and reasoning through OpenAI's own client, with an engine that says what it is told to."""
+"""Tools and reasoning through OpenAI's own client, with an engine that follows a script."""
 
 from __future__ import annotations
 

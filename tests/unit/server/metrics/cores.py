@@ -6,8 +6,7 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.core_process.payload_store import PayloadStore
+from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.request import EngineCoreRequest
@@ -38,7 +37,7 @@ class IdleRunner:
 
 
 def make_core(receiver: ReceiverCache | None = None, *, num_blocks: int = 17) -> EngineCore:
-    """16 blocks of 4 tokens, unless told otherwise."""
+    """Make a core with 16 blocks of 4 tokens, unless another size is given."""
     scheduler = Scheduler(
         LIMITS,
         kv_cache=KVCacheManager([KVCacheGroup(num_blocks=num_blocks)], block_size=4),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sensorium.server.metrics.collect import Values
-from sensorium.server.metrics.log_line import LogLine, Snapshot, format_line
+from sensorium.server.metrics.collect import LogLine, Snapshot, Values, format_line
 from sensorium.server.metrics.metric_set import MetricSet
 
 LAST = Snapshot(

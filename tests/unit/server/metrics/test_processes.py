@@ -16,6 +16,8 @@ from sensorium.server.metrics.definitions import ALIASES, DEFINITIONS
 from sensorium.types.request import FinishReason
 from tests.unit.server.metrics import writers
 
+pytestmark = pytest.mark.processes
+
 SERIES = Path(__file__).parent / "dashboard_series.txt"
 FRONTEND = """
 import sys
@@ -41,7 +43,7 @@ print(metrics.get_load())
 print(body.decode())
 """
 HEAVY = ("torch", "numpy", "transformers", "PIL")
-SERVING_PARTS = ("frontend", "collect", "log_line", "supervisor")
+SERVING_PARTS = ("frontend", "collect", "metric_set")
 
 
 def make_frontend(directory: Path, *, num_ended: int, num_open: int) -> subprocess.Popen[str]:
@@ -106,13 +108,11 @@ def test_restarts_that_the_parent_counts_are_among_the_rest(tmp_path: Path) -> N
     script = """
 import os, pathlib
 directory = pathlib.Path(os.environ.pop("PROMETHEUS_MULTIPROC_DIR"))
-from sensorium.server.metrics.metric_set import use_directory
-from sensorium.server.metrics.supervisor import SupervisorMetrics
+from sensorium.server.metrics.metric_set import MetricSet, use_directory
 use_directory(directory, writer="parent")
-metrics = SupervisorMetrics("tiny")
-metrics.count_restart("core")
-metrics.count_restart("core")
-metrics.count_restart("frontend")
+metrics = MetricSet("tiny")
+for kind in ("core", "core", "frontend"):
+    metrics.counter("sensorium:process_restarts_total", kind).inc()
 """
     parent = writers.start(script, tmp_path)
     values = writers.read(tmp_path)
@@ -152,8 +152,6 @@ from sensorium.server.metrics.core import CoreMetrics
 from sensorium.server.metrics.collect import render, Files
 from sensorium.server.metrics.metric_set import get_directory
 from tests.unit.server.metrics.cores import make_core
-
-pytestmark = pytest.mark.processes
 CoreMetrics("tiny").sync(make_core())
 print(render(Files(get_directory()))[0].decode())
 """

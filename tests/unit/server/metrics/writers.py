@@ -1,4 +1,4 @@
-"""Processes that write metrics, as those of a server do: fresh ones, told of a directory."""
+"""Fresh processes that write metrics into a given directory, as those of a server do."""
 
 from __future__ import annotations
 

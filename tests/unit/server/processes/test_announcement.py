@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from sensorium.engine.build.options import MediaOptions
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.announcement import describe_media, format_rows
 
@@ -25,7 +28,7 @@ def test_values_stand_below_each_other() -> None:
     ],
 )
 def test_caches_and_processes_are_told(
-    media: dict[str, object], count: int, expected: list[str]
+    media: dict[str, Any], count: int, expected: list[str]
 ) -> None:
-    options = ServeOptions(model="m", api_server_count=count, media=media)
+    options = ServeOptions(api_server_count=count, media=MediaOptions(**media))
     assert [value for _, value in describe_media(options)] == expected

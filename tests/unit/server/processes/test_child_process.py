@@ -32,7 +32,7 @@ def test_last_words_are_read_after_a_write_that_failed(num_bytes: int) -> None:
         child = await ChildProcess.spawn("core", command, inherited_fds=(), environment=os.environ)
         child.send(FrontendGone("f0-1"))
         with suppress(ChildProcessError):  # the one who waits for its status was faster
-            os.waitid(os.P_PID, child.process_id, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, child._process.pid, os.WEXITED | os.WNOWAIT)
         child.send(Stop())  # the loop has had no turn: nothing was read yet
         assert [await child.receive() for _ in range(3)] == [*last_words, None]
         assert await child.wait_until_ended() == "status 3"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (
@@ -30,7 +31,11 @@ from sensorium.server.processes.control import (
 )
 from sensorium.types.sampling import GenerationDefaults, TokenBans
 
-OPTIONS = ServeOptions(model="m", api_key=("k",), media={"mm_processor_kwargs": {"a": [1, None]}})
+OPTIONS = ServeOptions(
+    loading=LoadingOptions(model="m"),
+    api_key=("k",),
+    media=MediaOptions(mm_processor_kwargs={"a": [1, None]}),
+)
 INFO = CoreInfo(
     endpoint="ipc:///x",
     max_model_len=9,

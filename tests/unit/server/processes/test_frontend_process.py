@@ -55,7 +55,7 @@ def test_uvicorn_gets_what_the_options_say(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def app(_scope: Any, _receive: Any, _send: Any) -> None: ...
 
-    options = ServeOptions(model="m", access_log=False, shutdown_timeout=1.5)
+    options = ServeOptions(access_log=False, shutdown_timeout=1.5)
     config = make_config(options, app)
     assert (config.access_log, config.server_header) == (False, False)
     assert config.timeout_graceful_shutdown == 12  # and time to tell those who are not done

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sensorium.server.processes.pulse import (
+from sensorium.server.processes.shared_resources import (
     Pulse,
     Sign,
     StallWatch,
@@ -91,7 +91,7 @@ def test_another_process_writes_and_its_memory_is_reserved(pulse: Pulse) -> None
     assert pulse.read() == Sign(beat=0.0, is_long_work=False)
     assert os.fstat(pulse.fd).st_blocks > 0
     script = (
-        "import sys\nfrom sensorium.server.processes.pulse import Pulse\n"
+        "import sys\nfrom sensorium.server.processes.shared_resources import Pulse\n"
         "pulse = Pulse.attach(int(sys.argv[1]))\npulse.note_long_work(True)\n"
     )
     began = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sensorium.server.processes.restarts import MAX_TRIES, SETTLED_S, RestartPolicy
+from sensorium.server.processes.child_process import MAX_TRIES, SETTLED_S, RestartPolicy
 
 
 def test_pauses_double_from_half_a_second() -> None:

@@ -150,7 +150,7 @@ def test_what_cannot_be_captured_runs_without(
 def test_what_no_kernel_can_do_is_no_error(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the trial of the kernels may fail, for reasons that nobody foresaw."""
+    """On a GPU the trial of the kernels may fail, for any reason."""
 
     def fail(**_: Any) -> None:
         raise RuntimeError("no compiler")

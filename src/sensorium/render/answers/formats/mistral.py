@@ -1,53 +1,69 @@
-"""Calls as Mistral's models write them: a list of JSON objects behind `[TOOL_CALLS]`, or, since
-version 11 of their tokenizers, `[TOOL_CALLS]name[ARGS]{…}` for each.
+"""The calls and the reasoning of Mistral's models.
+
+Calls are a list of JSON objects behind `[TOOL_CALLS]` or, since version 11 of their tokenizers,
+`[TOOL_CALLS]name[ARGS]{…}` for each call.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+import string
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from msgspec import field
 
-from sensorium.render.answers.calls import (
+from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.syntax import (
     NAME,
+    CallFormat,
     CallObject,
     CallReader,
     JsonScan,
+    ReasoningFormat,
     ShortText,
     Step,
+    Tools,
+    get_parameters,
+    repeat,
+    write_objects,
+    write_value,
 )
-from sensorium.render.answers.told import AnswerBuffer
+from sensorium.render.answers.vocabulary import Vocabulary
 
-OPEN = "[TOOL_CALLS]"
-ARGUMENTS = "[ARGS]"
-CALL_ID = "[CALL_ID]"
+if TYPE_CHECKING:
+    from sensorium.render.answers.lark import Lark
+
+_OPEN = "[TOOL_CALLS]"
+_ARGUMENTS = "[ARGS]"
+_CALL_ID = "[CALL_ID]"
+_ALPHANUMERIC = string.ascii_letters + string.digits
 _MAX_HEAD = 64 + 128
 _HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*(\w{{1,64}})\s*)?(?:\[ARGS\]\s*)?")
 
 
 class MistralCall(CallReader, tag="mistral"):
-    """`head`: what was read before the first call is known. `is_list`: one of objects, of which
-    `call` is being read; else `scan` reads the arguments.
-    """
+    """A reader of a list of calls, or of one call with a name before its arguments."""
 
-    head: ShortText = ""
+    head: ShortText = ""  # the text before the first object, or before the arguments
     is_list: bool = False
-    is_begun: bool = False
-    call: CallObject | None = None
-    scan: JsonScan = field(default_factory=JsonScan)
+    is_begun: bool = False  # the name of a call was given out
+    call: CallObject | None = None  # the object of a list that is being read
+    scan: JsonScan = field(default_factory=JsonScan)  # reads the arguments of a named call
 
-    def step(self, character: str, told: AnswerBuffer) -> Step:
+    def step(self, character: str, buffer: AnswerBuffer) -> Step:
         if self.is_list:
-            return self._step_list(character, told)
+            return self._step_list(character, buffer)
         if self.is_begun:
-            return self._step_arguments(character, told)
+            return self._step_arguments(character, buffer)
         if character == "[" and not self.head.strip():
             self.head += character
             self.is_list = True
             return Step.ON
-        return self._step_head(character, told)
+        return self._step_head(character, buffer)
 
-    def _step_head(self, character: str, told: AnswerBuffer) -> Step:
+    def _step_head(self, character: str, buffer: AnswerBuffer) -> Step:
         if character != "{":
             if len(self.head) >= _MAX_HEAD:
                 return Step.BEFORE
@@ -56,17 +72,17 @@ class MistralCall(CallReader, tag="mistral"):
         found = _HEAD.fullmatch(self.head)
         if found is None:
             return Step.BEFORE
-        told.begin_call(found.group(1), found.group(2))
+        buffer.begin_call(found.group(1), found.group(2))
         self.is_begun, self.head, self.opening = True, "", ""
-        return self._step_arguments(character, told)
+        return self._step_arguments(character, buffer)
 
-    def _step_arguments(self, character: str, told: AnswerBuffer) -> Step:
+    def _step_arguments(self, character: str, buffer: AnswerBuffer) -> Step:
         if character == "<" and not self.scan.is_in_string:
             return Step.BEFORE
-        told.add_arguments(self.scan.step(character))
+        buffer.add_arguments(self.scan.step(character))
         return Step.LAST if self.scan.depth == 0 else Step.ON
 
-    def _step_list(self, character: str, told: AnswerBuffer) -> Step:
+    def _step_list(self, character: str, buffer: AnswerBuffer) -> Step:
         if self.call is None:
             if self.is_begun and (character.isspace() or character in ",]"):
                 return Step.LAST if character == "]" else Step.ON
@@ -74,7 +90,7 @@ class MistralCall(CallReader, tag="mistral"):
                 self.head += character
                 return Step.ON
             self.call = CallObject(scan=JsonScan())
-        step = self.call.step(character, told)
+        step = self.call.step(character, buffer)
         if self.call.is_begun:
             self.is_begun, self.head, self.opening = True, "", ""
         if step is Step.LAST and self.call.is_begun:
@@ -91,3 +107,51 @@ class MistralCall(CallReader, tag="mistral"):
     @property
     def rest(self) -> str:
         return self.opening + self.head + ("" if self.call is None else self.call.held)
+
+
+def _write_list(lark: Lark, tools: Tools, is_single: bool) -> str:
+    calls = repeat(write_objects(lark, tools), '", "', is_single)
+    return f'{lark.write_text(_OPEN)} "[" {calls} "]"'
+
+
+def _write_named(lark: Lark, tools: Tools, is_single: bool) -> str:
+    calls = []
+    for index, tool in enumerate(tools):
+        arguments = lark.add(f"arguments_{index}", write_value(lark, tool, get_parameters(tool)))
+        head = lark.write_text(tool["function"]["name"]) + " " + lark.write_text(_ARGUMENTS)
+        calls.append(lark.add(f"call_{index}", f"{head} {arguments}"))
+    call = lark.add("call", f"{lark.write_text(_OPEN)} ({' | '.join(calls)})")
+    return repeat(call, "", is_single)
+
+
+def _make_id() -> str:
+    """Return an id of the form that Mistral's templates insist on."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+def _choose_variant(vocabulary: Vocabulary, template: str) -> CallFormat:
+    is_named = _ARGUMENTS in template or vocabulary.mistral_version >= 11
+    return replace(CALLS, write_calls=_write_named) if is_named else CALLS
+
+
+CALLS = CallFormat(
+    name="mistral",
+    tags=(_OPEN,),
+    special_tokens=(_OPEN, _ARGUMENTS, _CALL_ID),
+    reader=MistralCall,
+    write_calls=_write_list,
+    is_used_by=lambda vocabulary, template: vocabulary.is_mistral or _OPEN in template,
+    choose_variant=_choose_variant,
+    make_id=_make_id,
+)
+REASONING = ReasoningFormat(
+    name="mistral",
+    open="[THINK]",
+    close="[/THINK]",
+    # Mistral's vocabularies had the tag before its models did.
+    is_used_by=lambda vocabulary, template: (
+        vocabulary.mistral_version >= 13 or "[THINK]" in template
+    ),
+    is_anywhere=True,
+    special_tokens=("[THINK]", "[/THINK]"),
+)

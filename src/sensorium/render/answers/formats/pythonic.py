@@ -1,48 +1,67 @@
-"""Calls as Python's: `[name(key=value), …]` at the beginning of an answer, or a block of code
-that is marked as `tool_code`. This is what prompts for Gemma 3 ask for.
+"""Calls in Python: `[name(key=value), …]` at the start of an answer, or a `tool_code` block.
 
-A call is told when its block has ended: until then it can't be known to be one.
+This is what prompts for Gemma 3 ask for. Calls are given out when the block has ended, because only
+then it is certain that it has nothing but calls.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from sensorium.render.answers.calls import MAX_HELD, CallReader, HeldText, ShortText, Step
-from sensorium.render.answers.told import AnswerBuffer
+from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.syntax import (
+    MAX_HELD,
+    CallFormat,
+    CallReader,
+    HeldText,
+    ShortText,
+    Step,
+    Tools,
+    get_parameters,
+    repeat,
+    write_value,
+)
+from sensorium.types.errors import RequestError
 
-OPEN_LIST = "["
-OPEN_BLOCK = "```tool_code"
-CLOSE_BLOCK = "```"
+if TYPE_CHECKING:
+    from sensorium.render.answers.lark import Lark
+
+_OPEN_LIST = "["
+_OPEN_BLOCK = "```tool_code"
+_CLOSE_BLOCK = "```"
 _NAME_BEGUN = re.compile(r"\s{0,64}[\w.]{0,128}\s{0,64}")
 _NAMES = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
 _MAX_CALLS = 64
 
 
 class PythonicCall(CallReader, tag="pythonic"):
-    """`quote`: what ends the string that is being read, or nothing. `depth`: brackets that are
-    open, the list's own too.
-    """
+    """A reader of a list or a block of calls."""
 
     is_block: bool = False
-    is_told: bool = False
+    is_done: bool = False  # its calls were given out
     held: HeldText = ""
-    quote: ShortText = ""
+    quote: ShortText = ""  # the end of the string that is being read; empty outside of strings
     is_escaped: bool = False
+    # The brackets that are open, with the one of the list.
     depth: Annotated[int, Meta(ge=1, le=MAX_HELD + 1)] = 1
 
-    def step(self, character: str, told: AnswerBuffer) -> Step:
+    @classmethod
+    def begin(cls, tag: str, opening: str) -> PythonicCall:
+        return cls(opening=opening, is_block=tag == _OPEN_BLOCK)
+
+    def step(self, character: str, buffer: AnswerBuffer) -> Step:
         if len(self.held) >= MAX_HELD:
             return Step.BEFORE
         if self.is_block:
-            return self._step_block(character, told)
+            return self._step_block(character, buffer)
         if "(" not in self.held and character != "(":
             is_name = _NAME_BEGUN.fullmatch(self.held + character) is not None
             if not is_name:
@@ -51,18 +70,18 @@ class PythonicCall(CallReader, tag="pythonic"):
         self.held += character
         if self.depth:
             return Step.ON
-        self.is_told = _tell_calls("[" + self.held, told)
+        self.is_done = _add_calls("[" + self.held, buffer)
         return Step.LAST
 
     @property
     def rest(self) -> str:
-        return "" if self.is_told else self.opening + self.held
+        return "" if self.is_done else self.opening + self.held
 
-    def _step_block(self, character: str, told: AnswerBuffer) -> Step:
+    def _step_block(self, character: str, buffer: AnswerBuffer) -> Step:
         self.held += character
-        if not self.held.endswith(CLOSE_BLOCK):
+        if not self.held.endswith(_CLOSE_BLOCK):
             return Step.ON
-        self.is_told = _tell_calls(self.held.removesuffix(CLOSE_BLOCK).strip(), told)
+        self.is_done = _add_calls(self.held.removesuffix(_CLOSE_BLOCK).strip(), buffer)
         return Step.LAST
 
     def _follow(self, character: str) -> None:
@@ -81,25 +100,25 @@ class PythonicCall(CallReader, tag="pythonic"):
             self.depth -= 1
 
 
-def _tell_calls(source: str, told: AnswerBuffer) -> bool:
-    """`False` if this is anything else than calls of tools."""
+def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
+    """Give out the calls in this code, or return `False` if it has anything but calls of tools."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about escapes that are none in Python
             module = ast.parse(source)
         calls = [_read_call(node, source) for node in _find_calls(module)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    if not 0 < len(calls) <= _MAX_CALLS or not all(told.is_known(name) for name, _ in calls):
+    if not 0 < len(calls) <= _MAX_CALLS or not all(buffer.is_known(name) for name, _ in calls):
         return False
     for name, arguments in calls:
-        told.begin_call(name)
-        told.add_arguments(arguments)
+        buffer.begin_call(name)
+        buffer.add_arguments(arguments)
     return True
 
 
 def _find_calls(module: ast.Module) -> Iterator[ast.Call]:
-    """Statements, or a list, of calls; with or without a `print` around them."""
+    """Yield the calls in statements or in a list, with or without a `print` around them."""
     for statement in module.body:
         if not isinstance(statement, ast.Expr):
             raise ValueError("no call")
@@ -118,16 +137,19 @@ def _read_call(node: ast.Call, source: str) -> tuple[str, str]:
     if node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("arguments must have names")
     arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for entry in node.keywords:
+        if entry.arg is None:
             raise ValueError("arguments must have names")
-        arguments[keyword.arg] = _get_value(keyword.value, source)
+        arguments[entry.arg] = _get_value(entry.value, source)
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False, default=_refuse)
     return ast.unparse(node.func), text
 
 
 def _get_value(node: ast.expr, source: str) -> Any:
-    """As JSON if it is JSON, whose strings Python reads otherwise; else as a literal."""
+    """Return a value that is written as JSON or as a Python literal.
+
+    JSON comes first, because Python reads some escapes in its strings differently.
+    """
     segment = ast.get_source_segment(source, node) or ""
     try:
         return json.loads(segment)
@@ -150,3 +172,49 @@ def _get_literal(node: ast.expr) -> Any:
 
 def _refuse(value: object) -> Any:
     raise ValueError(f"no JSON: {type(value).__name__}")
+
+
+def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
+    calls = []
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if not all(map(_is_name, name.split("."))):
+            raise RequestError("is not a name in Python", path=("tools", index, "function", "name"))
+        arguments = _write_keywords(lark, tool, index)
+        head = lark.write_text(f"{name}(")
+        calls.append(lark.add(f"call_{index}", f'{head} {arguments} ")"'))
+    call = lark.add("call", " | ".join(calls))
+    body = repeat(call, '", "', is_single)
+    return f'"[" {body} "]"'
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
+    parameters = get_parameters(tool)
+    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    required = parameters.get("required") or ()
+    entries = []
+    for key, schema in (parameters.get("properties") or {}).items():
+        if not _is_name(key):
+            raise RequestError(
+                f"has {key[:100]!r}, which is not a name in Python",
+                path=("tools", index, "function", "parameters"),
+            )
+        schema = {**schema, **shared} if isinstance(schema, Mapping) else schema
+        value = lark.add_new("value", write_value(lark, tool, schema))
+        entries.append((lark.write_text(f"{key}=") + " " + value, key in required))
+    return lark.add_ordered("keyword", entries, separator=", ")
+
+
+CALLS = CallFormat(
+    name="pythonic",
+    tags=(_OPEN_BLOCK,),
+    start_tags=(_OPEN_LIST,),
+    reader=PythonicCall,
+    write_calls=_write_calls,
+    # The names of other tags mean a format that is not known here.
+    is_used_by=lambda _, template: "tool_code" in template and "<tool_call>" not in template,
+)

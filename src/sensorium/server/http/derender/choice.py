@@ -10,12 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from sensorium.engine.outputs.text_reader import UNKNOWN, TextReader
-from sensorium.render.answers.interface import (
-    AnswerContext,
-    AnswerDelta,
-    AnswerFormat,
-    AnswerReader,
-)
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta
+from sensorium.render.answers.format import AnswerFormat
+from sensorium.render.answers.reader import AnswerReader
 from sensorium.server.http.derender.state import ChoiceState
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.openai.chat_answers import read_piece

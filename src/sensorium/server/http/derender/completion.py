@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from msgspec import UNSET
 
+from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import PLAIN
-from sensorium.render.answers.interface import AnswerContext
 from sensorium.server.http.calls import Context
 from sensorium.server.http.derender.choice import (
     ChoiceNews,

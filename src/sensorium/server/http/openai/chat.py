@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.interface import AnswerDelta, AnswerReader
+from sensorium.render.answers.answer import AnswerDelta
+from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.chat_options import ChatOptions
 from sensorium.server.http.calls import (
     Call,

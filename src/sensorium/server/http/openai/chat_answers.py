@@ -9,13 +9,9 @@ from dataclasses import dataclass, replace
 import msgspec
 from msgspec import UNSET
 
-from sensorium.render.answers.interface import (
-    AnswerContext,
-    AnswerDelta,
-    AnswerFormat,
-    AnswerReader,
-    ToolCallDelta,
-)
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta, ToolCallDelta
+from sensorium.render.answers.format import AnswerFormat
+from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.protocol.answers import (

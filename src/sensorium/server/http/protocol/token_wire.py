@@ -3,7 +3,7 @@ answers and `/derender` takes. Names as in vLLM.
 
 Read by pydantic, as all bodies are; written as structs. `is_embed` travels as the lengths of runs
 that begin with one of False; `null` is all True. In JSON an item of `kwargs_data` is base64, in
-msgpack it is the bytes themselves: see `multimodal.item_wire`.
+msgpack it is the bytes themselves: see `multimodal.item_codec`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import pybase64
 
-from sensorium.multimodal.item_wire import decode_item
+from sensorium.multimodal.item_codec import decode_item
 from sensorium.server.http.protocol.fields import as_integer
 from sensorium.server.http.protocol.token_wire import WireFeatures, WirePlaceholder
 from sensorium.types.errors import RequestError, at, map_at

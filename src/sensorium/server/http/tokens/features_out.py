@@ -6,7 +6,7 @@ import base64
 
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.interface import ItemHandle
-from sensorium.multimodal.item_wire import encode_item
+from sensorium.multimodal.item_codec import encode_item
 from sensorium.server.http.protocol.token_wire import Features, Placeholder
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalFeatureSpec, as_runs

@@ -1,0 +1,382 @@
+"""What the user may say about an engine: how it is loaded, how it runs, and how it takes media.
+
+These are the only declarations of these options. Free of torch, so that the command line and the
+parent of a server's processes have them too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.layers.attention import ATTENTION_BACKENDS
+from sensorium.multimodal.limits import MediaLimits
+from sensorium.types.errors import ModelError
+from sensorium.types.multimodal import HASH_ALGORITHMS, MODALITIES
+from sensorium.types.options import (
+    ALL_COMMANDS,
+    ENGINES,
+    SERVE,
+    SERVERS,
+    check_options,
+    option,
+)
+
+_GIBIBYTE = 2**30
+_MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingOptions:
+    """Where a model comes from, and how it is loaded.
+
+    A torch dtype, a torch device and a path may be given too; they are kept as text.
+    """
+
+    model: str = EMBEDDED_MODEL
+    dtype: str = option(
+        "auto",
+        section="loading",
+        commands=ENGINES,
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="The precision of the weights. With auto it is the checkpoint's on CUDA; on a CPU it "
+        "is float32, unless the CPU has bfloat16 instructions and the checkpoint is in bfloat16.",
+    )
+    device: str = option(
+        "auto",
+        commands=ENGINES,
+        metavar="DEVICE",
+        help="The device that computes: cpu, cuda, or auto for CUDA where there is a GPU.",
+    )
+    revision: str | None = option(
+        None,
+        kind="text",
+        commands=ALL_COMMANDS,
+        metavar="NAME",
+        default_text="main",
+        help="The branch, tag or commit of a hub id.",
+    )
+    trust_remote_code: bool = option(
+        False,
+        commands=ALL_COMMANDS,
+        help="Run code that the checkpoint brings. Without it such a model is refused.",
+    )
+    use_tqdm_on_load: bool = option(
+        True, help="Show the progress of long loads, if stderr is a terminal."
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | os.PathLike):
+            raise ModelError(f"model is a directory or a hub id, not {type(self.model).__name__}")
+        object.__setattr__(self, "model", str(os.fspath(self.model)))
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        object.__setattr__(self, "device", str(self.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine runs. Where a value is `None`, the engine chooses one."""
+
+    max_model_len: int | None = option(
+        None,
+        section="engine",
+        kind="integer",
+        least=1,
+        commands=ALL_COMMANDS,
+        metavar="N",
+        default_text="the model's context, cut to what the KV cache holds",
+        help="The context length in tokens.",
+    )
+    max_num_seqs: int | None = option(
+        None,
+        kind="integer",
+        least=1,
+        commands=SERVE,
+        metavar="N",
+        default_text="32 on a CPU, 256 on CUDA",
+        help="The most requests in a step.",
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        kind="integer",
+        least=1,
+        commands=SERVE,
+        metavar="N",
+        default_text="2048 on a CPU, 8192 on CUDA",
+        help="The most tokens in a step.",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        kind="bytes",
+        least=1,
+        commands=SERVE,
+        metavar="BYTES",
+        default_text="room for all requests at full length, but at most a quarter of the free "
+        "memory on a CPU and all of it on CUDA",
+        help="The memory for keys and values. The command line also takes a unit, as in 4G.",
+    )
+    encoder_cache_size: int | None = option(
+        None,
+        kind="integer",
+        least=1,
+        commands=SERVE,
+        metavar="N",
+        default_text="16384",
+        help="The most media embeddings that are kept for later requests.",
+    )
+    max_num_encoder_embeds: int | None = option(
+        None,
+        kind="integer",
+        least=1,
+        commands=SERVE,
+        metavar="N",
+        default_text="as max_num_batched_tokens",
+        help="The most media embeddings that are computed in a step.",
+    )
+    block_size: int = option(
+        16,
+        least=1,
+        commands=SERVE,
+        metavar="N",
+        help="The number of tokens in a block of the KV cache.",
+    )
+    enable_prefix_caching: bool = option(
+        True, commands=SERVE, help="Keep the KV blocks of earlier prompts for later ones."
+    )
+    disable_chunked_mm_input: bool = option(
+        False, commands=SERVE, help="Compute all tokens of a media item in one step."
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        commands=SERVE,
+        choices=("fcfs", "priority"),
+        help="Which request is served first: the one that came first (fcfs), or the one with the "
+        "lower priority value (priority).",
+    )
+    attention_backend: str = option(
+        "auto",
+        commands=ENGINES,
+        choices=ATTENTION_BACKENDS,
+        help="The kernels that attend to the KV cache. With auto it is the first of these that "
+        "runs the model here and passes a trial. docs/gpu.md lists what each of them needs.",
+    )
+    enforce_eager: bool = option(
+        False,
+        commands=ENGINES,
+        help="Launch every kernel of a step instead of replaying CUDA graphs.",
+    )
+    fusion: bool = option(
+        True,
+        commands=ENGINES,
+        help="On CUDA, compute norms, rotary positions, gated layers and joined products in fewer "
+        "kernels, where these agree with the model's own.",
+    )
+    cuda_graph_sizes: Sequence[int] | None = option(
+        None,
+        kind="sizes",
+        commands=ENGINES,
+        metavar="N,N,...",
+        default_text="1,2,4,8, then every eighth up to max_num_seqs",
+        help="The batch sizes for which decoding steps have a CUDA graph. A batch is padded to the "
+        "next size; a larger one runs without a graph.",
+    )
+    limit_mm_per_prompt: Mapping[str, int] = option(
+        {},
+        kind="counts",
+        commands=SERVERS,
+        metavar="COUNTS",
+        default_text="no limit",
+        help="The most items of a modality in one prompt. The command line takes JSON, or "
+        "image=4,video=1.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        above=0,
+        most=1,
+        commands=ENGINES,
+        metavar="SHARE",
+        help="The share of a CUDA device's memory that may be in use. A model that does not fit is "
+        "refused before it is loaded.",
+    )
+    generation_config: str = option(
+        "auto",
+        commands=SERVERS,
+        choices=("auto", "none"),
+        help="Whether the checkpoint's generation_config.json decides what a request leaves open "
+        "(auto). With none, only its end-of-sequence tokens count.",
+    )
+    structured_string_limit: int | None = option(
+        None,
+        kind="integer",
+        least=0,
+        commands=SERVERS,
+        metavar="N",
+        default_text="what the model's generation_config.json has, which is no limit for most "
+        "models",
+        help="Bound answers that follow a JSON schema: strings that the schema leaves free have at "
+        "most N characters, and numbers and lists are bounded too. 0 means no limit.",
+    )
+    seed: int = option(
+        0,
+        commands=SERVERS,
+        metavar="N",
+        help="The seed from which requests without a seed of their own get theirs.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.limit_mm_per_prompt is None:
+            object.__setattr__(self, "limit_mm_per_prompt", {})
+        check_options(self)
+        if self.cuda_graph_sizes is not None:
+            object.__setattr__(self, "cuda_graph_sizes", tuple(self.cuda_graph_sizes))
+        check_media_counts(self.limit_mm_per_prompt)
+
+    @property
+    def allowed_modalities(self) -> tuple[str, ...]:
+        """Return the modalities that `limit_mm_per_prompt` does not switch off."""
+        return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
+
+
+def check_media_counts(counts: Mapping[str, Any]) -> None:
+    """Raise a `ModelError` if a mapping is not one of modalities to counts."""
+    for modality, count in counts.items():
+        if modality not in MODALITIES:
+            raise ModelError(f"limit_mm_per_prompt names {modality!r}: use {', '.join(MODALITIES)}")
+        if type(count) is not int or count < 0:
+            raise ModelError(
+                f"limit_mm_per_prompt: {modality} must be an integer >= 0, not {count!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaOptions:
+    """Where media may come from, how it is processed, and what is kept of it."""
+
+    mm_processor_cache_gb: float = option(
+        4.0,
+        section="media",
+        least=0,
+        most=2**20,
+        commands=ALL_COMMANDS,
+        metavar="GIB",
+        help="The room for processed media, in GiB. 0 keeps nothing.",
+    )
+    mm_processor_cache_type: str = option(
+        "lru",
+        server_default="lru, or shm with several frontends",
+        commands=ENGINES,
+        choices=("lru", "shm"),
+        help="Where processed media is kept: as tensors beside the engine (lru), or in shared "
+        "memory (shm).",
+    )
+    mm_shm_cache_max_object_size_mb: int = option(
+        128,
+        least=1,
+        most=2**20,
+        commands=ENGINES,
+        metavar="MIB",
+        help="The largest item that is kept in shared memory, in MiB.",
+    )
+    mm_processor_pool_size: int = option(
+        0,
+        server_default="half of the cores, at most 4, divided among the frontends, but at least 2",
+        least=0,
+        most=128,  # half of the processes that may share the memory of a cache
+        commands=ALL_COMMANDS,
+        metavar="N",
+        help="The number of processes that decode and process media, for each frontend of a "
+        "server. With 0 it is done in the process itself.",
+    )
+    mm_hasher_algorithm: str = option(
+        "auto",
+        commands=ALL_COMMANDS,
+        choices=("auto", *HASH_ALGORITHMS),
+        help="The hash function that names media by content. With auto it is the fastest on this "
+        "machine.",
+    )
+    mm_processor_kwargs: Mapping[str, Any] = option(
+        {},
+        kind="mapping",
+        commands=ALL_COMMANDS,
+        metavar="JSON",
+        help="Options that the model's processor gets with every item.",
+    )
+    media_io_kwargs: Mapping[str, Mapping[str, Any]] = option(
+        {},
+        kind="mapping",
+        commands=ALL_COMMANDS,
+        metavar="JSON",
+        help="Options that decoders get, by modality.",
+    )
+    allow_larger_media: bool = option(
+        False,
+        commands=ALL_COMMANDS,
+        help="Let the options of a request make a media item larger than the model's processor and "
+        "mm_processor_kwargs do. Without it such an item is refused.",
+    )
+    allowed_local_media_path: str | None = option(
+        None,
+        kind="text",
+        commands=ALL_COMMANDS,
+        metavar="DIR",
+        default_text="none, so that no file can be read",
+        help="The directory below which file: URLs may name files.",
+    )
+    allowed_media_domains: Sequence[str] = option(
+        (),
+        kind="texts",
+        commands=ALL_COMMANDS,
+        metavar="HOST",
+        default_text="any public one",
+        help="The only hosts to fetch media from. .example.com means its subdomains.",
+    )
+    enable_mm_embeds: bool = option(
+        False,
+        commands=SERVERS,
+        help="Let any client send media as the output of an encoder, for models that allow it.",
+    )
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
+
+    def __post_init__(self) -> None:
+        path = self.allowed_local_media_path
+        if isinstance(path, os.PathLike):
+            object.__setattr__(self, "allowed_local_media_path", str(os.fspath(path)))
+        check_options(self)
+        object.__setattr__(self, "allowed_media_domains", tuple(self.allowed_media_domains))
+        if path is not None and not (path and Path(path).is_dir()):
+            raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
+        unknown = sorted(map(str, set(self.media_io_kwargs) - set(MODALITIES)))
+        if unknown:
+            raise ModelError(
+                f"media_io_kwargs names {', '.join(unknown)}: use {', '.join(MODALITIES)}"
+            )
+        if not isinstance(self.media_limits, MediaLimits):
+            raise ModelError("media_limits must be MediaLimits")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Return the room for processed media, in bytes."""
+        return int(self.mm_processor_cache_gb * _GIBIBYTE)
+
+    @property
+    def has_shared_memory(self) -> bool:
+        """Return whether processed media lies in memory that processes share."""
+        return self.mm_processor_cache_type == "shm" and self.capacity_bytes > 0
+
+    @property
+    def max_object_bytes(self) -> int:
+        """Return the size of the largest item that is kept in shared memory."""
+        return self.mm_shm_cache_max_object_size_mb * _MEBIBYTE
+
+    def get_limits(self) -> MediaLimits:
+        """Return the limits of media, with the sources that these options allow."""
+        limits = self.media_limits
+        if self.allowed_media_domains:
+            limits = replace(limits, allowed_domains=frozenset(self.allowed_media_domains))
+        if self.allowed_local_media_path is not None:
+            limits = replace(limits, allowed_local_path=Path(self.allowed_local_media_path))
+        return limits

@@ -1,0 +1,266 @@
+"""How an option is declared: once, as a field of a frozen dataclass.
+
+A field that is made with `option` carries its help, its bounds and its choices. From these come the
+flag of the command line, the check of the value, the keyword of `LLM` and the row of the reference
+page, so that a new option is one declaration and the code that uses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
+
+from sensorium.types.errors import ModelError
+
+# How a value is written and checked. "texts" is a flag that may be repeated, "names" one flag with
+# several words, "bytes" an integer that may have a unit, "counts" a number for each modality.
+Kind = Literal[
+    "switch",
+    "integer",
+    "number",
+    "bytes",
+    "text",
+    "file",
+    "texts",
+    "names",
+    "sizes",
+    "counts",
+    "mapping",
+]
+# The commands that may have a flag for an option.
+SERVE = ("serve",)
+SERVERS = ("serve", "render")
+ENGINES = ("serve", "chat", "generate")
+ALL_COMMANDS = ("serve", "render", "chat", "generate")
+_KINDS: dict[type, Kind] = {bool: "switch", int: "integer", float: "number", str: "text"}
+_KEY = "option"
+Group = TypeVar("Group")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option as it was declared, with the name and the default of its field."""
+
+    name: str = ""
+    default: Any = None
+    help: str  # whole sentences, without the default
+    kind: Kind
+    least: float | None = None  # the smallest value that is allowed
+    above: float | None = None  # every value must be greater than this one
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    default_text: str = ""  # what the default means, where its value does not tell
+    server_default: str = ""  # what a server chooses instead, if it does
+    flag: str = ""  # empty: the command line has none
+    unit: int = 1  # what 1 on the command line stands for
+    section: str = ""  # the heading under which the flag is listed
+    commands: tuple[str, ...] = ()
+
+    @property
+    def destination(self) -> str:
+        """Return the name of the flag's value among parsed arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def rule(self) -> str:
+        """Return what a value must be, to be put behind "must be"."""
+        if self.choices:
+            return join_words(self.choices)
+        if self.kind in ("integer", "bytes", "number"):
+            return _describe_number(self)
+        return _RULES[self.kind]
+
+    def is_valid(self, value: object) -> bool:
+        """Return whether a value of the field is allowed, apart from `None`."""
+        if self.choices:
+            return value in self.choices
+        if self.kind in ("integer", "bytes", "number"):
+            types = (int, float) if self.kind == "number" else (int,)
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            return is_number and self._is_in_bounds(value)
+        return _CHECKS[self.kind](value)
+
+    def _is_in_bounds(self, value: Any) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+        )
+
+    def describe_default(self, command: str = "") -> str:
+        """Return the default in words, as a keyword has it or as a command has it."""
+        if self.server_default and command in SERVERS:
+            return self.server_default
+        if self.default_text:
+            return self.default_text
+        if self.kind == "switch":
+            return "on" if self.default else "off"
+        if isinstance(self.default, int | float):
+            return f"{self.default / (self.unit if command else 1):.12g}"
+        return str(self.default) if self.default else "none"
+
+
+def option(default: Any, *, help: str, kind: Kind | None = None, **details: Any) -> Any:
+    """Return a field of a dataclass that is an option. `details` are the fields of `Option`.
+
+    A flag is named after its field unless it has a name of its own. The kind follows from the
+    default, where that is not `None` or empty.
+    """
+    declared = Option(help=help, kind=kind or _KINDS[type(default)], **details)
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={_KEY: declared})
+    return field(default=default, metadata={_KEY: declared})
+
+
+@functools.cache
+def list_options(group: type) -> tuple[Option, ...]:
+    """Return the options of a dataclass, in their order.
+
+    A section goes on until a field begins another one.
+    """
+    found: list[Option] = []
+    for each in fields(group):
+        declared: Option | None = each.metadata.get(_KEY)
+        if declared is None:
+            continue
+        section = declared.section or (found[-1].section if found else "")
+        flag = declared.flag or "--" + each.name.replace("_", "-")
+        found.append(
+            replace(
+                declared,
+                name=each.name,
+                default=get_default(each),
+                section=section,
+                flag=flag if declared.commands else "",
+            )
+        )
+    return tuple(found)
+
+
+def get_default(each: Field[Any]) -> Any:
+    """Return the default of a dataclass's field."""
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def check_options(group: Any, *, label: str = "") -> None:
+    """Raise a `ModelError` that names the first option with a value that is not allowed."""
+    kind: type = type(group)
+    for each in list_options(kind):
+        value = getattr(group, each.name)
+        if value is None and each.default is None:
+            continue
+        if not each.is_valid(value):
+            raise ModelError(f"{label}{each.name} must be {each.rule}, not {value!r}")
+
+
+def make_group(group: type[Group], given: Mapping[str, Any]) -> Group:
+    """Return a group with those of the given values that are its own."""
+    names = {each.name for each in fields(group)}  # type: ignore[arg-type]
+    return group(**{name: value for name, value in given.items() if name in names})
+
+
+def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) -> None:
+    """Raise a `TypeError` if a name is no field of any group, with the nearest that is."""
+    known = [each.name for group in groups for each in fields(group)]
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise TypeError(f"{caller} has no option {name!r}{hint}")
+
+
+def takes_options(*groups: type) -> Callable[[Function], Function]:
+    """Decorate a function that takes the fields of groups as keywords.
+
+    `help` and `inspect.signature` show them as if they had been written out, in place of the
+    function's `**options`.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {parameter.name for parameter in own}
+        keywords = [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=get_default(each),
+                annotation=each.type,
+            )
+            for group in groups
+            for each in fields(group)
+            if each.name not in names
+        ]
+        lines = [inspect.cleandoc(function.__doc__ or ""), ""]
+        for group in groups:
+            lines += [
+                f"{each.name}: {each.help} Default: {each.describe_default()}."
+                for each in list_options(group)
+            ]
+        function.__doc__ = "\n".join(lines)
+        vars(function)["__signature__"] = signature.replace(parameters=[*own, *keywords])
+        return function
+
+    return decorate
+
+
+def join_words(words: Iterable[str]) -> str:
+    """Return words as a list in a sentence, such as "a, b or c"."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _describe_number(declared: Option) -> str:
+    noun = "a number" if declared.kind == "number" else "an integer"
+    if declared.above is not None:
+        most = "" if declared.most is None else f" and at most {declared.most:g}"
+        return f"{noun} above {declared.above:g}{most}"
+    if declared.least is None:
+        return noun
+    if declared.most is None or declared.most >= 2**63 - 1:
+        return f"{noun} >= {declared.least:g}"
+    return f"{noun} from {declared.least:.12g} to {declared.most:.12g}"
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _are_sizes(value: object) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(_is_count(size, 1) for size in value)
+
+
+def _are_texts(value: object) -> bool:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        return False
+    return all(isinstance(text, str) for text in value)
+
+
+_RULES: dict[Kind, str] = {
+    "switch": "true or false",
+    "text": "text",
+    "file": "the name of a file",
+    "texts": "a list of text",
+    "names": "a list of text",
+    "sizes": "a list of integers >= 1",
+    "counts": "a mapping such as {'image': 4}",
+    "mapping": "a mapping",
+}
+_CHECKS: dict[Kind, Callable[[object], bool]] = {
+    "switch": lambda value: isinstance(value, bool),
+    "text": lambda value: isinstance(value, str),
+    "file": lambda value: isinstance(value, str),
+    "texts": _are_texts,
+    "names": _are_texts,
+    "sizes": _are_sizes,
+    "counts": lambda value: isinstance(value, Mapping),
+    "mapping": lambda value: isinstance(value, Mapping),
+}

@@ -1,0 +1,66 @@
+"""The parts of a process's life that others have to allow for: loading, and work without progress.
+
+The steps of loading a model are reported, so that a command can show them.
+
+A compiler of kernels may take minutes without a sign of progress. Such work is announced before it
+begins. The code that watches a process for stalls registers a listener once, at the start; a
+process that is not watched has none.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_listeners: list[Callable[[bool], None]] = []
+_step_listeners: list[Callable[[str], None]] = []
+
+
+def listen_for_long_work(listener: Callable[[bool], None]) -> None:
+    """Call `listener` with True before each piece of long work, and with False after it."""
+    _listeners.append(listener)
+
+
+@contextmanager
+def long_work() -> Iterator[None]:
+    """Announce that the block may take minutes. It must not be nested."""
+    for listener in _listeners:
+        listener(True)
+    try:
+        yield
+    finally:
+        for listener in _listeners:
+            listener(False)
+
+
+@contextmanager
+def reporting_steps(listener: Callable[[str], None]) -> Iterator[None]:
+    """Call `listener` with a few words before each step of loading a model in this block."""
+    _step_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _step_listeners.remove(listener)
+
+
+def report_step(words: str) -> None:
+    """Report that a step of loading begins, such as "loading the weights"."""
+    for listener in _step_listeners:
+        listener(words)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Load long-lived objects without garbage collection, and exempt them from it for ever.
+
+    Importing torch and Transformers makes so many objects that the collector looks at all of them
+    again and again, for a seventh of the time; later a full collection would stop the process for
+    a quarter of a second.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
