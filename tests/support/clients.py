@@ -89,14 +89,13 @@ def make_conversations(seed: int = 0) -> dict[str, list[Message]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`logprobs`: of the chosen tokens. Their last digits depend on who shares a step, so that
-    equal choices may differ in them.
-    """
+    """A choice as a client sees it. Choices that differ in their logprobs only are equal."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: Any
+    # Of the chosen tokens. Their last digits depend on the requests that share a step.
     logprobs: tuple[float, ...] = field(default=(), compare=False)
 
 
