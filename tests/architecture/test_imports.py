@@ -45,7 +45,7 @@ def test_a_fresh_interpreter_loads_it_without_torch(module: str) -> None:
 )
 def test_processes_listen_to_each_other_before_anything_heavy_is_loaded(module: str) -> None:
     """The parent for as long as it lives; its children until they hear of its end."""
-    heavy = {*HEAVY, "fastapi", "uvicorn"}
+    heavy = {*HEAVY, "starlette", "uvicorn"}
     script = f"import sys, sensorium.{module}; print(*sorted(set(sys.modules) & {heavy}))"
     result = run(sys.executable, "-c", script)
     assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr

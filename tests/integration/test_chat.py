@@ -238,7 +238,7 @@ def test_streams_and_calls_may_be_interleaved(llava: LLM) -> None:
 
 
 def test_what_is_wrong_with_a_streamed_prompt_is_raised(llava: LLM) -> None:
-    with pytest.raises(RequestError, match="messages must not be empty"):
+    with pytest.raises(RequestError, match="messages: must not be empty"):
         next(llava.stream_chat([[]], PARAMS))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="one conversation can be streamed, not 2"):
         llava.stream_chat([ask("a"), ask("b")], PARAMS)  # type: ignore[list-item]

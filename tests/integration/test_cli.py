@@ -277,7 +277,7 @@ def test_a_file_url_is_read_only_below_the_allowed_path(
     flags = [f"--image={url}", "--max-tokens=2"]
     with pytest.raises(SystemExit) as ended:
         chat(monkeypatch, tiny_model("llava"), *flags, "what?")
-    assert "image[0]: " in str(ended.value)
+    assert "messages[0].content[0]: " in str(ended.value)
     assert "Traceback" not in capsys.readouterr().err
     chat(
         monkeypatch, tiny_model("llava"), *flags, f"--allowed-local-media-path={tmp_path}", "what?"

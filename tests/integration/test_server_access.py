@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import AuthenticationError, RateLimitError
 
-from sensorium.server.http.welcome.welcome import WELCOME_PATHS
+from sensorium.server.http.welcome import WELCOME_PATHS
 from tests.support.clients import MODEL, ask, chat, make_video_part
 from tests.support.server import ServerProcess, serve
 from tests.support.waiting import wait_until

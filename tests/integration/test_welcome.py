@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from sensorium.server.http.welcome.welcome import WELCOME_PATHS
+from sensorium.server.http.welcome import WELCOME_PATHS
 from tests.support.clients import MODEL, Message, Part, ask, make_mp4, make_png, make_wav
 from tests.support.server import ServerProcess
 from tests.support.waiting import wait_until

@@ -22,9 +22,9 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.prompt_fields import as_params, as_prompts
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.render.prompts import as_params, as_prompts
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
 from sensorium.types.options import check_names, make_group, takes_options
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput

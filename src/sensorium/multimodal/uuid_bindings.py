@@ -80,8 +80,9 @@ def refuse_uuid(uuid: str, modality: str) -> RequestError:
 
 
 def check_uuid(uuid: object) -> str | None:
+    """Return a caller's uuid, or raise a `RequestError` if it can't be one."""
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
-        raise RequestError(f"a uuid is a text of 1 to {MAX_UUID_LENGTH} characters")
+        raise RequestError(f"must be a string of 1 to {MAX_UUID_LENGTH} characters")
     return uuid

@@ -1,4 +1,4 @@
-"""How a conversation is made into a prompt; names as in vLLM and Transformers."""
+"""The options that make a prompt of a conversation, with the names of vLLM and Transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from sensorium.types.errors import RequestError
 
 _TEMPLATE, _KWARGS = ("chat_template",), ("chat_template_kwargs",)
-# What the template gets anyhow.
+# Variables that the template gets in any case.
 _RESERVED = frozenset(
     {
         "messages",
@@ -28,8 +28,9 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """`chat_template`: the text of a template, or the name of one of the model's; never a file."""
+    """The options for one conversation."""
 
+    # The text of a template, or the name of one of the model's; never a file.
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -67,8 +68,9 @@ class ChatOptions:
 
 
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
-    """The text of a template that was given as such, or as the path of a file. Only for callers
-    who may read this machine's files.
+    """Return the text of a template that was given as such, or as the path of a file.
+
+    Only for callers who may read this machine's files.
     """
     if chat_template is None:
         return None

@@ -1,5 +1,6 @@
-"""A model's chat template: what forms of content it takes, found by asking it, and its text for a
-conversation.
+"""A model's chat template: which one is meant, the forms of content that it takes, and its text.
+
+The forms are found by asking the template, with a probe.
 
 Templates are the model's code and run in Transformers' sandbox. They see roles, text and tool
 calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
@@ -7,13 +8,14 @@ calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from sensorium.multimodal.media_item import MediaItem
 from sensorium.render.chat_options import ChatOptions
-from sensorium.render.media_parts import MediaPart
 from sensorium.render.messages import Content, Message
 from sensorium.types.errors import RequestError
 
@@ -27,22 +29,20 @@ _Form = str | _Part
 
 
 class ChatTemplate:
-    """Owns what was found out about the template, by role and form of content. Safe to use from
-    several threads: the same question has the same answer.
-
-    `markers`: what stands for an item, by modality.
-    """
+    """One template, and what was found out about it. Safe to use from several threads."""
 
     def __init__(
         self, source: str, *, markers: Mapping[str, str], special_tokens: Mapping[str, str]
     ) -> None:
         self.source = source
-        self._markers = dict(markers)
+        self._markers = dict(markers)  # modality -> the text that stands for an item
         self._special_tokens = dict(special_tokens)
+        # (role, form of content) -> whether the template takes it. Threads may ask the same twice,
+        # with the same answer.
         self._answers: dict[tuple[str, _Form], bool] = {}
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """The n-th marker of a modality stands for its n-th item."""
+        """Return the text of a conversation; a modality's n-th marker stands for its n-th item."""
         chat = [self._make_entry(message) for message in messages]
         try:
             return self._render(
@@ -62,7 +62,7 @@ class ChatTemplate:
             for form in ("string", "text"):
                 self._takes(role, form)
         for modality in modalities:
-            self._make_part("user", MediaPart(modality=modality, item=None))
+            self._make_part("user", MediaItem(path=(), modality=modality, media=None))
 
     def _render(self, chat: list[dict[str, Any]], **values: Any) -> str:
         rendered, _ = render_jinja_template(
@@ -90,7 +90,7 @@ class ChatTemplate:
         parts = (content,) if isinstance(content, str) else content
         return [self._make_part(role, part) for part in parts]
 
-    def _make_part(self, role: str, part: str | MediaPart) -> dict[str, str]:
+    def _make_part(self, role: str, part: str | MediaItem) -> dict[str, str]:
         if isinstance(part, str):
             return {"type": "text", "text": part}
         for candidate in _make_placeholders(part.modality):
@@ -99,7 +99,10 @@ class ChatTemplate:
         return {"type": "text", "text": self._markers[part.modality]}
 
     def _join(self, content: Content) -> str:
-        """As one string, for templates that know no parts; in vLLM's way, but in their order."""
+        """Return the parts as one string, for templates that take no parts.
+
+        As vLLM does it, but in the order of the parts.
+        """
         if isinstance(content, str):
             return content
         return "\n".join(
@@ -107,8 +110,10 @@ class ChatTemplate:
         )
 
     def _takes(self, role: str, form: _Form) -> bool:
-        """Whether content in this form comes out as it should: a string, a list with a part of
-        text, or the same with the placeholder of an item before it.
+        """Return whether content in this form comes out of the template as it should.
+
+        The form is a string, a list with a part of text, or the same with the placeholder of an
+        item before it.
         """
         key = role, form
         if key not in self._answers:
@@ -139,7 +144,45 @@ class ChatTemplate:
 
 
 def _make_placeholders(modality: str) -> tuple[_Part, ...]:
-    """What templates look for: the type, also a key named like it, or OpenAI's type."""
+    """Return what templates look for: the type, also a key named like it, or OpenAI's type."""
     kind = ("type", modality)
     url = f"{modality}_url"
     return (kind,), (kind, (modality, "")), (("type", url), (url, ""))
+
+
+def find_template(
+    processor: Any, tokenizer: Any, options: ChatOptions, modalities: Collection[str]
+) -> str:
+    """Return the caller's template, else the processor's own, else its tokenizer's.
+
+    `modalities` are those of the conversation.
+    """
+    own = tokenizer.chat_template if processor is None else processor.chat_template
+    if own is None:
+        own = tokenizer.chat_template
+    named: Mapping[str, str] = own if isinstance(own, Mapping) else {}
+    if options.chat_template is not None:
+        return named.get(options.chat_template, options.chat_template)
+    if type(processor).__name__ == "SmolVLMProcessor" and "video" in modalities:
+        # Its checkpoints' templates know no videos: the class brings one that it takes instead.
+        template: str = sys.modules[type(processor).__module__].DEFAULT_CHAT_TEMPLATE
+        return template
+    if named:
+        own = named.get("tool_use") if options.tools else None
+        own = own or named.get("default")
+        if own is None:
+            raise RequestError(
+                f"must name one of {', '.join(sorted(named))}", path=("chat_template",)
+            )
+    if own is None:
+        raise RequestError("this model has no chat template: give one as chat_template")
+    return str(own)
+
+
+def get_template_text(processor: Any, tokenizer: Any) -> str:
+    """Return the text of all templates that the model has; empty if it has none."""
+    texts: list[str] = []
+    for owner in (processor, tokenizer):
+        own = None if owner is None else owner.chat_template
+        texts += own.values() if isinstance(own, Mapping) else [own or ""]
+    return "\n".join(texts)

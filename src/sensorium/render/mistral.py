@@ -1,5 +1,7 @@
-"""Conversations for tokenizers of mistral-common (Voxtral), which make tokens of them and show no
-text between: a sound becomes one marker token, to be expanded like those of any prompt of tokens.
+"""Conversations for tokenizers of mistral-common (Voxtral), which make tokens of them at once.
+
+There is no text between. A sound becomes one marker token, which is expanded later like those of
+any prompt of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"
 
 
 class MistralTemplate:
-    """`tokenizer` is Transformers' wrapper; what it holds is copied, not changed."""
+    """A template for a tokenizer of mistral-common. Transformers' wrapper is not changed."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.copy(tokenizer.tokenizer)
@@ -31,10 +33,15 @@ class MistralTemplate:
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         if options.chat_template is not None or options.chat_template_kwargs:
-            raise RequestError("this model's tokenizer has its own format: no chat_template")
+            is_kwargs = options.chat_template is None
+            raise RequestError(
+                "this model's tokenizer has its own format and takes no template",
+                path=("chat_template_kwargs" if is_kwargs else "chat_template",),
+            )
         if options.add_generation_prompt and messages[-1].role == "assistant":
             raise RequestError(
-                "the last message is the assistant's: continue_final_message, or a user's message"
+                "the last message is the assistant's: add a user's message, or set "
+                "continue_final_message"
             )
         try:
             request = ChatCompletionRequest.from_openai(
@@ -43,14 +50,14 @@ class MistralTemplate:
                 continue_final_message=options.continue_final_message,
             )
             tokens: list[int] = self._tokenizer.encode_chat_completion(request).tokens
-        except Exception as error:  # its validation raises many kinds for what is one fault
+        except Exception as error:  # its validation raises errors of many kinds
             reason = str(error)[:300]
             raise RequestError(f"the tokenizer refuses this conversation: {reason}") from error
         return tokens
 
 
 class _MarkerEncoder:
-    """In place of the one that decodes sounds and writes as many tokens as they are long."""
+    """An encoder that writes one marker per sound, in place of one that decodes the sound."""
 
     def __init__(self, encoder: Any) -> None:
         from mistral_common.tokens.tokenizers.audio import Audio, AudioEncoding
@@ -60,8 +67,7 @@ class _MarkerEncoder:
             audio=Audio(np.zeros(1, dtype=np.float32), sampling_rate=16_000, format="wav"),
         )
 
-    def __call__(self, content: object) -> Any:
-        del content
+    def __call__(self, _content: object) -> Any:
         return self._encoding
 
 

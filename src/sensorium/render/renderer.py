@@ -1,8 +1,8 @@
-"""Makes prompts of conversations: the chat template's text, and the media beside it as it came.
+"""Makes prompts of conversations: the chat template's text, and the media as it came.
 
 Invariants:
   1. The n-th marker of a modality in the text stands for the n-th item of that modality.
-  2. No marker comes from what somebody wrote: such a text is refused.
+  2. No marker comes from the text of a message: such a text is refused.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from sensorium.multimodal.media_item import MediaItem
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.chat_options import ChatOptions
-from sensorium.render.chat_template import ChatTemplate
-from sensorium.render.media_parts import MediaPart
+from sensorium.render.chat_template import ChatTemplate, find_template
 from sensorium.render.messages import Message, get_media, parse_messages
 from sensorium.render.mistral import MistralTemplate
-from sensorium.render.own_templates import find_template
+from sensorium.render.prompts import EnginePrompt
 from sensorium.types.errors import FieldPath, RequestError
-from sensorium.types.prompts import TextPrompt
 
 _MAX_TEMPLATES = 16  # callers may bring their own with every request
 
 
 class ChatRenderer:
-    """Owns the templates that were used last. Safe to use from several threads."""
+    """A renderer for one model, with the templates that were used last. Safe for threads."""
 
     def __init__(self, processor: MultiModalProcessor) -> None:
         self._hf_processor = processor.hf_processor
@@ -45,35 +44,35 @@ class ChatRenderer:
         options: ChatOptions | None = None,
         *,
         check_length: Callable[[str], None] | None = None,
-    ) -> TextPrompt:
-        """Raises a `RequestError` that names the field, or says what the template doesn't like.
+    ) -> EnginePrompt:
+        """Return the prompt of a conversation.
 
-        `check_length` raises one if a text is too long to be tokenised. It is asked only where
-        the conversation becomes tokens here; a text is checked by those who tokenise it.
+        Raise a `RequestError` with the path of a field, or with what the template refuses.
+        `check_length` raises one if a text is too long to be tokenised. It is called only where
+        the conversation becomes tokens here; a text is checked where it is tokenised.
         """
         options = options or ChatOptions()
         parsed = parse_messages(messages)
         media = get_media(parsed)
         self._check_modalities(media)
+        items = tuple(item for group in media.values() for item in group)
         if self._mistral is not None:
             if check_length is not None:
                 check_length(_join_text(parsed, options))
-            prompt: TextPrompt = {"prompt_token_ids": self._mistral.render(parsed, options)}
-        else:
-            self._check_no_markers(parsed)
-            source = find_template(self._hf_processor, self._tokenizer, options, media.keys())
-            text = self._get_template(source).render(parsed, options)
-            self._check_counts(text, media)
-            prompt = {"prompt": text, "add_special_tokens": self._needs_special_tokens(text)}
-        if media:
-            prompt["multi_modal_data"] = {m: [part.item for part in media[m]] for m in media}
-        if any(part.uuid is not None for parts in media.values() for part in parts):
-            prompt["multi_modal_uuids"] = {m: [part.uuid for part in media[m]] for m in media}
-        return prompt
+            token_ids = self._mistral.render(parsed, options)
+            return EnginePrompt(token_ids=token_ids, media=items)
+        self._check_no_markers(parsed)
+        source = find_template(self._hf_processor, self._tokenizer, options, media.keys())
+        text = self._get_template(source).render(parsed, options)
+        self._check_counts(text, media)
+        return EnginePrompt(
+            text=text, media=items, add_special_tokens=self._needs_special_tokens(text)
+        )
 
     def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:
-        """Find out what the templates of such conversations take, before any comes: those of text
-        alone, and those with an item of one modality.
+        """Find out what the templates take before the first conversation comes.
+
+        The conversations are of text alone, and with an item of one modality.
         """
         if self._mistral is not None:
             return
@@ -85,13 +84,15 @@ class ChatRenderer:
         return ChatTemplate(source, markers=self._markers, special_tokens=self._special_tokens)
 
     def _needs_special_tokens(self, text: str) -> bool:
-        """As Transformers does: tokenizers never add any to a chat, processors do where the
-        template has not written the first one.
+        """Return whether the tokenizer has to add special tokens, as Transformers decides it.
+
+        Tokenizers never add any to a chat; processors do where the template has not written the
+        first one.
         """
         bos: Any = self._tokenizer.bos_token
         return self._hf_processor is not None and not (bos and text.startswith(bos))
 
-    def _check_modalities(self, media: Mapping[str, Sequence[MediaPart]]) -> None:
+    def _check_modalities(self, media: Mapping[str, Sequence[MediaItem]]) -> None:
         for modality in media:
             if modality not in self._markers:
                 takes = ", ".join(self._markers) or "text only"
@@ -117,7 +118,7 @@ class ChatRenderer:
                 path,
             )
 
-    def _check_counts(self, text: str, media: Mapping[str, Sequence[MediaPart]]) -> None:
+    def _check_counts(self, text: str, media: Mapping[str, Sequence[MediaItem]]) -> None:
         found = self._pattern.findall(text)
         for modality, marker in self._markers.items():
             num_markers, num_items = found.count(marker), len(media.get(modality, ()))
@@ -129,7 +130,7 @@ class ChatRenderer:
 
 
 def _join_text(messages: Sequence[Message], options: ChatOptions) -> str:
-    """Return all that is written in a conversation, one piece after the other."""
+    """Return all text of a conversation, one piece after the other."""
     pieces: list[str] = []
     for message in messages:
         content = (message.content,) if isinstance(message.content, str) else message.content

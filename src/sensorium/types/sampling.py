@@ -166,6 +166,7 @@ class SamplingParams:
         | None
     ) = None
     seed: Annotated[int, Meta(description="Makes sampling repeatable.")] | None = None
+    # None: until the context is full.
     max_tokens: (
         Annotated[
             int,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sensorium.render.media_parts import MediaPart
+from sensorium.multimodal.media_item import MediaItem
 from sensorium.render.messages import Message, get_media, parse_messages
 from sensorium.types.errors import RequestError
 
@@ -53,16 +53,16 @@ def test_a_media_part_gives_its_item_as_it_came(
     part: Mapping[str, Any], modality: str, item: object
 ) -> None:
     parsed = parse_one(part)
-    assert isinstance(parsed, MediaPart)
+    assert isinstance(parsed, MediaItem)
     assert (parsed.modality, parsed.uuid) == (modality, None)
-    assert parsed.item is item or parsed.item == item
+    assert parsed.media is item or parsed.media == item
 
 
 def test_a_url_is_the_callers_own_string_and_not_a_copy() -> None:
     url = "data:image/png;base64," + "A" * 1000
     part = parse_one({"type": "image_url", "image_url": {"url": url}})
-    assert isinstance(part, MediaPart)
-    assert part.item is url
+    assert isinstance(part, MediaItem)
+    assert part.media is url
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_url_is_the_callers_own_string_and_not_a_copy() -> None:
     ],
 )
 def test_a_uuid_may_stand_for_the_media(part: Mapping[str, Any]) -> None:
-    assert parse_one(part) == MediaPart(modality="image", item=None, uuid="a")
+    assert parse_one(part) == MediaItem(path=(), modality="image", media=None, uuid="a")
 
 
 @pytest.mark.parametrize("part", ["hello", {"type": "text", "text": "hello", "more": 1}])
@@ -106,8 +106,14 @@ BAD_PARTS: list[tuple[object, str]] = [
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": 3}},
         r"input_audio.format: must be a string",
     ),
-    ({"type": "image", "image": IMAGE, "uuid": 3}, r"content\[0\].uuid: must be a string"),
-    ({"type": "image", "image": IMAGE, "uuid": ""}, r"content\[0\].uuid: must be a string"),
+    (
+        {"type": "image", "image": IMAGE, "uuid": 3},
+        r"content\[0\].uuid: must be a string of 1 to 128",
+    ),
+    (
+        {"type": "image", "image": IMAGE, "uuid": ""},
+        r"content\[0\].uuid: must be a string of 1 to 128",
+    ),
     ({"type": "image", "path": 3}, r"content\[0\].path: must be a string"),
     ({"type": "image_embeds"}, r"content\[0\]: has neither media nor a uuid"),
     (
@@ -207,7 +213,7 @@ def test_media_is_found_by_modality_in_the_order_of_the_conversation() -> None:
         ]
     )
     media = get_media(messages)
-    assert {m: [(part.item, part.uuid) for part in parts] for m, parts in media.items()} == {
+    assert {m: [(part.media, part.uuid) for part in parts] for m, parts in media.items()} == {
         "image": [(1, None), (3, "u")],
         "audio": [(2, None)],
     }

@@ -54,18 +54,20 @@ def test_items_come_in_the_order_of_their_markers() -> None:
         *ask("two", image("c")),
     ]
     prompt = make_renderer().render(messages)
-    assert prompt["prompt"] == (
+    assert prompt.text == (
         "<|im_start|>user\n<image>one<image><|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
         "<|im_start|>user\ntwo<image><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert prompt["multi_modal_data"] == {"image": ["a", "b", "c"]}
-    assert prompt["multi_modal_uuids"] == {"image": [None, "u", None]}
+    assert [item.media for item in prompt.media] == ["a", "b", "c"]
+    assert [item.uuid for item in prompt.media] == [None, "u", None]
+    places = [(0, 0), (0, 2), (2, 1)]
+    paths = [("messages", index, "content", part) for index, part in places]
+    assert [item.path for item in prompt.media] == paths
 
 
-def test_text_alone_brings_no_media_fields() -> None:
+def test_text_alone_brings_no_media() -> None:
     prompt = make_renderer().render(ask("hello"))
-    assert set(prompt) == {"prompt", "add_special_tokens"}
-    assert "multi_modal_uuids" not in make_renderer().render(ask(image("a")))
+    assert prompt.media == ()
 
 
 @pytest.mark.parametrize(
@@ -120,12 +122,12 @@ def test_special_tokens_are_added_where_transformers_adds_them(
     renderer = make_renderer(
         template, modalities=modalities, bos_token=bos_token, tokenizer_template=template
     )
-    assert renderer.render(ask("a"))["add_special_tokens"] is expected
+    assert renderer.render(ask("a")).add_special_tokens is expected
 
 
 def test_templates_are_found_in_their_order() -> None:
     def name_of(renderer: ChatRenderer, **options: Any) -> str:
-        return renderer.render(ask("a"), ChatOptions(**options))["prompt"]
+        return renderer.render(ask("a"), ChatOptions(**options)).text or ""
 
     own = make_renderer("processor", tokenizer_template="tokenizer")
     assert name_of(own) == "processor"
@@ -185,6 +187,6 @@ def test_anything_gives_a_prompt_with_a_marker_per_item_or_a_request_error(
         prompt = renderer.render(messages)
     except RequestError:
         return
-    media = prompt.get("multi_modal_data", {})
     for modality, marker in MARKERS.items():
-        assert prompt["prompt"].count(marker) == len(media.get(modality, []))
+        num_items = sum(item.modality == modality for item in prompt.media)
+        assert (prompt.text or "").count(marker) == num_items

@@ -1,13 +1,14 @@
-"""What `LLM.chat` was called with, as conversations that are rendered when their turn comes."""
+"""The arguments of `LLM.chat` as conversations, which are rendered when their turn comes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from sensorium.render.chat_options import ChatOptions, load_chat_template
+from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.prompts import TextPrompt
 from sensorium.types.sampling import SamplingParams
@@ -17,18 +18,15 @@ AdaptParams = Callable[[str | Sequence[int], SamplingParams], SamplingParams]
 
 
 class ChatKwargs(TypedDict, total=False):
-    """`chat_template`: a template's text, the path of its file, or the name of one of the model's
-    (default: the model's own), with more variables for it in `chat_template_kwargs` and JSON
-    schemas of functions in `tools`. `add_generation_prompt`: an answer begins (default: yes);
-    `continue_final_message`: the last message goes on instead. The rest goes to the prompt, see
-    `TextPrompt`.
-    """
+    """The options of `LLM.chat`."""
 
+    # The text of a template, the path of its file, or the name of one of the model's templates.
     chat_template: str | os.PathLike[str] | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None  # more variables for the template
+    add_generation_prompt: bool  # a new answer begins (the default)
+    continue_final_message: bool  # the last message goes on instead
+    tools: Sequence[Mapping[str, Any]] | None  # with JSON schemas of their functions
+    # The rest goes to the prompt, see `TextPrompt`.
     mm_processor_kwargs: Mapping[str, Any] | None
     media_io_kwargs: Mapping[str, Mapping[str, Any]] | None
     cache_salt: str | None
@@ -40,25 +38,25 @@ _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "prior
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A prompt that is still a conversation. `fields` are those that its prompt will have too.
-    `adapt_params`: makes the parameters fit what was rendered, text or token ids.
-    """
+    """A prompt that is still a conversation."""
 
     messages: object
     options: ChatOptions
-    fields: TextPrompt
+    fields: TextPrompt  # those that its prompt will have too
+    # Makes the parameters fit what was rendered, text or token ids.
     adapt_params: AdaptParams | None = None
 
     def render(
         self, renderer: ChatRenderer, *, check_length: Callable[[str], None] | None = None
-    ) -> TextPrompt:
+    ) -> EnginePrompt:
         """Return the prompt of this conversation. `check_length`: see `ChatRenderer.render`."""
+        options = read_options(self.fields)
         rendered = renderer.render(self.messages, self.options, check_length=check_length)
-        return {**rendered, **self.fields}
+        return replace(rendered, **options)
 
 
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
-    """One conversation is a list of messages; anything else is a list of conversations."""
+    """Return one conversation for a list of messages, or those of a list of conversations."""
     unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
     if unknown:
         raise TypeError(f"unknown option(s): {', '.join(unknown)}")

@@ -1,6 +1,4 @@
-"""From what a caller gives to a request that the core can run, with handles of its media beside
-it.
-"""
+"""Makes a request that the core can run of a prompt, with handles of its media beside it."""
 
 from __future__ import annotations
 
@@ -16,13 +14,16 @@ from typing import Any
 
 from sensorium.core.admission import check_length
 from sensorium.engine.build.switched_off import SwitchedOff
-from sensorium.engine.inputs.external_names import rename_items
-from sensorium.engine.inputs.prompt_fields import get_media_items, normalise
-from sensorium.engine.inputs.rendered_prompt import ItemReader, RenderedItem, read_items
+from sensorium.engine.inputs.rendered_prompt import (
+    ItemReader,
+    RenderedItem,
+    read_items,
+    rename_items,
+)
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
-from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.placeholders import expand_text, expand_token_ids
 from sensorium.multimodal.processing.item_spec import ItemSpecs
@@ -30,6 +31,7 @@ from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.processing.processor_options import check_processor_kwargs
 from sensorium.multimodal.text_length import TextLength
 from sensorium.multimodal.uuid_bindings import UuidScope
+from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import MissingMediaError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
@@ -39,51 +41,47 @@ from sensorium.types.transfer import Payload
 from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
-_MAX_LISTED = 8  # hashes in a message; the error has them all
+_MAX_LISTED = 8  # hashes in a message; the error object lists all
 _COUNTED_CONTEXTS = 4  # how long a text may be that is only counted
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
-    """`items`: one handle per item of media, which somebody must release. `prompt`: the text, if
-    text was given. `is_readonly`: the handles are not of the cache that leads to the core.
-    """
+    """A request, and the handles of its media, which must be released once."""
 
     request: EngineCoreRequest
-    items: tuple[PerceivedItem, ...]
-    prompt: str | None
-    is_readonly: bool = False
+    items: tuple[PerceivedItem, ...]  # one handle per item of media
+    prompt: str | None  # the text, if text was given
+    is_readonly: bool = False  # the handles are not of the cache that leads to the core
 
 
 class InputProcessor:
-    """Owns nothing but the source of seeds for requests that have none. `readonly` perceives for
-    requests that run no engine, and leaves the cache of `pipeline` alone. `max_model_len`: the
-    core's, so that the core is not bothered with what it would refuse (`None`: not known yet).
-    `trust_injected`: hashes that came over the wire are taken as they are. `grammars`: the core's,
-    where it is near; else grammars are compiled here as well, so that a bad one gets no further.
-    `switched_off`: modalities that can't be used, with the reasons, where the core is near.
-    """
+    """The way from a prompt to a request, for one model. Safe to use from several threads."""
 
     def __init__(
         self,
         processor: MultiModalProcessor,
         *,
         pipeline: MediaPipeline,
+        # For requests that run no engine: it leaves the cache of `pipeline` alone.
         readonly: MediaPipeline | None = None,
         defaults: GenerationDefaults,
         limit_mm_per_prompt: Mapping[str, int],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        trust_injected: bool = False,
+        trust_injected: bool = False,  # hashes that came over the wire are taken as they are
         seed: int,
+        # The core's, if it is in this process. Else grammars are compiled here as well, so that a
+        # bad one gets no further.
         grammars: GrammarCompiler | None = None,
-        max_string_length: int | None = None,  # where `grammars` are made here
-        switched_off: Mapping[str, str] | None = None,
+        max_string_length: int | None = None,  # for grammars that are compiled here
+        switched_off: Mapping[str, str] | None = None,  # modality -> why the core can't use it
     ) -> None:
         self.processor = processor
         self.pipeline = pipeline
         self.defaults = defaults
+        # The core's limit, so that nothing is sent that it would refuse; `None`: not known yet.
         self.max_model_len: int | None = None
         self._readonly = readonly
         self._limits = dict(limit_mm_per_prompt)
@@ -104,7 +102,7 @@ class InputProcessor:
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
-        """Those of which a prompt may have an item."""
+        """Return the modalities that a prompt may have."""
         off = self.switched_off.reasons
         return tuple(
             m for m in self.processor.modalities if self._limits.get(m) != 0 and m not in off
@@ -125,13 +123,13 @@ class InputProcessor:
                 pipeline.loader.close()
 
     def draw_seed(self) -> int:
-        """For a request that has none."""
+        """Return a seed for a request that has none."""
         return self._seeds.getrandbits(63)
 
     def process(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | EnginePrompt,
         params: SamplingParams,
         *,
         seed: int | None = None,
@@ -155,7 +153,7 @@ class InputProcessor:
     def process_pausing(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | EnginePrompt,
         params: SamplingParams,
         *,
         seed: int | None = None,
@@ -163,21 +161,21 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[ProcessedRequest]:
-        """Raise a `RequestError` that names what is wrong with the prompt, or return the request;
-        pause while its media is fetched.
+        """Return the request of a prompt, and pause while its media is fetched.
 
-        With `skip_mm_cache` the items bring their tensors, and the cache that leads to the core is
-        neither asked nor changed. Then, without `needs_tensors`, they may come without, and a
-        prompt of text may be as long as several contexts: who asks so may just want to count.
+        Raise a `RequestError` with the path of the field that is wrong. With `skip_mm_cache` the
+        items bring their tensors, and the cache that leads to the core is neither read nor changed.
+        If `needs_tensors` is false as well, items may come without tensors, and a prompt of text
+        may be as long as several contexts, since its tokens may just be counted.
         """
         self._check_grammar(params)
-        fields = normalise(prompt, max_model_len=self.max_model_len)
+        read = read_prompt(prompt, max_model_len=self.max_model_len)
         pipeline = self._get_pipeline(skip_mm_cache=skip_mm_cache)
         needs_tensors = needs_tensors or not skip_mm_cache
-        if "prompt" in fields:  # before its media is fetched
-            self.check_text(fields["prompt"], is_counted_only=not needs_tensors)
+        if read.text is not None:  # before its media is fetched
+            self.check_text(read.text, is_counted_only=not needs_tensors)
         token_ids, features, items = yield from self._expand(
-            fields, pipeline, needs_tensors=needs_tensors, cancelled=cancelled
+            read, pipeline, needs_tensors=needs_tensors, cancelled=cancelled
         )
         try:
             if needs_tensors and self.max_model_len is not None:
@@ -191,8 +189,8 @@ class InputProcessor:
                 mm_features=tuple(features),
                 eos_token_ids=self.defaults.eos_token_ids,
                 bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
-                cache_salt=fields.get("cache_salt"),
-                priority=fields.get("priority") or 0,
+                cache_salt=read.cache_salt,
+                priority=read.priority,
             )
         except BaseException:
             pipeline.release(items)
@@ -200,20 +198,21 @@ class InputProcessor:
         return ProcessedRequest(
             request=request,
             items=tuple(items),
-            prompt=fields.get("prompt"),
+            prompt=read.text,
             is_readonly=pipeline is not self.pipeline,
         )
 
     def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
-        """Raise a `RequestError` if the text can't fit into the context, without tokenising it
-        whole. A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
+        """Raise a `RequestError` if a text can't fit into the context, before it is tokenised.
+
+        A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
         """
         max_tokens = self.get_max_tokens(is_counted_only=is_counted_only)
         if max_tokens is not None:
             self._text_length.check(text, max_tokens)
 
     def get_max_tokens(self, *, is_counted_only: bool) -> int | None:
-        """How many tokens a prompt may have, or `None` where the context is not known."""
+        """Return how many tokens a prompt may have, or `None` if the context is not known."""
         if self.max_model_len is None:
             return None
         # A prompt that is run leaves room for one new token.
@@ -231,7 +230,7 @@ class InputProcessor:
         self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
-        """Its items may be evicted, as far as it is concerned. Once."""
+        """Release the items of a request, so that they may be evicted. To be called once."""
         pipeline = self._get_pipeline(skip_mm_cache=processed.is_readonly)
         pipeline.release(processed.items)
 
@@ -240,37 +239,36 @@ class InputProcessor:
 
     def _expand(
         self,
-        fields: Mapping[str, Any],
+        prompt: EnginePrompt,
         pipeline: MediaPipeline,
         *,
         needs_tensors: bool,
         cancelled: Future[None] | None,
     ) -> Pausing[_Expanded]:
-        if fields.get("mm_hashes") is not None:
-            return self._expand_rendered(fields, pipeline)
-        media = get_media_items(fields)
-        self._check_counts([item.modality for item in media])
+        if prompt.rendered is not None:
+            return self._expand_rendered(prompt, prompt.rendered, pipeline)
+        self._check_counts([item.modality for item in prompt.media])
         items = yield from pipeline.perceive_pausing(
-            media,
-            self._get_options(fields, media),
+            prompt.media,
+            self._get_options(prompt),
             needs_tensors=needs_tensors,
             cancelled=cancelled,
         )
         handles = [item.handle for item in items]
         is_counted_only = not needs_tensors
         try:
-            if "prompt" in fields:
+            if prompt.text is not None:
                 token_ids, features = expand_text(
                     self.processor,
-                    fields["prompt"],
+                    prompt.text,
                     handles,
-                    add_special_tokens=fields.get("add_special_tokens") is not False,
+                    add_special_tokens=prompt.add_special_tokens,
                     check_length=partial(self.check_text, is_counted_only=is_counted_only),
                 )
             else:
                 token_ids, features = expand_token_ids(
                     self.processor,
-                    fields["prompt_token_ids"],
+                    prompt.token_ids,
                     handles,
                     max_tokens=self.get_max_tokens(is_counted_only=is_counted_only),
                 )
@@ -279,17 +277,17 @@ class InputProcessor:
             raise
         return token_ids, features, items
 
-    def _expand_rendered(self, fields: Mapping[str, Any], pipeline: MediaPipeline) -> _Expanded:
-        entries = read_items(fields, self._reader)
+    def _expand_rendered(
+        self, prompt: EnginePrompt, rendered: RenderedMedia, pipeline: MediaPipeline
+    ) -> _Expanded:
+        entries = read_items(rendered, prompt.token_ids, self._reader)
         self._check_counts([entry.feature.modality for entry in entries])
-        if fields.get("is_external") and not self._trust_injected:
+        if rendered.is_external and not self._trust_injected:
             entries = rename_items(
                 entries,
                 hasher=pipeline.hasher,
                 bindings=pipeline.uuids,
-                scope=UuidScope(
-                    client=fields.get("uuid_scope"), cache_salt=fields.get("cache_salt")
-                ),
+                scope=UuidScope(client=prompt.uuid_scope, cache_salt=prompt.cache_salt),
             )
         items: list[PerceivedItem] = []
         try:
@@ -297,20 +295,18 @@ class InputProcessor:
         except BaseException:
             pipeline.release(items)
             raise
-        return list(fields["prompt_token_ids"]), [entry.feature for entry in entries], items
+        return list(prompt.token_ids), [entry.feature for entry in entries], items
 
-    def _get_options(
-        self, fields: Mapping[str, Any], media: Sequence[MediaItem]
-    ) -> PerceptionOptions:
-        own = fields.get("mm_processor_kwargs") or {}
+    def _get_options(self, prompt: EnginePrompt) -> PerceptionOptions:
+        own = prompt.mm_processor_kwargs
         check_processor_kwargs(self.processor, own)
         media_io_kwargs = dict(self._media_io_kwargs)
-        for modality, options in (fields.get("media_io_kwargs") or {}).items():
+        for modality, options in prompt.media_io_kwargs.items():
             if not isinstance(options, Mapping):
                 raise RequestError("must be a mapping", path=("media_io_kwargs", str(modality)))
             media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
         processor_kwargs = {**self._mm_processor_kwargs, **own}
-        for modality in {item.modality for item in media if item.is_encoded}:
+        for modality in {item.modality for item in prompt.media if item.is_encoded}:
             # Before an item is looked at: the options are wrong then, and not the item.
             decode_options = resolve_decode_options(modality, media_io_kwargs)
             if modality == "video":
@@ -318,8 +314,8 @@ class InputProcessor:
         return PerceptionOptions(
             processor_kwargs=processor_kwargs,
             media_io_kwargs=media_io_kwargs,
-            cache_salt=fields.get("cache_salt"),
-            uuid_scope=fields.get("uuid_scope"),
+            cache_salt=prompt.cache_salt,
+            uuid_scope=prompt.uuid_scope,
         )
 
     def inject_into_mm_cache(
@@ -330,11 +326,11 @@ class InputProcessor:
     ) -> dict[str, list[Payload | None]]:
         """Put items that were processed elsewhere into the cache, under their hashes.
 
-        Tensors are not copied: whoever injects them leaves them as they are. An item without a
-        layout serves prompts that are expanded already, and no others. Lists of
-        unequal length and items that are `None` are passed over; whatever else is wrong is a
-        warning in the log, never an error here. The items as the cache has them: tensors, a place
-        in shared memory, or `None` for what was passed over.
+        Return the items as the cache has them: tensors, a place in shared memory, or `None` for
+        items that were passed over. Lists of unequal length and items that are `None` are passed
+        over; anything else that is wrong is a warning in the log, never an error. Tensors are not
+        copied, so the caller must not change them. An item without a layout serves only prompts
+        that are expanded already.
         """
         stored: dict[str, list[Payload | None]] = {}
         try:
@@ -368,7 +364,7 @@ class InputProcessor:
         return handle.reference or handle.kwargs or item.kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word at the beginning of a text and behind a space."""
+        """Return the tokens of each word at the beginning of a text and behind a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -398,7 +394,10 @@ class InputProcessor:
 def _take_items(
     cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
 ) -> None:
-    """Add the items of a prompt that was rendered before."""
+    """Append handles of a rendered prompt's items to `items`.
+
+    Raise a `MissingMediaError` if some are in no cache. The caller releases what was appended.
+    """
     missing: dict[str, None] = {}
     for entry in entries:
         handle = cache.get_and_update_item(entry.feature.mm_hash, entry.item, needs_layout=False)
@@ -428,5 +427,6 @@ def _take_items(
         first = ", ".join(list(missing)[:_MAX_LISTED])
         more = ", …" if len(missing) > _MAX_LISTED else ""
         raise MissingMediaError(
-            f"{len(missing)} item(s) said to be cached are not: {first}{more}", tuple(missing)
+            f"{len(missing)} item(s) that were left out are not cached: {first}{more}",
+            tuple(missing),
         )

@@ -1,12 +1,12 @@
-"""Makes requests of prompts in threads: rendering, perceiving and tokenising block.
+"""Makes requests of prompts in threads, because rendering, perceiving and tokenising block.
 
-Owns the threads. What has media gets others than what has none; what has a grammar, or may get
-one, others again; and so has a long text. A grammar that takes long to compile or a text that takes
-long to tokenise holds up no request that has a few words of text. A request whose media is being
-fetched has no thread at all. How many wait is bounded by what the server admits.
+Owns the threads, in four groups: for requests with media, with a grammar (or tools, which may need
+one), with a long text, and with a short text. So a grammar that takes long to compile or a text
+that takes long to tokenise delays no request of a few words. A request has no thread while its
+media is being fetched. The number of waiting requests is bounded by what the server admits.
 
 Invariants:
-  1. What was made for a caller that has left is released, whenever it is finished.
+  1. A request that was made for a caller that has left is released, whenever it is finished.
   2. Work that pauses is resumed or closed, exactly once after each pause.
 """
 
@@ -40,16 +40,14 @@ _STOPPING = "the server is stopping"
 
 
 class Preparation:
-    """`release` gets what was made for somebody who no longer waits for it. `draw_seed`: for
-    requests that have none.
-    """
+    """The threads of one frontend in which requests are made."""
 
     def __init__(
         self,
         renderer: Renderer,
         *,
-        draw_seed: Callable[[], int],
-        release: Callable[[ProcessedRequest], None],
+        draw_seed: Callable[[], int],  # for requests that have none
+        release: Callable[[ProcessedRequest], None],  # for requests that come too late
     ) -> None:
         self._renderer = renderer
         self._draw_seed = draw_seed
@@ -69,8 +67,10 @@ class Preparation:
         skip_mm_cache: bool = False,
         needs_tensors: bool = True,
     ) -> Prepared:
-        """Raises a `RequestError` that names what is wrong with the prompt. When it is cancelled,
-        so is the work, as soon as it can be. `skip_mm_cache`, `needs_tensors`: see `Renderer`.
+        """Return the request of a prompt, or raise a `RequestError` with the field's path.
+
+        When this is cancelled, so is the work, as soon as it can be. `skip_mm_cache` and
+        `needs_tensors` are those of `Renderer`.
         """
         seed = self._draw_seed()
         cancelled: Future[None] = Future()
@@ -108,15 +108,17 @@ class Preparation:
         *,
         drop: Callable[[T], None],
     ) -> tuple[T, float]:
-        """Run the work in threads, and in none of them while it pauses. Return its result, and how
-        many seconds it waited for threads. `drop` gets a result that comes too late.
+        """Run the work in threads, and in none of them while it pauses.
+
+        Return its result and how many seconds it waited for threads. `drop` gets a result that
+        comes too late.
         """
         wait_s = 0.0
         while True:
             step = _Step(work)
             try:
                 future = threads.submit(step.run)
-            except RuntimeError as error:  # the executor's word for being shut down
+            except RuntimeError as error:  # the executor is shut down
                 work.close()
                 raise CapacityError(_STOPPING) from error
             try:
@@ -138,7 +140,7 @@ class Preparation:
                 raise
 
     def close(self) -> None:
-        """Doesn't wait for threads that are at work; who waits for them does no longer."""
+        """End the threads without waiting for their work; callers get a `CapacityError`."""
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(CapacityError(_STOPPING))
@@ -156,7 +158,7 @@ class Preparation:
         return self._long_threads if _is_long(prompt) else self._text_threads
 
     async def _wait(self, future: Future[Any]) -> None:
-        """Until it has ended, however. Raises a `CapacityError` when this is closed."""
+        """Wait until a future is done. Raise a `CapacityError` when this is closed."""
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 
@@ -165,7 +167,7 @@ class Preparation:
                 waiting.set_result(None)
 
         def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits
+            with suppress(RuntimeError):  # the loop has ended, so no one waits
                 loop.call_soon_threadsafe(settle)
 
         self._waiting.add(waiting)
@@ -182,7 +184,7 @@ class _Finished(Generic[T]):
 
 
 class _Step(Generic[T]):
-    """The work until its next pause or its end, in one thread."""
+    """A piece of work until its next pause or its end, in one thread."""
 
     def __init__(self, work: Pausing[T]) -> None:
         self.wait_s = 0.0  # until a thread was free
@@ -201,7 +203,7 @@ class _Step(Generic[T]):
 def _clean_up(
     ended: Future[Future[Any] | _Finished[T]], work: Pausing[T], drop: Callable[[T], None]
 ) -> None:
-    """Leave nothing of work for a caller that has left. `ended` is the last step of it."""
+    """Drop the work of a caller that has left. `ended` is the last step of it."""
     if not ended.cancelled() and ended.exception() is None:
         outcome = ended.result()
         if isinstance(outcome, _Finished):
@@ -211,7 +213,7 @@ def _clean_up(
 
 
 def _is_long(prompt: Prompt | Chat) -> bool:
-    """Return whether the text takes long to tokenise, at a glance at the first of it."""
+    """Return whether the text takes long to tokenise, without reading all of it."""
     if isinstance(prompt, Chat):
         num_characters = 0
         for content in _iterate_contents(prompt):
@@ -232,7 +234,7 @@ def _iterate_contents(chat: Chat) -> Iterator[object]:
 
 
 def _has_media(prompt: Prompt | Chat) -> bool:
-    """Whether it looks so; what is malformed is refused elsewhere."""
+    """Return whether a prompt seems to have media; malformed ones are refused elsewhere."""
     if isinstance(prompt, Chat):
         contents = (c for c in _iterate_contents(prompt) if isinstance(c, list))
         parts = (part for content in contents for part in content)

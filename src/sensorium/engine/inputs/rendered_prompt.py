@@ -2,19 +2,28 @@
 
 Everything is checked against the model before it reaches a cache: the tensors against what its
 processor makes, the placeholders against the tokens.
+
+A hash that came over the wire is its sender's claim, not an identity. So that no client can change
+what another reads, such items are renamed. An item that comes with its tensors is named by these as
+well: other tensors under the same hash are another item. A hash that comes alone stands for the
+tensors that it first came with in its scope, as a uuid does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
+from sensorium.render.prompts import RenderedMedia
 from sensorium.types.errors import FieldPath, RequestError, at
 from sensorium.types.multimodal import (
     ItemLayout,
@@ -28,19 +37,17 @@ MAX_HASH_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """`item` is `None` for what the caller believes to be cached. `given_hash`: as the caller wrote
-    it; at every cache the item has the name in `feature`.
-    """
+    """An item of a rendered prompt, checked."""
 
     path: FieldPath  # of its placeholder, for errors
-    given_hash: str
+    given_hash: str  # as the caller wrote it; caches know the item by the name in `feature`
     feature: MultiModalFeatureSpec
-    item: ProcessedItem | None
+    item: ProcessedItem | None  # `None`: the caller believes that it is cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemReader:
-    """What a prompt's items are held against."""
+    """A reader of items that were processed elsewhere, for one model."""
 
     processor: MultiModalProcessor
     specs: ItemSpecs
@@ -48,8 +55,9 @@ class ItemReader:
     def read_item(
         self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
     ) -> ProcessedItem:
-        """An item that was processed elsewhere. A `RequestError` says why it can't be ours.
-        `num_embeds`: what its placeholders have room for.
+        """Return an item that was processed elsewhere, or raise a `RequestError`.
+
+        `num_embeds` is the number of embeddings for which its placeholder has room.
         """
         own_layout = _as_layout(layout)
         if own_layout is not None:
@@ -69,7 +77,7 @@ class ItemReader:
         )
 
     def read_place(self, modality: str, index: int, mm_hash: Any, placeholder: Any) -> RenderedItem:
-        """All of an item but the item itself."""
+        """Return an item with its name and its place, but without its tensors."""
         path = ("mm_placeholders", modality, index)
         with at("mm_hashes", modality, index):
             given_hash = _check_hash(mm_hash)
@@ -82,10 +90,12 @@ class ItemReader:
 _Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its tensors and its layout
 
 
-def read_items(fields: Mapping[str, Any], reader: ItemReader) -> list[RenderedItem]:
-    """Sorted by offset. A `RequestError` names the field that is wrong."""
-    rows = sorted(_read_places(fields, reader), key=lambda row: row[0].feature.mm_position.offset)
-    _check_tokens([entry for entry, *_ in rows], fields["prompt_token_ids"], reader.processor)
+def read_items(
+    rendered: RenderedMedia, token_ids: Sequence[int], reader: ItemReader
+) -> list[RenderedItem]:
+    """Return the items sorted by offset, or raise a `RequestError` with the path of a field."""
+    rows = sorted(_read_places(rendered, reader), key=lambda row: row[0].feature.mm_position.offset)
+    _check_tokens([entry for entry, *_ in rows], token_ids, reader.processor)
     items: list[RenderedItem] = []
     for entry, index, (kwargs, layout) in rows:
         modality, num_embeds = entry.feature.modality, entry.feature.mm_position.get_num_embeds()
@@ -97,10 +107,12 @@ def read_items(fields: Mapping[str, Any], reader: ItemReader) -> list[RenderedIt
     return _unite(items)
 
 
-def _read_places(fields: Mapping[str, Any], reader: ItemReader) -> Iterator[_Row]:
-    hashes = fields.get("mm_hashes") or {}
+def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
+    hashes = rendered.mm_hashes
     given = {
-        name: fields.get(name) or {} for name in ("mm_placeholders", "mm_kwargs", "mm_layouts")
+        "mm_placeholders": rendered.mm_placeholders,
+        "mm_kwargs": rendered.mm_kwargs,
+        "mm_layouts": rendered.mm_layouts,
     }
     for name, entries in given.items():
         stray = sorted(map(str, set(entries) - set(hashes)))
@@ -126,7 +138,10 @@ def _read_places(fields: Mapping[str, Any], reader: ItemReader) -> Iterator[_Row
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
-    """What one hash stands for is the same throughout a prompt, and may be sent once."""
+    """Return the items with their tensors, which may be sent with one of several that are equal.
+
+    Raise a `RequestError` if one hash stands for different items.
+    """
     brought: dict[str, RenderedItem] = {}
     for entry in items:
         other = brought.setdefault(entry.feature.mm_hash, entry)
@@ -218,7 +233,7 @@ def _is_count(value: object) -> bool:
 def _check_tokens(
     items: Sequence[RenderedItem], token_ids: Sequence[int], processor: MultiModalProcessor
 ) -> None:
-    """An item's embeddings replace the tokens that stand for it, and no others stand alone."""
+    """Raise a `RequestError` unless placeholder tokens and the items' placeholders agree."""
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
     previous_end = 0
     for entry in items:
@@ -250,3 +265,41 @@ def _check_tokens(
             f"the prompt has {found} placeholder tokens, but mm_placeholders cover {expected}",
             path=("prompt",),
         )
+
+
+def rename_items(
+    entries: Iterable[RenderedItem],
+    *,
+    hasher: MediaHasher,
+    bindings: UuidBindings,
+    scope: UuidScope,
+) -> list[RenderedItem]:
+    """Return the items under names of their own; each keeps its `given_hash`."""
+    digests: dict[int, str] = {}  # id of an item, which several entries may share -> its digest
+    renamed = []
+    for entry in entries:
+        hash_name = hasher.name_external(entry.given_hash, scope.cache_salt)
+        kind = f"external {entry.feature.modality}"  # no modality of a uuid
+        if entry.item is not None:
+            digest = digests.get(id(entry.item)) or _digest(entry.item, hasher)
+            digests[id(entry.item)] = digest
+            with suppress(RequestError):  # alone, the hash stands for other tensors
+                source = BoundSource(digest=digest, is_encoded=False)
+                bindings.bind(hash_name, source, modality=kind, scope=scope)
+        else:
+            source_found = bindings.get(hash_name, modality=kind, scope=scope)
+            digest = "" if source_found is None else source_found.digest
+        name = hasher.name_external(f"{hash_name}/{digest}", scope.cache_salt)
+        renamed.append(
+            replace(
+                entry,
+                feature=replace(entry.feature, mm_hash=name),
+                item=None if entry.item is None else replace(entry.item, mm_hash=name),
+            )
+        )
+    return renamed
+
+
+def _digest(item: ProcessedItem, hasher: MediaHasher) -> str:
+    layout = None if item.layout is None else asdict(item.layout)
+    return hasher.digest_source({"tensors": item.kwargs, "layout": layout})

@@ -17,9 +17,10 @@ from typing import Any
 
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
+from sensorium.render.prompts import EnginePrompt
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import RequestError
-from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.times import ItemTimes
 from sensorium.utils.pausing import Pausing, run_through
@@ -61,19 +62,22 @@ class Renderer:
     ) -> Pausing[Prepared]:
         """Make a request of a conversation or a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` that names what is wrong with it. Without `needs_tensors`, which
+        Raise a `RequestError` with the path of the wrong field. Without `needs_tensors`, which
         needs `skip_mm_cache`, items may come without tensors.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}
+        rendered: Prompt | EnginePrompt
         if isinstance(prompt, Chat):
             is_counted_only = skip_mm_cache and not needs_tensors
-            prompt, params = self._render_chat(prompt, params, is_counted_only=is_counted_only)
+            rendered, params = self._render_chat(prompt, params, is_counted_only=is_counted_only)
             stages["render"] = time.monotonic() - started
+        else:
+            rendered = prompt
         started = time.monotonic()
         processed = yield from self.inputs.process_pausing(
             request_id,
-            prompt,
+            rendered,
             params,
             seed=seed,
             skip_mm_cache=skip_mm_cache,
@@ -93,14 +97,14 @@ class Renderer:
 
     def _render_chat(
         self, chat: Chat, params: SamplingParams, *, is_counted_only: bool
-    ) -> tuple[TextPrompt, SamplingParams]:
-        prompt = self._render_text(chat, is_counted_only=is_counted_only)
+    ) -> tuple[EnginePrompt, SamplingParams]:
+        prompt = self._render_prompt(chat, is_counted_only=is_counted_only)
         if chat.adapt_params is not None:
-            text = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            text = prompt.token_ids if prompt.text is None else prompt.text
             params = chat.adapt_params(text, params)
         return prompt, params
 
-    def _render_text(self, chat: Chat, *, is_counted_only: bool) -> TextPrompt:
+    def _render_prompt(self, chat: Chat, *, is_counted_only: bool) -> EnginePrompt:
         if chat.options.chat_template is None and self.chat_template is not None:
             options = replace(chat.options, chat_template=self.chat_template)
             chat = replace(chat, options=options)

@@ -1,121 +1,306 @@
-"""One call of a route for text, from its HTTP request to the engine's requests."""
+"""One call of a route, from its HTTP request to the requests of the engine.
+
+`read_call` is the one way in: it receives the body, checks it, and keeps what later errors and the
+response need. `Call` is a call that generates, with its prompts and the clocks that measure them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.render.answers.format import AnswerFormat
-from sensorium.server.http.bodies.body import read_body
-from sensorium.server.http.bodies.body_intake import BodyIntake
-from sensorium.server.http.errors import ApiError
-from sensorium.server.http.generation import Generation
-from sensorium.server.http.http_options import HttpOptions
-from sensorium.server.http.middleware.authentication import get_uuid_scope
-from sensorium.server.http.protocol.generating import GeneratingRequest
-from sensorium.server.http.protocol.reading import read_request
-from sensorium.server.http.protocol.token_wire import GenerateRequest
-from sensorium.server.http.wire_paths import WirePaths
+from sensorium.server.http.bodies.intake import BodyIntake
+from sensorium.server.http.bodies.reading import read_body, read_request
+from sensorium.server.http.errors import ApiError, FailureLog, WirePaths
+from sensorium.server.http.middleware.access import get_uuid_scope
+from sensorium.server.http.protocol.requests import GeneratingRequest, StreamOptions
+from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.options import ServeOptions
 from sensorium.server.trace import make_trace
-from sensorium.types.outputs import RequestOutput
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    FailedRequestError,
+    InvariantError,
+    RequestError,
+)
+from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
 
+logger = logging.getLogger(__name__)
 TRACE_HEADER = "x-sensorium-trace"
-_PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
-_Wire = TypeVar("_Wire", bound=GeneratingRequest | GenerateRequest)
+_MAX_WAITING = 8  # deltas of one prompt that were not taken yet
+_PROMPT_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "cache_salt",
+    "priority",
+    "add_special_tokens",
+)
+
+
+class WireRequest(Protocol):
+    """The field that every request has."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+class WireGenerating(WireRequest, Protocol):
+    """The fields that every request for text or tokens has."""
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def stream_options(self) -> StreamOptions | None: ...
+
+    @property
+    def trace(self) -> bool | None: ...
+
+
+_Request = TypeVar("_Request", bound=WireRequest)
+_Generating = TypeVar("_Generating", bound=WireGenerating)
+_Prepared = TypeVar("_Prepared")
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every route has at hand. `started`: seconds since 1970. `answers`: how the model's
-    answers are read. `bodies` receives those of all requests.
-    """
+    """What every handler has at hand."""
 
     engine: AsyncEngine
-    answers: AnswerFormat
-    options: HttpOptions
+    answers: AnswerFormat  # how answers of the model are read
+    options: ServeOptions
     metrics: FrontendMetrics
-    bodies: BodyIntake
-    started: int
+    failures: FailureLog
+    bodies: BodyIntake  # receives the bodies of all requests
+    started: int  # seconds since 1970
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Generic[_Wire]):
-    """`model` is what the answer calls the model; `created` in seconds since 1970."""
-
-    request: _Wire
-    generation: Generation
-    model: str
-    created: int
-    has_trace: bool
-
-    @property
-    def id(self) -> str:
-        return self.generation.request_id
-
-    @property
-    def num_choices(self) -> int:
-        """Of each prompt."""
-        return self.generation.params.n
-
-    def make_trace(self) -> Any:
-        """Of the prompt, or a list for several."""
-        generation = self.generation
-        traces = [
-            make_trace(output, generation.clocks[index])
-            for index, output in enumerate(generation.get_outputs())
-        ]
-        return traces[0] if len(traces) == 1 else traces
+Handler = Callable[[Request, Context], Awaitable[Response]]
 
 
-async def receive_call(
+async def read_call(
     http_request: Request,
     context: Context,
-    kind: type[_Wire],
-    prepare: Callable[[_Wire], Work],
+    kind: type[_Request],
+    prepare: Callable[[_Request], _Prepared],
     *,
-    id_prefix: str,
-    make_paths: Callable[[_Wire], WirePaths],
+    find_paths: Callable[[_Request], WirePaths] | None = None,
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     takes_msgpack: bool = False,
-) -> Call[_Wire]:
-    """Read and check the request. `prepare` makes prompts and parameters of it."""
+) -> tuple[_Request, _Prepared]:
+    """Receive and check the body of a request. Return it, and what `prepare` makes of it.
 
-    def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
-        request = read_request(kind, body)
+    `prepare` may run in a thread, and may raise. `adapt` changes the body before it is checked.
+    `find_paths` tells where the fields stand that errors of the engine are about.
+    """
+
+    def parse(body: dict[str, Any]) -> tuple[_Request, _Prepared, str | None]:
+        request, warning = read_request(kind, body if adapt is None else adapt(body))  # type: ignore[type-var]
         check_model(request.model, context.options.model_names)
-        prompts, params = prepare(request)
-        check_n(params.n, context.options.max_n, is_nested=isinstance(request, GenerateRequest))
-        return request, (prompts, params)
+        return request, prepare(request), warning
 
-    request, (prompts, params) = await read_body(
+    request, prepared, warning = await read_body(
         http_request, parse, intake=context.bodies, takes_msgpack=takes_msgpack
     )
-    http_request.state.paths = make_paths(request)
-    generation = Generation(
-        engine=context.engine,
-        metrics=context.metrics,
-        request_id=f"{id_prefix}-{uuid.uuid4().hex}",
+    if warning is not None:
+        http_request.state.warning = warning
+        logger.warning("request %s: %s", http_request.state.request_id, warning)
+    if find_paths is not None:
+        http_request.state.paths = find_paths(request)
+    return request, prepared
+
+
+async def start_call(
+    http_request: Request,
+    context: Context,
+    kind: type[_Generating],
+    prepare: Callable[[_Generating], Work],
+    *,
+    id_prefix: str,
+    find_paths: Callable[[_Generating], WirePaths],
+    n_path: str = "n",
+    takes_msgpack: bool = False,
+) -> Call[_Generating]:
+    """Read a request that generates. `prepare` makes prompts and parameters of it."""
+
+    def prepare_checked(request: _Generating) -> Work:
+        prompts, params = prepare(request)
+        check_n(params.n, context.options.max_n, path=n_path)
+        return prompts, params
+
+    request, (prompts, params) = await read_call(
+        http_request,
+        context,
+        kind,
+        prepare_checked,
+        find_paths=find_paths,
+        takes_msgpack=takes_msgpack,
+    )
+    return Call(
+        context=context,
+        request=request,
+        id=f"{id_prefix}-{uuid.uuid4().hex}",
         prompts=set_uuid_scope(prompts, http_request),
         params=params,
         arrived=http_request.state.arrived,
-    )
-    return Call(
-        request=request,
-        generation=generation,
         model=request.model or context.options.model_names[0],
         created=int(time.time()),
         has_trace=bool(request.trace) or http_request.headers.get(TRACE_HEADER) == "1",
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Call(Generic[_Generating]):
+    """A call that generates: its prompts run in the engine, each with a clock."""
+
+    context: Context
+    request: _Generating
+    id: str
+    prompts: Sequence[Prompt | Chat]
+    params: SamplingParams
+    arrived: float
+    model: str  # what the answer calls the model
+    created: int  # seconds since 1970
+    has_trace: bool
+    # All requests of this call have it in common in the core, and no others.
+    group: str = field(default_factory=lambda: uuid.uuid4().hex)
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # index of a prompt that ended
+    clocks: dict[int, RequestClock] = field(default_factory=dict)  # index of a prompt that began
+
+    @property
+    def num_top(self) -> int:
+        """Of how many likely tokens log-probabilities are answered."""
+        return self.params.logprobs or 0
+
+    @property
+    def is_ended(self) -> bool:
+        return len(self.outputs) == len(self.prompts)
+
+    def make_trace(self) -> Any:
+        """Return the trace of the prompt, or a list for several."""
+        traces = [
+            make_trace(output, self.clocks[index])
+            for index, output in enumerate(self.get_outputs())
+        ]
+        return traces[0] if len(traces) == 1 else traces
+
+    async def run(self) -> AsyncGenerator[tuple[int, RequestDelta], None]:
+        """Yield the deltas of all prompts, each with its prompt's index.
+
+        Closing the generator aborts them all.
+        """
+        if len(self.prompts) == 1:
+            single = self._run_prompt(0)
+            try:
+                async for delta in single:
+                    yield 0, delta
+            finally:
+                await single.aclose()
+            return
+        merged = self._merge()
+        try:
+            async for index, delta in merged:
+                yield index, delta
+        finally:
+            await merged.aclose()
+
+    async def finish(self) -> list[RequestOutput]:
+        """Return the whole answers, in the order of the prompts."""
+        deltas = self.run()
+        try:
+            async for _ in deltas:
+                pass
+        finally:
+            await deltas.aclose()
+        return self.get_outputs()
+
+    def get_outputs(self) -> list[RequestOutput]:
+        return [self.outputs[index] for index in range(len(self.prompts))]
+
+    async def _run_prompt(self, index: int) -> AsyncGenerator[RequestDelta, None]:
+        clock = self.context.metrics.start_request(arrived=self.arrived, params=self.params)
+        clock.mark("parse")
+        self.clocks[index] = clock
+        request_id = self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
+        deltas = self.context.engine.stream(
+            self.prompts[index], self.params, request_id=request_id, group=self.group
+        )
+        end: FinishReason | None = FinishReason.ABORT  # of a request that is given up here
+        try:
+            async for delta in deltas:
+                for entry in delta.deltas:
+                    clock.on_tokens(entry.index, len(entry.token_ids))
+                if delta.final is not None:
+                    clock.on_finish(delta.final)
+                    self.outputs[index] = delta.final
+                yield delta
+        except Exception as error:
+            end = None if _is_refused(error) else FinishReason.ERROR
+            raise
+        finally:
+            if end is not None:
+                clock.on_end(end)
+            await deltas.aclose()
+        if index not in self.outputs:
+            raise InvariantError("the engine's stream ended without its final output")
+
+    async def _merge(self) -> AsyncGenerator[tuple[int, RequestDelta], None]:
+        queue: asyncio.Queue[tuple[int, RequestDelta | Exception | None]] = asyncio.Queue(
+            _MAX_WAITING * len(self.prompts)
+        )
+        tasks = [
+            asyncio.ensure_future(self._pump(index, queue)) for index in range(len(self.prompts))
+        ]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                index, delta = await queue.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                if delta is None:
+                    num_open -= 1
+                else:
+                    yield index, delta
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(
+        self, index: int, queue: asyncio.Queue[tuple[int, RequestDelta | Exception | None]]
+    ) -> None:
+        deltas = self._run_prompt(index)
+        try:
+            async for delta in deltas:
+                await queue.put((index, delta))
+            await queue.put((index, None))
+        except Exception as error:  # raised by `_merge`, whatever it is
+            await queue.put((index, error))
+        finally:
+            await deltas.aclose()
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return whether a request was not taken, as opposed to taken and not finished."""
+    is_refused = isinstance(error, RequestError | CapacityError)
+    return is_refused and not isinstance(error, FailedRequestError | EngineLostError)
 
 
 def set_uuid_scope(
@@ -135,7 +320,7 @@ def _with_scope(prompt: Prompt | Chat, scope: str) -> Prompt | Chat:
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
-    """A request without a name means the model that is served."""
+    """Raise an `ApiError` for a model that is not served. No name means the one that is."""
     if name is not None and name not in names:
         raise ApiError(
             f"the model {name[:200]!r} is not served here (served: {', '.join(names)})",
@@ -146,22 +331,16 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
         )
 
 
-def check_n(n: int, max_n: int, *, is_nested: bool) -> None:
+def check_n(n: int, max_n: int, *, path: str) -> None:
     """Raise an `ApiError` if more completions of a prompt are asked for than the server makes."""
     if n > max_n:
-        param = "sampling_params.n" if is_nested else "n"
         raise ApiError(
-            f"{param} is {n}: this server makes {max_n} completions of a prompt at most (--max-n)",
-            param=param,
+            f"{path} is {n}: this server makes {max_n} completions of a prompt at most (--max-n)",
+            param=path,
         )
 
 
 def get_prompt_fields(request: GeneratingRequest) -> TextPrompt:
-    """What goes with a prompt, whatever its kind."""
+    """Return the fields that go with a prompt, whatever its kind."""
     values = ((name, getattr(request, name)) for name in _PROMPT_FIELDS)
     return cast(TextPrompt, {name: value for name, value in values if value is not None})
-
-
-def get_finish_reason(output: RequestOutput, index: int) -> str:
-    """A completion that ended with its siblings has one, too."""
-    return str(output.outputs[index].finish_reason or "abort")

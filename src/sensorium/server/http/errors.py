@@ -1,9 +1,16 @@
-"""Makes responses of errors: a status, and OpenAI's error object. Counts and logs them."""
+"""Makes responses of errors: a status, and OpenAI's error object. Counts and logs them.
+
+Where in a client's request the field stands that an error of the engine is about.
+
+The engine calls fields by its own names: `multi_modal_data.image[1]` is the second image of a
+prompt. Only HTTP can tell which field of the request that was, or which of the ways to ask for
+structured output the client has used. Fields of a conversation have the same names in both.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -12,12 +19,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sensorium.server.http.wire_paths import WirePaths
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
     FailedRequestError,
+    FieldPath,
     MediaFetchError,
     MissingMediaError,
     RequestError,
@@ -25,9 +32,47 @@ from sensorium.types.errors import (
     format_path,
 )
 
+_MEDIA_FIELDS = ("multi_modal_data", "multi_modal_uuids")
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 _INTERNAL_TEXT = "the server failed; its log has the reason under this request's id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WirePaths:
+    """The places of one request. It holds no media: an error may come late."""
+
+    # What the model reads. Errors that name no field are about it.
+    input: FieldPath
+    # The text or the tokens of the prompt, where that is another field than `input`.
+    prompt: FieldPath | None = None
+    # modality -> the places of its items, in their order
+    media: Mapping[str, Sequence[FieldPath]] = field(default_factory=dict)
+    # The field that says what the answer must look like, if it isn't `structured_outputs`.
+    structured: FieldPath | None = None
+    # field of the engine -> the place of that field
+    fields: Mapping[str, FieldPath] = field(default_factory=dict)
+
+    def find(self, path: FieldPath) -> FieldPath:
+        """Return the place in the request for a path of the engine."""
+        if not path:
+            return self.input
+        name, *rest = path
+        if name in _MEDIA_FIELDS:
+            return self._find_item(rest)
+        if name in _PROMPT_FIELDS:
+            return self.input if self.prompt is None else self.prompt
+        if name == "structured_outputs" and self.structured is not None:
+            return self.structured
+        own = self.fields.get(str(name))
+        return path if own is None else (*own, *rest)
+
+    def _find_item(self, rest: Sequence[str | int]) -> FieldPath:
+        modality, index = (*rest, None, None)[:2]
+        places = self.media.get(str(modality), ())
+        is_known = isinstance(index, int) and 0 <= index < len(places)
+        return places[index] if is_known else self.input  # type: ignore[index]
 
 
 class ApiError(Exception):

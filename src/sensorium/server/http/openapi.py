@@ -1,168 +1,153 @@
-"""The OpenAPI document: bodies are read by hand, so their schemas are put in by hand too."""
+"""The OpenAPI document, made from the table of routes and the types of requests and answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 
-from sensorium.server.http.bodies.body import MSGPACK_TYPES
-from sensorium.server.http.protocol.answers import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    ErrorResponse,
-    ModelCard,
-    ModelList,
-)
-from sensorium.server.http.protocol.chat import ChatCompletionRequest
-from sensorium.server.http.protocol.completions import CompletionRequest
-from sensorium.server.http.protocol.derender import (
-    DerenderChatRequest,
-    DerenderCompletionRequest,
-    DerenderedChatChunk,
-    DerenderedCompletionChunk,
-)
-from sensorium.server.http.protocol.generating import WireModel
-from sensorium.server.http.protocol.message_schemas import MESSAGE_SCHEMAS
-from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
-from sensorium.server.http.protocol.token_wire import (
-    GenerateRequest,
-    GenerateResponse,
-    RenderedRequest,
-)
-from sensorium.server.http.protocol.tokenize import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from sensorium import __version__
+from sensorium.server.http.bodies.reading import MSGPACK_TYPES
+from sensorium.server.http.calls import Handler
+from sensorium.server.http.protocol.answers import ErrorResponse
+from sensorium.server.http.protocol.fields import StructuredOutputs, refer_to
+from sensorium.server.http.protocol.requests import MESSAGE_TYPES, MESSAGE_UNIONS
 
-_REF = "#/components/schemas/{name}"
-_REQUESTS: tuple[type[WireModel], ...] = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerateRequest,
-    ChatRenderRequest,
-    CompletionRenderRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    DerenderChatRequest,
-    DerenderCompletionRequest,
-)
-_ANSWERS = (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    ErrorResponse,
-    GenerateResponse,
-    ModelCard,
-    ModelList,
-    RenderedRequest,
-    TokenizeResponse,
-    DetokenizeResponse,
-    DerenderedChatChunk,
-    DerenderedCompletionChunk,
-)
 _BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {
     400: "The request can't be served as it is.",
     401: "The API key is missing or wrong.",
     404: "There is no such model or route.",
-    405: "The route knows other methods.",
     408: "The body came too slowly.",
-    409: "Media said to be cached is not.",
+    409: "Media that was left out of the request is in no cache.",
     413: "The body is too large.",
     422: "Media can't be fetched.",
     429: "Too many requests are being served.",
     500: "A bug of the server.",
     503: "The engine is not there, or has no room.",
 }
-GENERATING_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)
-RENDERING_ERRORS = GENERATING_ERRORS
-ResponseDocuments = dict[int | str, dict[str, Any]]
+_PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
 
 
-def _ref(name: str) -> dict[str, str]:
-    return {"$ref": _REF.format(name=name)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A URL of the server, as the table of routes and the document have it."""
+
+    method: str
+    path: str
+    handler: Handler
+    tag: str = ""
+    summary: str = ""  # a route without one is not in the document
+    request: type[msgspec.Struct] | None = None  # the body
+    answers: tuple[type[msgspec.Struct], ...] = ()  # one of them; none: any object
+    answers_list: bool = False  # the answer is a list of them
+    chunk: type[msgspec.Struct] | None = None  # of a stream
+    errors: tuple[int, ...] = ()
+    takes_msgpack: bool = False
+    answers_msgpack: bool = False
+    needs_engine: bool = False  # a server that only renders refuses it
+    is_counted: bool = False  # it counts among the requests that are served at once
+    name: str = ""  # of the operation; by default, it is made from the handler and the path
+
+    @property
+    def operation_id(self) -> str:
+        path = _PARAMETER.sub(r"{\1}", self.path)
+        named = f"{getattr(self.handler, '__name__', '')}{path}_{self.method.lower()}"
+        return self.name or re.sub(r"\W", "_", named)
 
 
-# What has no type of its own among the answers.
-_NAMED: dict[str, Any] = {
-    "RenderedRequestList": {"type": "array", "items": _ref("RenderedRequest")},
-    "DerenderedChat": {"anyOf": [_ref("ChatCompletion"), _ref("DerenderedChatChunk")]},
-    "DerenderedCompletion": {"anyOf": [_ref("Completion"), _ref("DerenderedCompletionChunk")]},
-}
+def make_document(
+    routes: Iterable[Route], *, needs_key: bool, model_names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the document of the routes that have a description."""
+    shown = [route for route in routes if route.summary]
+    paths: dict[str, Any] = {}
+    for route in shown:
+        path = _PARAMETER.sub(r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _make_operation(route)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Sensorium", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _make_schemas(shown, model_names)},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
 
 
-def make_responses(
-    answer: str | None, *errors: int, chunk: str | None = None, has_msgpack: bool = False
-) -> ResponseDocuments:
-    """Of a route whose answer has the schema `answer` (`None`: an object), and whose stream, if it
-    has one, has events of the schema `chunk`. `has_msgpack`: it comes so to who asks for it.
-    """
-    schema = {"type": "object"} if answer is None else _ref(answer)
+def _make_operation(route: Route) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "tags": [route.tag],
+        "summary": route.summary,
+        "operationId": route.operation_id,
+        "responses": _make_responses(route),
+    }
+    if route.request is not None:
+        content = _make_content(refer_to(route.request.__name__), has_msgpack=route.takes_msgpack)
+        operation["requestBody"] = {"required": True, "content": content}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name, _ in _PARAMETER.findall(route.path)
+    ]
+    return operation | ({"parameters": parameters} if parameters else {})
+
+
+def _make_responses(route: Route) -> dict[str, Any]:
+    references = [refer_to(answer.__name__) for answer in route.answers]
+    schema: dict[str, Any] = {"type": "object"}
+    if references:
+        schema = references[0] if len(references) == 1 else {"anyOf": references}
+    if route.answers_list:
+        schema = {"type": "array", "items": schema}
+    content = _make_content(schema, has_msgpack=route.answers_msgpack)
+    if route.chunk is not None:
+        content["text/event-stream"] = {"itemSchema": _make_event(route.chunk)}
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    for status in route.errors:
+        responses[str(status)] = {
+            "description": _ERRORS[status],
+            "content": _make_content(refer_to(ErrorResponse.__name__)),
+        }
+    return responses
+
+
+def _make_content(schema: dict[str, Any], *, has_msgpack: bool = False) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": schema}}
-    if chunk is not None:
-        content["text/event-stream"] = {"itemSchema": _make_event(chunk)}
     if has_msgpack:
         content[MSGPACK_TYPES[0]] = {"schema": _BINARY}
-    documents: ResponseDocuments = {200: {"description": "The answer.", "content": content}}
-    for status in errors:
-        documents[status] = {
-            "description": _ERRORS[status],
-            "content": {"application/json": {"schema": _ref("ErrorResponse")}},
-        }
-    return documents
+    return content
 
 
-def _make_event(chunk: str) -> dict[str, Any]:
-    """A chunk, an error after the first of them, or the end."""
+def _make_event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the schema of an event: a chunk, an error after the first chunk, or the end."""
     texts = [
         {
             "type": "string",
             "contentMediaType": "application/json",
-            "contentSchema": _ref(name),
+            "contentSchema": refer_to(kind.__name__),
         }
-        for name in (chunk, "ErrorResponse")
+        for kind in (chunk, ErrorResponse)
     ]
     data = {"anyOf": [{"const": "[DONE]", "type": "string"}, *texts]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def make_body(request: type[WireModel], *, has_msgpack: bool = False) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _ref(request.__name__)}}
-    if has_msgpack:
-        content[MSGPACK_TYPES[0]] = {"schema": _BINARY}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def install_openapi(app: FastAPI, *, needs_key: bool, model_names: Sequence[str]) -> None:
-    def make_document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            components = document.setdefault("components", {})
-            components.setdefault("schemas", {}).update(_make_schemas(model_names))
-            if needs_key:
-                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                document["security"] = [{"key": []}]
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = make_document  # type: ignore[method-assign]
-
-
-def _make_schemas(model_names: Sequence[str]) -> dict[str, Any]:
-    _, requests = models_json_schema(
-        [(request, "validation") for request in _REQUESTS],
-        ref_template=_REF.format(name="{model}"),
+def _make_schemas(routes: Iterable[Route], model_names: Sequence[str]) -> dict[str, Any]:
+    requests = {route.request for route in routes if route.request is not None}
+    answers = {kind for route in routes for kind in (*route.answers, route.chunk) if kind}
+    kinds: list[Any] = [*requests, *answers, ErrorResponse]
+    _, schemas = msgspec.json.schema_components(
+        [*kinds, *MESSAGE_TYPES, StructuredOutputs], ref_template=refer_to("{name}")["$ref"]
     )
-    for schema in requests["$defs"].values():
-        if "model" in schema["properties"]:
-            schema["properties"]["model"] = {"enum": [*model_names, None], "default": None}
-    _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
-    return {**requests["$defs"], **answers, **_NAMED, **MESSAGE_SCHEMAS}
+    for name, members in MESSAGE_UNIONS.items():
+        schemas[name] = {"anyOf": [refer_to(member.__name__) for member in members]}
+    for request in requests:
+        properties = schemas[request.__name__]["properties"]
+        if "model" in properties:
+            properties["model"] = {"enum": [*model_names, None], "default": None}
+    return schemas

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sensorium.server.http.middleware.admission import get_limit
+from sensorium.server.http.middleware.requests import get_limit
 from tests.support.waiting import wait_until
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 

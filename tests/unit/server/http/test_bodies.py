@@ -102,7 +102,7 @@ def test_a_stream_goes_on_while_a_large_body_is_parsed(monkeypatch: pytest.Monke
 
     Were it parsed on the event loop, the stream could not end.
     """
-    from sensorium.server.http.bodies import body as body_module
+    from sensorium.server.http.bodies import reading as body_module
 
     is_parsing, may_go_on = threading.Event(), threading.Event()
     decode = body_module.decode_json

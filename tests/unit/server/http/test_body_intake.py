@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.bodies import body_intake
-from sensorium.server.http.bodies.body_intake import BodyIntake, BodyLimits
+from sensorium.server.http.bodies import intake as body_intake
+from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
 from sensorium.server.http.errors import ApiError, ClientGoneError
 from tests.support.waiting import wait_until
 from tests.unit.server.standing_in import RunningServer, serve

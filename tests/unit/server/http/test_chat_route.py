@@ -180,9 +180,9 @@ def test_continuing_a_message_begins_no_new_one(server: RunningServer) -> None:
 
 
 def test_null_is_as_good_as_absent(server: RunningServer) -> None:
-    from sensorium.server.http.protocol.chat import ChatCompletionRequest
+    from sensorium.server.http.protocol.requests import ChatCompletionRequest
 
-    nulls = dict.fromkeys(set(ChatCompletionRequest.model_fields) - {"messages"})
+    nulls = dict.fromkeys(set(ChatCompletionRequest.__struct_fields__) - {"messages"})
     assert server.chat(**nulls).status_code == 200
 
 
@@ -195,7 +195,7 @@ def test_a_template_of_a_request_is_used_where_requests_are_trusted() -> None:
 def test_an_unknown_field_is_warned_about_once(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.protocol.reading"):
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.bodies.reading"):
         for _ in range(3):
             assert server.chat(extra_of_the_test=1, user="known").status_code == 200
     assert [record.getMessage() for record in caplog.records] == [
@@ -206,12 +206,44 @@ def test_an_unknown_field_is_warned_about_once(
 def test_of_a_long_unknown_name_only_the_beginning_is_kept(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.protocol.reading"):
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.bodies.reading"):
         for end in ("a", "b"):
             assert server.chat(**{"long" * 1000 + end: 1}).status_code == 200
     assert [record.getMessage() for record in caplog.records] == [
         f"requests have the unknown field '{'long' * 25}', which is ignored"
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"temprature": 1}, "unknown field 'temprature', did you mean 'temperature'?"),
+        ({"max_token": 5}, "unknown field 'max_token', did you mean 'max_tokens'?"),
+        ({"sotp": "a"}, "unknown field 'sotp', did you mean 'stop'?"),
+        (
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "unknown field 'include_usages', did you mean 'include_usage'?",
+        ),
+        ({"sto\np": "a"}, "unknown field 'sto\\np', did you mean 'stop'?"),
+        ({"seedé": 1}, "unknown field 'seed\\xe9', did you mean 'seed'?"),
+    ],
+)
+def test_a_misspelt_field_is_named_in_the_headers_and_the_log(
+    server: RunningServer,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
+    warning: str,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="sensorium.server.http.calls"):
+        response = server.chat(**fields)
+    assert (response.status_code, response.headers["x-sensorium-warning"]) == (200, warning)
+    (record,) = (entry for entry in caplog.records if entry.name == "sensorium.server.http.calls")
+    assert record.getMessage() == f"request {response.headers['x-request-id']}: {warning}"
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1}, {"m": 1}, {"temp": 1}, {"vendor": {}}])
+def test_no_other_field_is_called_misspelt(server: RunningServer, fields: dict[str, Any]) -> None:
+    assert "x-sensorium-warning" not in server.chat(**fields).headers
 
 
 @pytest.mark.parametrize("is_header", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.wire_paths import WirePaths
+from sensorium.server.http.errors import WirePaths
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -119,28 +119,11 @@ def test_a_late_failure_of_a_whole_answer_has_its_status(faulty: RunningServer) 
     assert faulty.chat().status_code == 503
 
 
-def test_media_that_fails_is_named_by_its_place(faulty: RunningServer) -> None:
-    def make_part(kind: str) -> dict[str, Any]:
-        return {"type": kind, kind: "https://a.example/x", "uuid": "x"}
-
-    sound = {"type": "input_audio", "input_audio": {"data": "AAAA"}}
-    first = [{"type": "text", "text": "a"}, make_part("image_url"), sound]
-    second = [make_part("video_url"), make_part("image_url")]
-    messages = [{"role": "user", "content": content} for content in (first, "text", second)]
-    for field in ("multi_modal_data", "multi_modal_uuids"):
-        for item, param in (
-            (("image", 0), "messages[0].content[1]"),
-            (("image", 1), "messages[2].content[1]"),
-            (("audio", 0), "messages[0].content[2]"),
-            (("video", 0), "messages[2].content[0]"),
-            (("video", 7), "messages"),
-            (("video",), "messages"),
-        ):
-            early.error = RequestError("it is broken", (field, *item))
-            response = faulty.chat(messages=messages)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, param)
-            assert error["message"] == f"{param}: it is broken"
+def test_media_of_a_conversation_is_named_by_its_place(faulty: RunningServer) -> None:
+    early.error = RequestError("it is broken", ("messages", 2, "content", 1))
+    error = faulty.chat().json()["error"]
+    assert error["param"] == "messages[2].content[1]"
+    assert error["message"] == "messages[2].content[1]: it is broken"
 
 
 def test_a_bug_is_logged_under_the_request_id(

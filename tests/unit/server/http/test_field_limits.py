@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.errors import ApiError
-from sensorium.server.http.protocol.chat import ChatCompletionRequest
-from sensorium.server.http.protocol.reading import read_request
+from sensorium.server.http.bodies.reading import read_request
+from sensorium.server.http.protocol.requests import ChatCompletionRequest
+from sensorium.types.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,6 @@ from sensorium.server.http.protocol.reading import read_request
 )
 def test_list_above_its_limit_is_refused_by_name(name: str, allowed: Any, refused: Any) -> None:
     read_request(ChatCompletionRequest, {"messages": [], name: allowed})
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(RequestError) as caught:
         read_request(ChatCompletionRequest, {"messages": [], name: refused})
-    assert (caught.value.param or "").startswith(name)
+    assert caught.value.path[0] == name

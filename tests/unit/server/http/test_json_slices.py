@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.server.http.bodies import json_slices
-from sensorium.server.http.bodies.json_slices import decode_json
+from sensorium.server.http.bodies import decoding as json_slices
+from sensorium.server.http.bodies.decoding import decode_json
 from sensorium.types.errors import RequestError
 
 VALUES = st.recursive(

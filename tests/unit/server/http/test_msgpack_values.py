@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.server.http.bodies.msgpack_values import check_num_values
+from sensorium.server.http.bodies.decoding import check_num_values
 from sensorium.types.errors import RequestError
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats()

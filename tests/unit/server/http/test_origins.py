@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.middleware.origins import OriginPolicy
+from sensorium.server.http.middleware.access import OriginPolicy
 from tests.unit.server.standing_in import serve
 
 HOST = "127.0.0.1:8000"

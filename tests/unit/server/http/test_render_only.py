@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.server.http.middleware.render_only import GENERATING_PATHS
+from sensorium.server.http.routes import ROUTES
 from tests.unit.server.standing_in import ScriptedEngine, serve
 
+GENERATING_PATHS = [route.path for route in ROUTES if route.needs_engine and route.is_counted]
 JSON = {"content-type": "application/json"}
 
 

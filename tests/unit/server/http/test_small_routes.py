@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jsonschema
 import pytest
 import schemathesis
@@ -93,8 +95,16 @@ def test_the_lag_of_the_event_loop_is_measured() -> None:
         wait_until(lambda: running.metrics.num_lags > 2, "nothing is measured")
 
 
-def test_interactive_documentation_is_there(server: RunningServer) -> None:
-    assert "openapi.json" in server.get("/docs").text
+def test_the_documentation_needs_nothing_from_elsewhere(server: RunningServer) -> None:
+    page = server.get("/docs")
+    assert "openapi.json" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for path in re.findall(r'(?:href|src)="([^"]+)"', page.text):
+        assert "//" not in path
+        assert server.get(f"/{path}").status_code == 200
+    for path in ("/docs", "/docs/docs.js", "/docs/docs.css"):
+        assert not re.search(r"https?://|@import", server.get(path).text)
+    assert server.get("/redoc", follow_redirects=True).text == page.text
 
 
 def test_every_schema_of_the_document_is_one(server: RunningServer) -> None:

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from sensorium.render.answers.format import make_answer_format
-from sensorium.server.http.openai import chat_answers
+from sensorium.server.http.openai import chat as chat_answers
 from sensorium.types.outputs import (
     CompletionDelta,
     CompletionOutput,

@@ -1,7 +1,10 @@
-"""`/v1/chat/completions`: a conversation in, an answer out."""
+"""`/v1/chat/completions`: a conversation in, an answer out, with its tools and reasoning."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -10,76 +13,73 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.render.answers.answer import AnswerDelta
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta, ToolCallDelta
+from sensorium.render.answers.format import AnswerFormat
 from sensorium.render.answers.reader import AnswerReader
+from sensorium.render.answers.tools import parse_tool_choice, parse_tools
 from sensorium.render.chat_options import ChatOptions
-from sensorium.server.http.calls import (
-    Call,
-    Context,
-    Work,
-    get_finish_reason,
-    get_prompt_fields,
-    receive_call,
+from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
+from sensorium.server.http.errors import ApiError, WirePaths
+from sensorium.server.http.openai.choices import (
+    Piece,
+    make_piece,
+    make_prompt_logprobs,
+    make_usage,
 )
-from sensorium.server.http.connections.disconnect import run_until_disconnect
-from sensorium.server.http.errors import ApiError, FailureLog
-from sensorium.server.http.openai.chat_answers import (
-    ChatAnswers,
-    get_chat_finish_reason,
-    make_chat_answers,
-    read_piece,
-)
-from sensorium.server.http.openai.logprobs import make_chat_logprobs, make_prompt_logprobs
-from sensorium.server.http.openai.sampling import make_chat_params
-from sensorium.server.http.openai.structured import find_constraint_path
-from sensorium.server.http.openai.usage import make_usage
+from sensorium.server.http.openai.params import find_constraint_path, make_chat_params
 from sensorium.server.http.protocol.answers import (
+    ChatAnswerMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
+    FunctionCall,
+    FunctionCallDelta,
+    ToolCall,
+    ToolCallChunk,
 )
-from sensorium.server.http.protocol.chat import ChatCompletionRequest
-from sensorium.server.http.streaming.sse import EventStream
-from sensorium.server.http.streaming.streaming import SseChunks
-from sensorium.server.http.wire_paths import WirePaths, make_chat_paths
+from sensorium.server.http.protocol.requests import ChatCompletionRequest
+from sensorium.server.http.streaming import answer_call
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
+from sensorium.types.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
-async def answer_chat(http_request: Request, context: Context, failures: FailureLog) -> Response:
-    def prepare(request: ChatCompletionRequest) -> Work:
-        answers = make_chat_answers(context.answers, request)
-        params = answers.make_params(make_chat_params(request))
-        return [make_chat(request, answers, is_trusted=is_trusted)], params
-
-    is_trusted = context.options.trust_request_chat_template
-    call = await receive_call(
+async def create_chat_completion(http_request: Request, context: Context) -> Response:
+    call = await start_call(
         http_request,
         context,
         ChatCompletionRequest,
-        prepare,
+        lambda request: prepare_chat(request, context),
         id_prefix="chatcmpl",
-        make_paths=find_chat_paths,
+        find_paths=find_chat_paths,
     )
-    answers = make_chat_answers(context.answers, call.request)
-    if call.request.stream:
-        frames = SseChunks(call, _ChatChunks(call, answers)).run()
-        return EventStream(frames, make_error_body=failures.make_reporter(http_request))
-    (output,) = await run_until_disconnect(http_request.receive, call.generation.finish())
-    answer = _make_answer(call, answers, output)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return await answer_call(http_request, call, _ChatMaker(call))
+
+
+def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
+    """Return the conversation as the engine takes it, and its parameters."""
+    answers = make_chat_answers(context.answers, request)
+    params = answers.make_params(make_chat_params(request))
+    is_trusted = context.options.trust_request_chat_template
+    return [make_chat(request, answers, is_trusted=is_trusted)], params
 
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
     """Return where the fields stand that errors of the engine are about."""
-    return make_chat_paths(request.messages, find_constraint_path(request))
+    return WirePaths(input=("messages",), structured=find_constraint_path(request))
 
 
 def make_chat(
     request: ChatCompletionRequest, answers: ChatAnswers | None = None, *, is_trusted: bool
 ) -> Chat:
-    """`answers`: where somebody will answer it. `is_trusted`: whether it may bring a template."""
+    """Return the conversation of a request.
+
+    `answers` is there if it will be answered. `is_trusted`: it may bring a template of its own.
+    """
     if request.chat_template is not None and not is_trusted:
         raise ApiError(
             "chat_template is refused: this server was not started with "
@@ -95,73 +95,175 @@ def make_chat(
         "continue_final_message": is_continued,
         "tools": request.tools or None,
     }
-    fields = get_prompt_fields(request)
-    if request.add_special_tokens is not None:
-        fields["add_special_tokens"] = request.add_special_tokens
     return Chat(
         messages=request.messages,
         options=ChatOptions(**options),
-        fields=fields,
+        fields=get_prompt_fields(request),
         adapt_params=None if answers is None else answers.adapt_params,
     )
 
 
-def _make_answer(
-    call: Call[ChatCompletionRequest], answers: ChatAnswers, output: RequestOutput
-) -> ChatCompletion:
-    has_ids = bool(call.request.return_token_ids)
-    prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
-    return ChatCompletion(
-        id=call.id,
-        created=call.created,
-        model=call.model,
-        choices=[_make_choice(call, answers, output, entry) for entry in output.outputs],
-        usage=make_usage([output]),
-        prompt_logprobs=UNSET if prompt_logprobs is None else prompt_logprobs,
-        prompt_token_ids=output.prompt_token_ids if has_ids else UNSET,
-        sensorium_trace=call.make_trace() if call.has_trace else UNSET,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswers:
+    """How the answers to one request are constrained, read and shown."""
+
+    form: AnswerFormat
+    context: AnswerContext
+    has_reasoning: bool  # it is a part of the answer; otherwise it is read and left out
+    has_ids: bool  # choices have their tokens
+
+    def make_params(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with which the answer can be read."""
+        if self.context.demands_call and params.structured_outputs is not None:
+            raise ApiError(
+                "tool_choice demands a call, which can't be combined with another format of the "
+                "answer",
+                param="tool_choice",
+            )
+        return replace(params, kept_special_token_ids=self.form.kept_special_token_ids)
+
+    def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Return parameters for a rendered prompt.
+
+        If the prompt has opened reasoning, the form of the answer is constrained from its end on.
+        """
+        wanted = params.structured_outputs
+        context = self.get_context(prompt)
+        if context.demands_call:
+            return replace(params, structured_outputs=self.form.make_constraint(context))
+        if wanted is None or not context.starts_in_reasoning:
+            return params
+        constraint = self.form.make_constraint_after_reasoning(wanted)
+        return replace(params, structured_outputs=constraint)
+
+    def start(self, prompt_token_ids: Sequence[int]) -> AnswerReader:
+        return self.form.start(self.get_context(prompt_token_ids))
+
+    def get_context(self, prompt: str | Sequence[int]) -> AnswerContext:
+        is_open = self.form.opens_reasoning(prompt)
+        return msgspec.structs.replace(self.context, starts_in_reasoning=is_open)
+
+    def make_choice(self, piece: Piece) -> ChatChoice:
+        """Return the choice of a whole answer."""
+        answer = piece.answer
+        reasoning = answer.reasoning if self.has_reasoning else ""
+        is_other = bool(answer.reasoning or answer.tool_calls)
+        message = ChatAnswerMessage(
+            content=None if is_other and not answer.content else answer.content,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=[_make_call(call) for call in answer.tool_calls] or UNSET,
+        )
+        return ChatChoice(
+            index=piece.index,
+            message=message,
+            logprobs=piece.logprobs,
+            finish_reason=_get_finish_reason(piece) or "abort",
+            stop_reason=piece.stop_reason,
+            token_ids=piece.token_ids if self.has_ids else UNSET,
+        )
+
+    def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> ChatChunkChoice:
+        """Return the choice of a chunk. `has_role`: it is the first of its completion."""
+        answer = piece.answer
+        reasoning = answer.reasoning if self.has_reasoning else ""
+        is_other = bool(reasoning or answer.tool_calls)
+        delta = ChatDelta(
+            role="assistant" if has_role else UNSET,
+            content=UNSET if is_other and not answer.content else answer.content,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=[_make_call_chunk(call) for call in answer.tool_calls] or UNSET,
+        )
+        return ChatChunkChoice(
+            index=piece.index,
+            delta=delta,
+            logprobs=piece.logprobs,
+            finish_reason=_get_finish_reason(piece),
+            stop_reason=UNSET if piece.finish_reason is None else piece.stop_reason,
+            token_ids=piece.token_ids if self.has_ids else UNSET,
+        )
+
+    def is_shown(self, piece: Piece) -> bool:
+        """Return whether a piece is worth a chunk.
+
+        Text may lag behind its tokens, and its meaning behind the text.
+        """
+        answer = piece.answer
+        has_tokens = bool((piece.logprobs is not None or self.has_ids) and piece.token_ids)
+        has_text = bool(
+            (answer.reasoning and self.has_reasoning) or answer.content or answer.tool_calls
+        )
+        return piece.finish_reason is not None or has_tokens or has_text
+
+
+def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> ChatAnswers:
+    """Return how a request is answered. Raise a `RequestError` for tools that are none."""
+    tools = parse_tools(request.tools)
+    context = AnswerContext(
+        tools=tools,
+        tool_choice=parse_tool_choice(request.tool_choice, tools),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )
+    if context.reads_calls and not form.shows_tools:
+        _warn_once("the chat template does not show tools to the model: it can't know of them")
+    return ChatAnswers(
+        form=form,
+        context=context,
+        has_reasoning=request.include_reasoning is not False,
+        has_ids=bool(request.return_token_ids),
     )
 
 
-def _make_choice(
-    call: Call[ChatCompletionRequest],
-    answers: ChatAnswers,
-    output: RequestOutput,
-    entry: CompletionOutput,
-) -> ChatChoice:
-    answer = answers.read(output.prompt_token_ids, entry.text)
-    reason = get_finish_reason(output, entry.index)
-    return ChatChoice(
-        index=entry.index,
-        message=answers.make_message(answer),
-        logprobs=make_chat_logprobs(
-            entry.token_ids, entry.logprobs, num_top=call.generation.params.logprobs or 0
-        ),
-        finish_reason=get_chat_finish_reason(reason, len(answer.tool_calls)),
-        stop_reason=entry.stop_reason,
-        token_ids=entry.token_ids if call.request.return_token_ids else UNSET,
+def read_piece(reader: AnswerReader, text: str, *, is_last: bool) -> AnswerDelta:
+    """Return what a text brings and, if nothing follows it, what was held back."""
+    delta = reader.add(text)
+    if not is_last:
+        return delta
+    rest = reader.finish()
+    calls = {call.index: call for call in delta.tool_calls}
+    for call in rest.tool_calls:
+        before = calls.get(call.index)
+        arguments = ("" if before is None else before.arguments) + call.arguments
+        calls[call.index] = msgspec.structs.replace(before or call, arguments=arguments)
+    return AnswerDelta(
+        reasoning=delta.reasoning + rest.reasoning,
+        content=delta.content + rest.content,
+        tool_calls=tuple(calls.values()),
     )
 
 
-class _ChatChunks:
-    """The first chunk of each choice has its role."""
+class _ChatMaker:
+    """Makes the answer to one call, or its chunks."""
 
-    def __init__(self, call: Call[ChatCompletionRequest], answers: ChatAnswers) -> None:
+    def __init__(self, call: Call[ChatCompletionRequest]) -> None:
         self._call = call
-        self._answers = answers
-        self._readers: dict[int, AnswerReader] = {}  # by choice
-        self._has_ids = bool(call.request.return_token_ids)
-        self._num_top = call.generation.params.logprobs or 0
+        self._answers = make_chat_answers(call.context.answers, call.request)
+        self._readers: dict[int, AnswerReader] = {}  # index of a choice -> its reader
         self._is_begun = False
 
-    def make_chunks(self, prompt_index: int, delta: RequestDelta) -> list[ChatCompletionChunk]:
-        del prompt_index
+    def make_answer(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+        call = self._call
+        (output,) = outputs
+        prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
+        pieces = [self._read(entry, output.prompt_token_ids) for entry in output.outputs]
+        return ChatCompletion(
+            id=call.id,
+            created=call.created,
+            model=call.model,
+            choices=[self._answers.make_choice(piece) for piece in pieces],
+            usage=make_usage(outputs),
+            prompt_logprobs=UNSET if prompt_logprobs is None else prompt_logprobs,
+            prompt_token_ids=output.prompt_token_ids if self._answers.has_ids else UNSET,
+            sensorium_trace=call.make_trace() if call.has_trace else UNSET,
+        )
+
+    def make_chunks(self, _: int, delta: RequestDelta) -> list[ChatCompletionChunk]:
+        """Return the chunks for a delta. The first chunk of each choice has its role."""
         chunks = [] if self._is_begun else self._make_first_chunks(delta)
         self._is_begun = True
         for entry in delta.deltas:
-            if entry.index not in self._readers:
-                self._readers[entry.index] = self._answers.start(delta.prompt_token_ids)
-            chunks += self._read(entry)
+            piece = self._read(entry, delta.prompt_token_ids)
+            if self._answers.is_shown(piece):
+                chunks.append(self._wrap(self._answers.make_chunk_choice(piece)))
         return chunks
 
     def make_empty_chunk(self) -> ChatCompletionChunk:
@@ -172,37 +274,54 @@ class _ChatChunks:
         role = ChatDelta(role="assistant", content="")
         chunks = [
             self._wrap(ChatChunkChoice(index=index, delta=role))
-            for index in range(self._call.num_choices)
+            for index in range(self._call.params.n)
         ]
-        if self._has_ids:
+        if self._answers.has_ids:
             chunks[0] = msgspec.structs.replace(chunks[0], prompt_token_ids=delta.prompt_token_ids)
         return chunks
 
-    def _read(self, entry: CompletionDelta) -> list[ChatCompletionChunk]:
-        """Text may lag behind its tokens, and what it means behind the text: then there is nothing
-        to tell, unless tokens count.
-        """
-        is_last = entry.finish_reason is not None
-        answer = read_piece(self._readers[entry.index], entry.text, is_last=is_last)
-        has_tokens = bool((entry.logprobs is not None or self._has_ids) and entry.token_ids)
-        if is_last or has_tokens or self._answers.is_news(answer):
-            return [self._make_chunk(entry, answer)]
-        return []
-
-    def _make_chunk(self, entry: CompletionDelta, answer: AnswerDelta) -> ChatCompletionChunk:
-        reason = None
-        if entry.finish_reason is not None:
-            num_calls = self._readers[entry.index].num_tool_calls
-            reason = get_chat_finish_reason(str(entry.finish_reason), num_calls)
-        choice = ChatChunkChoice(
-            index=entry.index,
-            delta=self._answers.make_delta(answer),
-            logprobs=make_chat_logprobs(entry.token_ids, entry.logprobs, num_top=self._num_top),
-            finish_reason=reason,
-            stop_reason=UNSET if reason is None else entry.stop_reason,
-            token_ids=entry.token_ids if self._has_ids else UNSET,
+    def _read(
+        self, entry: CompletionOutput | CompletionDelta, prompt_token_ids: tuple[int, ...]
+    ) -> Piece:
+        if entry.index not in self._readers:
+            self._readers[entry.index] = self._answers.start(prompt_token_ids)
+        reader = self._readers[entry.index]
+        is_last = isinstance(entry, CompletionOutput) or entry.finish_reason is not None
+        answer = read_piece(reader, entry.text, is_last=is_last)
+        return make_piece(
+            entry,
+            num_top=self._call.num_top,
+            answer=answer,
+            num_tool_calls=reader.num_tool_calls,
         )
-        return self._wrap(choice)
 
     def _wrap(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
         return msgspec.structs.replace(self.make_empty_chunk(), choices=[choice])
+
+
+def _get_finish_reason(piece: Piece) -> str | None:
+    """Return the reason of a chat: an answer that ended by itself may have ended in its calls."""
+    is_call = piece.finish_reason == "stop" and piece.num_tool_calls
+    return "tool_calls" if is_call else piece.finish_reason
+
+
+def _make_call(call: ToolCallDelta) -> ToolCall:
+    function = FunctionCall(name=call.name or "", arguments=call.arguments)
+    return ToolCall(id=call.id or "", function=function)
+
+
+def _make_call_chunk(call: ToolCallDelta) -> ToolCallChunk:
+    return ToolCallChunk(
+        index=call.index,
+        id=UNSET if call.id is None else call.id,
+        type=UNSET if call.id is None else "function",
+        function=FunctionCallDelta(
+            name=UNSET if call.name is None else call.name, arguments=call.arguments
+        ),
+    )
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)

@@ -1,5 +1,6 @@
-"""What the routes for text answer: OpenAI's shapes, with this field's extras where they were asked
-for. What is `UNSET` is not sent.
+"""The shapes of answers: OpenAI's, with this field's extras where they were asked for.
+
+A field that is `UNSET` is not sent.
 """
 
 from __future__ import annotations
@@ -8,13 +9,44 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sensorium.server.http.protocol.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprobs,
-)
-
 TokenIds = tuple[int, ...]
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True, kw_only=True):
+    """Lists with one entry per token. `None` stands for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# For each token of the prompt: token id in decimal -> its log-probability.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -29,10 +61,8 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class FunctionCall(Struct, frozen=True, kw_only=True):
-    """`arguments`: the text of a JSON object, as the model wrote it."""
-
     name: str
-    arguments: str
+    arguments: str  # the text of a JSON object, as the model wrote it
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
@@ -42,36 +72,43 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 
 class ChatAnswerMessage(Struct, frozen=True, kw_only=True):
-    """`content` is null where there is only reasoning, or calls of tools."""
-
     role: str = "assistant"
-    content: str | None
+    content: str | None  # null if there are only reasoning or calls of tools
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Struct, frozen=True, kw_only=True):
+class Choice(Struct, frozen=True, kw_only=True):
+    """The fields that one completion has in every answer."""
+
     index: int
+    finish_reason: str | None = None  # in a stream: null until the last chunk
+    stop_reason: str | int | UnsetType | None = None  # the stop string or token that ended it
+
+
+class ChatChoice(Choice, frozen=True, kw_only=True):
     message: ChatAnswerMessage
-    logprobs: ChatLogprobs | None = None
     finish_reason: str
-    stop_reason: str | int | None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    service_tier: str | None = None
-    system_fingerprint: str | None = None
+class CompletionChoice(Choice, frozen=True, kw_only=True):
+    """A choice of a whole answer or of a chunk."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
-    sensorium_trace: Any | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class GenerateChoice(Choice, frozen=True, kw_only=True):
+    """A choice of a whole answer or of a chunk, which has the new tokens only."""
+
+    token_ids: TokenIds
+    logprobs: ChatLogprobs | None = None
 
 
 class FunctionCallDelta(Struct, frozen=True, kw_only=True):
@@ -80,7 +117,7 @@ class FunctionCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class ToolCallChunk(Struct, frozen=True, kw_only=True):
-    """A piece of the n-th call: its id, type and name come with the first one."""
+    """A piece of the n-th call. The first piece has its id, type and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -95,51 +132,56 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct, frozen=True, kw_only=True):
-    index: int
+class ChatChunkChoice(Choice, frozen=True, kw_only=True):
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: ChatLogprobs | None = None
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
+class Envelope(Struct, frozen=True, kw_only=True):
+    """The fields that all answers and chunks have."""
+
+    created: int  # seconds since 1970
     model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
-    prompt_token_ids: TokenIds | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET  # in a stream: only if it was asked for
     sensorium_trace: Any | UnsetType = UNSET
 
 
-class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """In chunks, too: there `finish_reason` is null until the last."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+class ChatCompletion(Envelope, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
-    token_ids: TokenIds | UnsetType = UNSET
 
 
-class Completion(Struct, frozen=True, kw_only=True):
-    """In chunks, too: there `usage` is where it was asked for."""
+class ChatCompletionChunk(Envelope, frozen=True, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str | None = None
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class Completion(Envelope, frozen=True, kw_only=True):
+    """A whole answer or a chunk."""
 
     id: str
     object: str = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
-    sensorium_trace: Any | UnsetType = UNSET
+
+
+class GenerateResponse(Envelope, frozen=True, kw_only=True):
+    """A whole answer or a chunk."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
@@ -162,10 +204,63 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int | None = None
-    modalities: list[str]  # what a prompt may have: text, and kinds of media
-    switched_off: dict[str, str] = {}  # kinds of media that can't be used here -> the reasons
+    modalities: list[str]  # of a prompt: text, and kinds of media
+    switched_off: dict[str, str] = {}  # kind of media -> why it can't be used
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
+
+
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int | None
+    tokens: TokenIds
+    token_strs: list[str] | None = None  # the vocabulary's own names, if they were asked for
+
+
+class DetokenizeResponse(Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class Placeholder(Struct, frozen=True, kw_only=True):
+    """The place of an item in the prompt."""
+
+    offset: int
+    length: int
+    # Lengths of runs of positions without and with an embedding, in turn. `None`: all have one.
+    is_embed: tuple[int, ...] | None = None
+
+
+class Features(Struct, frozen=True, kw_only=True):
+    """Processed media: modality -> a list with one entry per item."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[Placeholder]]
+    kwargs_data: dict[str, list[Any]] | None = None  # base64 in JSON, bytes in msgpack
+
+
+class RenderedRequest(Struct, frozen=True, kw_only=True):
+    """A `GenerateRequest` as the routes that render write it."""
+
+    request_id: str
+    token_ids: TokenIds
+    features: Features | None = None
+    content_parts: None = None
+    sampling_params: dict[str, Any] = {}  # only what the caller gave; the other server has defaults
+    model: str
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class DerenderedChatChunk(Struct, frozen=True, kw_only=True):
+    chunk: ChatCompletionChunk
+    stream_state: str  # to be sent with the next chunk
+
+
+class DerenderedCompletionChunk(Struct, frozen=True, kw_only=True):
+    chunk: Completion
+    stream_state: str  # to be sent with the next chunk

@@ -1,85 +1,107 @@
-"""Types of single fields. Strict as JSON is: "5" is no number, 1 is one wherever 1.0 is, and 1.0 is
-an integer.
+"""Types of single fields of requests, and the fields that come from `SamplingParams`.
 
-Numbers are bounded by what other processes can be told, or as `SamplingParams` bounds them. Lists
-are bounded by what may be looked through with every token: the event loop looks for stop strings.
+They are strict as JSON is: "5" is no number, and 1 is one wherever 1.0 is (see `types.checking`).
+Numbers are bounded by what can be sent to other processes, or as `SamplingParams` bounds them.
+Lists are bounded because some are searched for every token, on the event loop.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+import msgspec
+from msgspec import Meta, Struct
 
-from sensorium.types.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_N
+from sensorium.types.sampling import MAX_BIAS, SamplingField, list_sampling_fields
 
-_MAX_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 _MAX_TEXTS = 64
 _MAX_TEXT_LENGTH = 1024
 _MAX_BIASES = 4096
 _MAX_TOKEN_IDS = 65_536
 
-
-def as_integer(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_WHOLE = BeforeValidator(as_integer)
-Integer = Annotated[int, Field(ge=-(2**63), le=_MAX_INTEGER), _WHOLE]
-Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER), _WHOLE]
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), _WHOLE]
-Length = Annotated[int, Field(ge=1, le=_MAX_INTEGER), _WHOLE]
-NumChoices = Annotated[int, Field(ge=1, le=MAX_N), _WHOLE]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
-TopK = Annotated[int, Field(ge=-1, le=_MAX_INTEGER), _WHOLE]  # some clients say -1 for "no limit"
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(ge=1e-9, le=1)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+Integer = Annotated[int, Meta(ge=-MAX_INTEGER - 1, le=MAX_INTEGER)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Length = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+FilledText = Annotated[str, Meta(min_length=1)]
 JsonObject = dict[str, Any]
-# What is refused unless it is null; see `server.sampling`.
-Unsupported = Annotated[Any, WithJsonSchema({"type": "null"})]
+# A field that is refused unless it is null; see `server.http.openai.params`.
+Unsupported = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-_TEXT: JsonObject = {"type": "string", "minLength": 1, "maxLength": _MAX_TEXT_LENGTH}
-_TEXT_OR_LIST: JsonObject = {
-    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": _MAX_TEXTS}]
-}
-TextOrList = Annotated[
-    list[Annotated[str, Field(max_length=_MAX_TEXT_LENGTH)]],
-    Field(max_length=_MAX_TEXTS),
-    BeforeValidator(_as_list),
-    WithJsonSchema(_TEXT_OR_LIST),
+# Empty texts are refused by `SamplingParams`, which calls the whole list wrong.
+_Text = Annotated[str, Meta(max_length=_MAX_TEXT_LENGTH, extra_json_schema={"minLength": 1})]
+_TextOrList = _Text | Annotated[list[_Text], Meta(max_length=_MAX_TEXTS)]
+_Bias = Annotated[
+    float, Meta(extra_json_schema={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})
+]  # checked by `SamplingParams`
+_Biases = Annotated[
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], _Bias], Meta(max_length=_MAX_BIASES)
 ]
-TokenIdList = Annotated[list[TokenId], Field(max_length=_MAX_TOKEN_IDS)]
-
-_LOGIT_BIAS: JsonObject = {
-    "type": "object",
-    "patternProperties": {
-        "^[0-9]{1,9}$": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
-    },
-    "additionalProperties": False,
-    "maxProperties": _MAX_BIASES,
-}
 
 
-def _check_biases(value: object) -> object:
-    """Before each of them is looked at: every bad one would have an error of its own."""
-    if isinstance(value, dict) and len(value) > _MAX_BIASES:
-        raise ValueError(f"at most {_MAX_BIASES} biases")
-    return value
+def refer_to(name: str) -> dict[str, str]:
+    """Return a reference to a schema of the OpenAPI document."""
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
-LogitBias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Number],
-    Field(max_length=_MAX_BIASES),
-    BeforeValidator(_check_biases),
-    WithJsonSchema(_LOGIT_BIAS),
-]
+_STRUCTURED = {**refer_to("StructuredOutputs"), "minProperties": 1, "maxProperties": 1}
+
+
+def _make_wire_type(declared: SamplingField) -> Any:
+    if declared.kind == "integer":
+        least = -MAX_INTEGER - 1 if declared.least is None else int(declared.least)
+        most = MAX_INTEGER if declared.most is None else int(declared.most)
+        return Annotated[int, Meta(ge=least, le=most)]
+    if declared.kind == "number":
+        return Annotated[float, Meta(ge=declared.least, le=declared.most)]
+    if declared.kind == "token_ids":
+        length = Meta(min_length=declared.min_length or None, max_length=_MAX_TOKEN_IDS)
+        return Annotated[list[TokenId], length]
+    return {
+        "flag": bool,
+        "texts": _TextOrList,
+        "words": _TextOrList,
+        "biases": _Biases,
+        # Checked by `SamplingParams`.
+        "structured": Annotated[JsonObject, Meta(extra_json_schema=_STRUCTURED)],
+    }[declared.kind]
+
+
+SAMPLING_FIELDS = tuple(entry for entry in list_sampling_fields() if not entry.is_internal)
+if TYPE_CHECKING:
+
+    class SamplingFields(Struct, frozen=True, kw_only=True):
+        """A struct with all parameters that a caller may set. `null` is as good as absent."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [
+            (
+                entry.name,
+                Annotated[_make_wire_type(entry) | None, Meta(description=entry.description)],
+                None,
+            )
+            for entry in SAMPLING_FIELDS
+        ],
+        module=__name__,
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must look like: exactly one of the fields.
+
+    Only for the OpenAPI document: `types.structured` checks it.
+    """
+
+    json: JsonObject | FilledText | msgspec.UnsetType = msgspec.UNSET
+    json_object: bool | msgspec.UnsetType = msgspec.UNSET
+    regex: FilledText | msgspec.UnsetType = msgspec.UNSET
+    choice: Annotated[list[FilledText], Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    grammar: FilledText | msgspec.UnsetType = msgspec.UNSET

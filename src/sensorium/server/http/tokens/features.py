@@ -1,24 +1,26 @@
-"""Processed media as it comes over the wire: its fields, checked and decoded, as a prompt that was
-rendered elsewhere.
+"""Processed media on the wire: read into a prompt that was rendered elsewhere, and written.
 
-What can be known without the model is checked here, by the names that the client wrote: lists that
+What can be known without the model is checked here, by the names that the client used: lists that
 go together, ranges, masks, encodings. Masks are made only of ranges that don't overlap, so that
-they are no longer than the prompt. `engine.rendered_prompt` holds the rest against the model.
+they are no longer than the prompt. `engine.inputs.rendered_prompt` checks the rest.
 """
 
 from __future__ import annotations
 
+import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pybase64
 
-from sensorium.multimodal.item_codec import decode_item
-from sensorium.server.http.protocol.fields import as_integer
-from sensorium.server.http.protocol.token_wire import WireFeatures, WirePlaceholder
-from sensorium.types.errors import RequestError, at, map_at
-from sensorium.types.multimodal import PlaceholderRange, as_mask
+from sensorium.engine.inputs.input_processor import ProcessedRequest
+from sensorium.multimodal.cache.interface import ItemHandle
+from sensorium.multimodal.item_codec import decode_item, encode_item
+from sensorium.server.http.protocol.answers import Features, Placeholder
+from sensorium.server.http.protocol.tokens import WireFeatures, WirePlaceholder
+from sensorium.types.errors import InvariantError, RequestError, at, map_at
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, as_mask, as_runs
 from sensorium.types.prompts import RenderedPrompt
 
 _Item = tuple[Any, Any]  # tensors and layout
@@ -96,24 +98,20 @@ def _read_ranges(entries: Sequence[WirePlaceholder], num_tokens: int) -> list[Pl
     return ranges
 
 
-def _read_runs(runs: Sequence[Any] | None, length: int) -> list[int] | None:
+def _read_runs(runs: Sequence[int] | None, length: int) -> Sequence[int] | None:
     """Return the lengths of a mask's runs. Some clients write empty runs behind the first."""
     if runs is None:
         return None
     if len(runs) > 2 * length + 1:
         raise RequestError(f"has {len(runs)} runs for {length} positions")
-    lengths = [as_integer(entry) for entry in runs]
-    if any(type(entry) is not int or entry < 0 for entry in lengths):
-        raise RequestError("must hold the lengths of runs: integers >= 0")
-    own: list[int] = lengths  # type: ignore[assignment]
-    if sum(own) != length:
-        raise RequestError(f"has runs of {sum(own)} positions, not {length}")
-    if sum(own[1::2]) == 0:
+    if sum(runs) != length:
+        raise RequestError(f"has runs of {sum(runs)} positions, not {length}")
+    if sum(runs[1::2]) == 0:
         raise RequestError("leaves no position for an embedding")
-    return own
+    return runs
 
 
-def _read_item(entry: str | bytes | None) -> _Item:
+def _read_item(entry: Any) -> _Item:
     if entry is None:
         return None, None
     if isinstance(entry, str):
@@ -121,4 +119,60 @@ def _read_item(entry: str | bytes | None) -> _Item:
             entry = pybase64.b64decode(entry, validate=True)
         except (binascii.Error, ValueError) as error:
             raise RequestError("is not base64") from error
+    if not isinstance(entry, bytes):
+        raise RequestError("must be base64, or bytes in msgpack")
     return decode_item(entry)
+
+
+def make_features(
+    processed: ProcessedRequest, *, is_msgpack: bool, has_kwargs: bool
+) -> Features | None:
+    """Return the media of a rendered request, or `None` if it has none.
+
+    Its items must be held until this has ended. Without `has_kwargs` there are hashes and places,
+    and no tensors. This encodes megabytes, so it must not run on the event loop.
+    """
+    specs = processed.request.mm_features
+    if not specs:
+        return None
+    groups: dict[str, list[MultiModalFeatureSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.modality, []).append(spec)
+    return Features(
+        mm_hashes={modality: [s.mm_hash for s in group] for modality, group in groups.items()},
+        mm_placeholders={
+            modality: [_make_placeholder(spec) for spec in group]
+            for modality, group in groups.items()
+        },
+        kwargs_data=_encode_items(processed, groups, is_msgpack=is_msgpack) if has_kwargs else None,
+    )
+
+
+def _make_placeholder(spec: MultiModalFeatureSpec) -> Placeholder:
+    position = spec.mm_position
+    return Placeholder(
+        offset=position.offset, length=position.length, is_embed=as_runs(position.is_embed)
+    )
+
+
+def _encode_items(
+    processed: ProcessedRequest,
+    groups: dict[str, list[MultiModalFeatureSpec]],
+    *,
+    is_msgpack: bool,
+) -> dict[str, list[str | bytes]]:
+    """Return modality -> its encoded items. One that stands in the prompt twice is encoded once."""
+    handles = {item.handle.mm_hash: item.handle for item in processed.items}
+    encoded = {
+        mm_hash: _encode_item(handle, is_msgpack=is_msgpack) for mm_hash, handle in handles.items()
+    }
+    return {
+        modality: [encoded[spec.mm_hash] for spec in group] for modality, group in groups.items()
+    }
+
+
+def _encode_item(handle: ItemHandle, *, is_msgpack: bool) -> str | bytes:
+    if handle.kwargs is None:
+        raise InvariantError(f"{handle.modality} {handle.mm_hash} was rendered without tensors")
+    data = encode_item(handle.kwargs, handle.layout)
+    return data if is_msgpack else base64.b64encode(data).decode("ascii")

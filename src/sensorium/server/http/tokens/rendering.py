@@ -1,5 +1,6 @@
-"""The routes that render: the body of a route for text in, requests for a server that generates
-out. Nothing is run here.
+"""The routes that render and tokenize: a request for text in, its tokens out.
+
+Nothing is run here.
 """
 
 from __future__ import annotations
@@ -9,63 +10,61 @@ from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.core.admission import check_length
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import ProcessedRequest
-from sensorium.server.http.bodies.body import read_body
-from sensorium.server.http.bodies.encoding import make_response, wants_msgpack
-from sensorium.server.http.calls import Context, Work, check_model, set_uuid_scope
-from sensorium.server.http.connections.disconnect import run_until_disconnect
-from sensorium.server.http.openai.chat import find_chat_paths, make_chat
-from sensorium.server.http.openai.chat_answers import make_chat_answers
+from sensorium.server.http.bodies.reading import make_response, wants_msgpack
+from sensorium.server.http.calls import Context, Work, read_call, set_uuid_scope
+from sensorium.server.http.connections.tasks import run_in_thread, run_until_disconnect
+from sensorium.server.http.errors import ApiError, WirePaths
+from sensorium.server.http.openai.chat import find_chat_paths, make_chat, prepare_chat
 from sensorium.server.http.openai.completions import find_prompt_paths, prepare_completion
-from sensorium.server.http.openai.sampling import make_chat_params
-from sensorium.server.http.protocol.reading import read_request
-from sensorium.server.http.protocol.rendering import ChatRenderRequest, CompletionRenderRequest
-from sensorium.server.http.protocol.token_wire import RenderedRequest
-from sensorium.server.http.threads import run_in_thread
-from sensorium.server.http.tokens.features_out import make_features
-from sensorium.server.http.wire_paths import WirePaths
-from sensorium.types.prompts import Prompt
+from sensorium.server.http.protocol.answers import (
+    DetokenizeResponse,
+    RenderedRequest,
+    TokenizeResponse,
+)
+from sensorium.server.http.protocol.requests import (
+    ChatCompletionRequest,
+    ChatRenderRequest,
+    CompletionRenderRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from sensorium.server.http.tokens.features import make_features
+from sensorium.types.errors import RequestError
+from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _Wire = TypeVar("_Wire", bound=ChatRenderRequest | CompletionRenderRequest)
-# How the text is made, which is the matter of whoever makes it.
+# Decided by the server that makes text of the tokens.
 _NOT_SENT = frozenset({"kept_special_token_ids"})
 _DEFAULTS = SamplingParams()
 
 
-async def render_chat(http_request: Request, context: Context) -> Response:
+async def render_chat_completion(http_request: Request, context: Context) -> Response:
     def prepare(request: ChatRenderRequest) -> Work:
-        answers = make_chat_answers(context.answers, request)
-        params = answers.make_params(make_chat_params(request))
-        is_trusted = context.options.trust_request_chat_template
-        return [make_chat(request, answers, is_trusted=is_trusted)], params
+        return prepare_chat(request, context)
 
-    request, (prompts, params) = await _receive(
-        http_request, context, ChatRenderRequest, prepare, make_paths=find_chat_paths
-    )
-    rendering = _Rendering(context, request, params, is_msgpack=wants_msgpack(http_request))
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    rendering, (prompt,) = await _start(
+        http_request, context, ChatRenderRequest, prepare, find_chat_paths
+    )
 
     async def work() -> Response:
-        return await rendering.respond(await rendering.render(prompts[0], request_id))
+        return await rendering.respond(await rendering.render(prompt, request_id))
 
     return await run_until_disconnect(http_request.receive, work())
 
 
-async def render_completion(http_request: Request, context: Context) -> Response:
-    request, (prompts, params) = await _receive(
-        http_request,
-        context,
-        CompletionRenderRequest,
-        prepare_completion,
-        make_paths=find_prompt_paths,
+async def render_prompts(http_request: Request, context: Context) -> Response:
+    rendering, prompts = await _start(
+        http_request, context, CompletionRenderRequest, prepare_completion, find_prompt_paths
     )
-    rendering = _Rendering(context, request, params, is_msgpack=wants_msgpack(http_request))
     request_id = f"cmpl-{uuid.uuid4().hex}"
     is_single = len(prompts) == 1
 
@@ -79,26 +78,22 @@ async def render_completion(http_request: Request, context: Context) -> Response
     return await run_until_disconnect(http_request.receive, work())
 
 
-async def _receive(
+async def _start(
     http_request: Request,
     context: Context,
     kind: type[_Wire],
     prepare: Callable[[_Wire], Work],
-    *,
-    make_paths: Callable[[_Wire], WirePaths],
-) -> tuple[_Wire, Work]:
-    def parse(body: dict[str, Any]) -> tuple[_Wire, Work]:
-        request = read_request(kind, body)
-        check_model(request.model, context.options.model_names)
-        return request, prepare(request)
-
-    request, (prompts, params) = await read_body(http_request, parse, intake=context.bodies)
-    http_request.state.paths = make_paths(request)
-    return request, (set_uuid_scope(prompts, http_request), params)
+    find_paths: Callable[[_Wire], WirePaths],
+) -> tuple[_Rendering, list[Prompt | Chat]]:
+    request, (prompts, params) = await read_call(
+        http_request, context, kind, prepare, find_paths=find_paths
+    )
+    rendering = _Rendering(context, request, params, is_msgpack=wants_msgpack(http_request))
+    return rendering, list(set_uuid_scope(prompts, http_request))
 
 
 class _Rendering:
-    """One call. `is_msgpack`: how it is answered."""
+    """Renders the prompts of one call."""
 
     def __init__(
         self,
@@ -126,29 +121,30 @@ class _Rendering:
 
     def _make_request(self, processed: ProcessedRequest, request_id: str) -> RenderedRequest:
         request = self._request
-        token_ids = processed.request.prompt_token_ids
         options = request.stream_options
         return RenderedRequest(
             request_id=request_id,
-            token_ids=token_ids,
+            token_ids=processed.request.prompt_token_ids,
             features=make_features(
                 processed, is_msgpack=self._is_msgpack, has_kwargs=self._has_kwargs
             ),
             sampling_params=self._make_params(processed),
             model=self._model,
             stream=bool(request.stream),
-            stream_options=None if options is None else options.model_dump(exclude_none=True),
+            stream_options=None if options is None else msgspec.to_builtins(options),
             cache_salt=request.cache_salt,
             priority=request.priority or 0,
         )
 
     def _make_params(self, processed: ProcessedRequest) -> dict[str, Any]:
-        """Without a limit it is the room that the context has left, where that is known here. What
-        the answer must look like may depend on the rendered prompt.
+        """Return the parameters to send.
+
+        Without a limit it is the room that the context has left, if that is known here. The form
+        of the answer may depend on the rendered prompt.
         """
         num_tokens = len(processed.request.prompt_token_ids)
         structured = processed.request.sampling_params.structured_outputs
-        params = get_given(replace(self._params, structured_outputs=structured))
+        params = _get_given(replace(self._params, structured_outputs=structured))
         info = self._engine.info
         if info is not None:
             check_length(num_tokens, info.max_model_len)
@@ -156,8 +152,8 @@ class _Rendering:
         return params
 
 
-def get_given(params: SamplingParams) -> dict[str, Any]:
-    """What differs from what is meant where nothing is said, by its name; and the limit."""
+def _get_given(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from the defaults, by their names, and the limit."""
     given: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)
@@ -171,3 +167,87 @@ def get_given(params: SamplingParams) -> dict[str, Any]:
         own = asdict(params.structured_outputs)
         given["structured_outputs"] = {k: v for k, v in own.items() if v is not None}
     return given
+
+
+_CHAT_FIELDS = (
+    "messages",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
+
+
+async def tokenize(http_request: Request, context: Context) -> Response:
+    is_trusted = context.options.trust_request_chat_template
+    request, prompt = await read_call(
+        http_request,
+        context,
+        TokenizeRequest,
+        lambda request: _make_prompt(request, is_trusted=is_trusted),
+        find_paths=_find_paths,
+    )
+    (scoped,) = set_uuid_scope([prompt], http_request)
+    work = _tokenize(context, request, scoped)
+    return await run_until_disconnect(http_request.receive, work)
+
+
+async def detokenize(http_request: Request, context: Context) -> Response:
+    tokenizer = context.engine.tokenizer
+    request, _ = await read_call(http_request, context, DetokenizeRequest, lambda _: None)
+
+    def work() -> Response:
+        num_tokens = len(tokenizer)
+        for index, token_id in enumerate(request.tokens):
+            if token_id >= num_tokens:
+                raise RequestError(
+                    f"is {token_id}, but the vocabulary has {num_tokens} tokens",
+                    path=("tokens", index),
+                )
+        return make_response(DetokenizeResponse(prompt=tokenizer.decode(request.tokens)))
+
+    return await run_in_thread(work)
+
+
+def _find_paths(request: TokenizeRequest) -> WirePaths:
+    return WirePaths(input=("messages" if request.prompt is None else "prompt",))
+
+
+def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | Chat:
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError("there must be either prompt or messages", param="prompt")
+    if request.prompt is not None:
+        is_special = request.add_special_tokens is not False
+        return {"prompt": request.prompt, "add_special_tokens": is_special}
+    own = {name: getattr(request, name) for name in _CHAT_FIELDS}
+    return make_chat(ChatCompletionRequest(**own), is_trusted=is_trusted)
+
+
+async def _tokenize(context: Context, request: TokenizeRequest, prompt: Prompt | Chat) -> Response:
+    engine = context.engine
+    async with engine.render(
+        prompt,
+        SamplingParams(),
+        request_id=f"tokenize-{uuid.uuid4().hex}",
+        needs_tensors=False,
+    ) as processed:
+        token_ids = processed.request.prompt_token_ids
+
+    def work() -> Response:
+        names = None
+        if request.return_token_strs:
+            names = [str(name) for name in engine.tokenizer.convert_ids_to_tokens(list(token_ids))]
+        info = engine.info
+        answer = TokenizeResponse(
+            count=len(token_ids),
+            max_model_len=None if info is None else info.max_model_len,
+            tokens=token_ids,
+            token_strs=names,
+        )
+        return make_response(answer)
+
+    return await run_in_thread(work)

@@ -1,0 +1,89 @@
+"""The page at `/`: show the model something, let it hear something, ask, and see where time went.
+
+Files of `pages` as they are, read once. They hold no secret and need no key; what the page asks
+the server for goes through the same routes as everybody's requests. Addresses in them are
+relative: the server may stand behind a proxy, under a path.
+
+Browsers ask every time whether a file has changed (`ETag`), so that a new version is never mixed
+with an old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_NAMES = {
+    "/": "index.html",
+    **{
+        f"/welcome/{name}": name
+        for name in ("style.css", "welcome.js", "media.js", "trace.js", "icon.svg")
+    },
+}
+WELCOME_PATHS = frozenset(_NAMES)  # they need no API key
+# Path of a page, or of a file that a page loads -> the file.
+PAGE_PATHS = {
+    **_NAMES,
+    "/docs": "docs.html",
+    **{f"/docs/{name}": name for name in ("docs.css", "docs.js")},
+}
+# Nothing from elsewhere, and nothing to elsewhere; `blob:` and `data:` are files that were chosen.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob: data:",
+        "media-src blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": _POLICY,
+    "permissions-policy": "microphone=(self), camera=(), geolocation=()",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    content: bytes
+    content_type: str
+    etag: str
+
+    def make_response(self, known: str) -> Response:
+        """`known`: the header If-None-Match, or ""."""
+        headers = {**_HEADERS, "etag": self.etag}
+        tags = {tag.strip().removeprefix("W/") for tag in known.split(",")}
+        if tags & {self.etag, "*"}:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, headers={**headers, "content-type": self.content_type})
+
+
+async def get_page(request: Request) -> Response:
+    """Answer with the page, or a file of it, that belongs to the route's path."""
+    known = ",".join(request.headers.getlist("if-none-match"))
+    return _read_page(PAGE_PATHS[request.scope["route"].path]).make_response(known)
+
+
+@cache
+def _read_page(name: str) -> Page:
+    content = (files(__package__) / "files" / name).read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return Page(content=content, content_type=_TYPES[name.rpartition(".")[2]], etag=etag)

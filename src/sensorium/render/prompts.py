@@ -1,0 +1,256 @@
+"""Prompts as one typed value, and how a caller's mapping is read into it.
+
+A caller may give text, token ids or a mapping (`types.prompts`). `read_prompt` looks at it once:
+whatever is wrong with it is a `RequestError` with the path of the field. Everything behind it
+works with an `EnginePrompt` and checks no types any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, TypedDict, cast
+
+import numpy as np
+import torch
+
+from sensorium.core.admission import check_length
+from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.uuid_bindings import check_uuid
+from sensorium.types.errors import RequestError, at, map_at
+from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
+from sensorium.types.sampling import SamplingParams
+
+_TEXT_KEYS = frozenset(TextPrompt.__annotations__)
+_RENDERED_KEYS = frozenset(RenderedPrompt.__annotations__)
+_MEDIA_FIELDS = ("multi_modal_data", "multi_modal_uuids")
+_RENDERED_FIELDS = ("mm_hashes", "mm_placeholders", "mm_kwargs", "mm_layouts")
+# Fields that go with a prompt of any kind -> their types.
+_OPTION_TYPES: dict[str, type] = {
+    "mm_processor_kwargs": Mapping,
+    "media_io_kwargs": Mapping,
+    "cache_salt": str,
+    "uuid_scope": str,
+    "priority": int,
+    "add_special_tokens": bool,
+}
+
+
+class PromptOptions(TypedDict, total=False):
+    """The fields that go with a prompt of any kind, read: those that were given."""
+
+    mm_processor_kwargs: Mapping[str, Any]
+    media_io_kwargs: Mapping[str, Any]
+    cache_salt: str
+    uuid_scope: str
+    priority: int
+    add_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedMedia:
+    """Media that was processed elsewhere, as it came: `rendered_prompt` checks it by the model."""
+
+    # modality -> one entry per item
+    mm_hashes: Mapping[str, Any]
+    mm_placeholders: Mapping[str, Any] = field(default_factory=dict)
+    mm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mm_layouts: Mapping[str, Any] = field(default_factory=dict)
+    # The hashes came over the wire. Their sender must not name what others read.
+    is_external: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrompt:
+    """A prompt that was read: its text or its token ids, and its media."""
+
+    text: str | None = None
+    token_ids: Sequence[int] = ()  # used if there is no text
+    media: tuple[MediaItem, ...] = ()  # to be processed here; those of a modality are together
+    rendered: RenderedMedia | None = None  # in place of `media`
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)  # modality -> options
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+    uuid_scope: str | None = None
+    priority: int = 0
+
+
+def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = None) -> EnginePrompt:
+    """Return a caller's prompt as a value, or raise a `RequestError` with the field's path.
+
+    Token ids that can't fit into `max_model_len` are refused before they are looked at.
+    """
+    if isinstance(prompt, EnginePrompt):
+        return prompt
+    if isinstance(prompt, str):
+        return EnginePrompt(text=prompt)
+    if not isinstance(prompt, Mapping):
+        return EnginePrompt(token_ids=_read_token_ids(prompt, max_model_len))
+    fields: Mapping[str, Any] = prompt
+    _check_names(fields)
+    _check_types(fields, dict.fromkeys((*_MEDIA_FIELDS, *_RENDERED_FIELDS), Mapping))
+    _check_types(fields, {"prompt": str, "is_external": bool})
+    options = read_options(fields)
+    token_ids: Sequence[int] = ()
+    if "prompt_token_ids" in fields:
+        token_ids = _read_token_ids(fields["prompt_token_ids"], max_model_len)
+    return EnginePrompt(
+        text=fields.get("prompt"),
+        token_ids=token_ids,
+        media=_read_media(*(fields.get(name) or {} for name in _MEDIA_FIELDS)),
+        rendered=_read_rendered(fields),
+        **options,
+    )
+
+
+def read_options(fields: Mapping[str, Any]) -> PromptOptions:
+    """Return the fields that go with a prompt of any kind, as far as they were given."""
+    _check_types(fields, _OPTION_TYPES)
+    given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
+    return cast(PromptOptions, given)
+
+
+def _check_names(prompt: Mapping[str, Any]) -> None:
+    """Raise a `RequestError` unless the fields are known and go together."""
+    unknown = sorted(map(str, set(prompt) - (_TEXT_KEYS | _RENDERED_KEYS)))
+    if unknown:
+        hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
+        raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}{hint}")
+    if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
+    given = {name for name, value in prompt.items() if value is not None}
+    rendered = sorted(given & (_RENDERED_KEYS - _TEXT_KEYS))
+    others = sorted(given & (_TEXT_KEYS - _RENDERED_KEYS))
+    if rendered and others:
+        raise RequestError(
+            f"prompt field(s) {', '.join(others)} can't stand beside {', '.join(rendered)}: these "
+            "belong to a rendered prompt, of prompt_token_ids"
+        )
+    if rendered and "mm_hashes" not in given:
+        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes")
+
+
+def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    for name, kind in types.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        if kind is bool and not isinstance(value, bool):
+            raise RequestError("must be true or false", path=(name,))
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            found = type(value).__name__
+            raise RequestError(f"must be {kind.__name__}, not {found}", path=(name,))
+
+
+def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
+    ids = token_ids.tolist() if isinstance(token_ids, np.ndarray | torch.Tensor) else token_ids
+    if not isinstance(ids, list | tuple):
+        raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
+    if max_model_len is not None:
+        check_length(len(ids), max_model_len)
+    if set(map(type, ids)) == {int} and min(ids) >= 0:  # in a hundredth of the time
+        return list(ids)
+    for token_id in ids:
+        is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_integer or token_id < 0:
+            raise RequestError(
+                f"token ids are integers >= 0, not {token_id!r}", path=("prompt_token_ids",)
+            )
+    return [int(token_id) for token_id in ids]
+
+
+def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[MediaItem, ...]:
+    """Return the items of a prompt in the order of its modalities, each with its uuid."""
+    items: list[MediaItem] = []
+    for key in {**data, **uuids}:
+        modality = str(key)
+        media = _as_items(modality, data.get(key))
+        names = _read_uuids(modality, uuids.get(key))
+        media = media or [None] * len(names)
+        names = names or [None] * len(media)
+        if len(names) != len(media):
+            raise RequestError(
+                f"{len(names)} uuids for {len(media)} items", path=("multi_modal_uuids", modality)
+            )
+        items.extend(
+            MediaItem(
+                path=("multi_modal_data", modality, index),
+                modality=modality,
+                media=entry,
+                uuid=name,
+            )
+            for index, (entry, name) in enumerate(zip(media, names, strict=True))
+        )
+    return tuple(items)
+
+
+def _read_uuids(modality: str, uuids: Any) -> list[str | None]:
+    if uuids is None:
+        return []
+    with at("multi_modal_uuids", modality):
+        return map_at(check_uuid, uuids if isinstance(uuids, list | tuple) else [uuids])
+
+
+def _as_items(modality: str, media: Any) -> list[Any]:
+    """Return one item or several as a list.
+
+    A list of frames is one video, and so is a pair with metadata. A pair of samples and their rate
+    is one sound.
+    """
+    if media is None:
+        return []
+    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Real):
+        return [media]
+    if not isinstance(media, list | tuple):
+        return [media]
+    is_frames = modality == "video" and len(media) > 0 and _is_frame(media[0])
+    return [media] if is_frames else list(media)
+
+
+def _is_frame(media: Any) -> bool:
+    """Return whether it is an array of two or three dimensions or a PIL image, and not a clip."""
+    if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
+        return False
+    return bool(getattr(media, "ndim", 3) == 3)
+
+
+def _read_rendered(prompt: Mapping[str, Any]) -> RenderedMedia | None:
+    if prompt.get("mm_hashes") is None:
+        return None
+    given = {name: prompt.get(name) or {} for name in _RENDERED_FIELDS}
+    return RenderedMedia(**given, is_external=bool(prompt.get("is_external")))
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts. A text, a mapping and a list of token ids are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray | torch.Tensor):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
+        )
+    if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return one `SamplingParams` for each of `count` prompts."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
+            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+    return list(params)

@@ -1,0 +1,207 @@
+"""Lets in clients that have a key, and keeps out requests that a web page of another origin makes a
+browser send.
+
+A browser on the machine, or in the network, of a server can reach it, and any page can make it send
+requests. It says so in their headers, which pages can't change:
+
+  1. `Host` is the name that the page used. A name that is not the server's own, but leads to it,
+     was made to lead there (DNS rebinding). A server that listens on this machine alone has few
+     names; any other one is called by names that it can't know, unless they were given.
+  2. `Sec-Fetch-Site`, and `Origin` from browsers that don't send it, say where the page is from.
+     Requests of other sites are refused, but for a visit: a link that somebody follows.
+  3. A body needs its content type. A page of another origin may send bodies of a few types, or of
+     none, without asking first; none of these are types that the routes take.
+
+What has none of these headers is no browser, and passes. The same checks are for every route, with
+an API key or without, and for upgrades to WebSockets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sensorium.server.http.errors import ApiError
+from sensorium.server.http.welcome import WELCOME_PATHS
+
+ANY = "*"
+_OWN_SITES = ("same-origin", "none")  # none: typed into the address bar, or a bookmark
+_VISITS = ("GET", "HEAD")
+
+
+class OriginPolicy:
+    """Which origins and names of hosts are the server's own, or were allowed.
+
+    `host` is the address that the server listens on.
+    """
+
+    def __init__(
+        self, *, host: str, allowed_hosts: Sequence[str] = (), allowed_origins: Sequence[str] = ()
+    ) -> None:
+        names = {_get_name(name) for name in allowed_hosts}
+        is_open = ANY in allowed_hosts or not (names or is_loopback(_get_name(host)))
+        self._names = None if is_open else frozenset(names | {_get_name(host)})
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
+
+    def check(self, scope: Scope) -> None:
+        """Raise an `ApiError` if a request, or an upgrade to a WebSocket, may come from a page of
+        another origin.
+        """
+        headers = Headers(scope=scope)
+        for host in headers.getlist("host"):
+            self._check_host(host)
+        if self._is_foreign(headers) and not _is_visit(scope, headers):
+            origin = headers.get("origin")
+            origin = "another site" if origin is None else repr(origin[:200])
+            raise ApiError(
+                f"This request comes from a web page of {origin}, which this server was not "
+                "started to allow (--allowed-origins).",
+                status=403,
+                code="origin_not_allowed",
+                reason="unauthorized",
+            )
+
+    def _check_host(self, host: str) -> None:
+        name = _get_name(host)
+        if self._names is not None and not is_loopback(name) and name not in self._names:
+            raise ApiError(
+                f"This server is not called {name[:200]!r} (the Host header of the request). Other "
+                "names are allowed by --allowed-hosts.",
+                status=403,
+                code="host_not_allowed",
+                reason="unauthorized",
+            )
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if ANY in self._origins or (origin is not None and origin.lower() in self._origins):
+            return False
+        if site is not None:
+            return site not in _OWN_SITES
+        return origin is not None and not _is_own_page(origin, headers.get("host", ""))
+
+
+class OriginGuard:
+    """Refuses requests by an `OriginPolicy`, and bodies without a content type."""
+
+    def __init__(self, app: ASGIApp, *, policy: OriginPolicy) -> None:
+        self._app = app
+        self._policy = policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            self._policy.check(scope)
+        if scope["type"] == "http":
+            _check_content_type(Headers(scope=scope))
+        await self._app(scope, receive, send)
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a name, or an address, always means this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_content_type(headers: Headers) -> None:
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if has_body and not headers.get("content-type", "").strip():
+        raise ApiError(
+            "The body has no content type. Send the header Content-Type: application/json.",
+            code="unsupported_content_type",
+        )
+
+
+def _is_visit(scope: Scope, headers: Headers) -> bool:
+    """Return whether a link on another page was followed, so that the answer is shown as a page of
+    its own.
+    """
+    is_page = headers.get("sec-fetch-dest", "document") == "document"
+    is_navigation = headers.get("sec-fetch-mode") == "navigate"
+    return scope["type"] == "http" and scope["method"] in _VISITS and is_navigation and is_page
+
+
+def _is_own_page(origin: str, host: str) -> bool:
+    """Return whether a page's origin is the host that it asks.
+
+    Schemes are not compared: a proxy may speak https in front of a server that does not.
+    """
+    try:
+        page_host = urlsplit(origin).netloc
+    except ValueError:
+        return False
+    return page_host != "" and page_host.lower() == host.lower()
+
+
+def _get_name(host: str) -> str:
+    """Return the name, or the address, of a host without its port and brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name = host if host.count(":") > 1 else host.partition(":")[0]
+    return name.rstrip(".")
+
+
+_OPEN_PATHS = WELCOME_PATHS | {"/health", "/ping", "/version"}
+METRICS_PATH = "/metrics"
+
+
+class Authentication:
+    """`keys`: any of them will do. Some routes need none.
+
+    A request with a key has the `uuid_scope` of that key in its state: a digest, because the key
+    itself is kept nowhere else. With `shares_uuids` it has none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[str], protect_metrics: bool, shares_uuids: bool
+    ) -> None:
+        self._app = app
+        self._scopes = {key.encode(): _make_scope(key.encode()) for key in keys}
+        self._shares_uuids = shares_uuids
+        self._open_paths = _OPEN_PATHS if protect_metrics else _OPEN_PATHS | {METRICS_PATH}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self._let_in(scope)
+        await self._app(scope, receive, send)
+
+    def _let_in(self, scope: Scope) -> None:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        found = self._find_scope(given.strip()) if scheme.lower() == "bearer" else None
+        if found is not None:
+            if not self._shares_uuids:
+                scope["state"]["uuid_scope"] = found
+        elif scope["method"] != "OPTIONS" and scope["path"] not in self._open_paths:
+            raise ApiError(
+                "this server needs an API key: Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                reason="unauthorized",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def _find_scope(self, given: str) -> str | None:
+        """Return the scope of a key. Takes as long for a wrong key as for a right one."""
+        raw = given.encode("latin-1")  # as it came; servers decode headers so
+        matches = [own for key, own in self._scopes.items() if hmac.compare_digest(raw, key)]
+        return matches[0] if matches else None
+
+
+def get_uuid_scope(state: Mapping[str, Any]) -> str | None:
+    """Return whose uuids a request uses, by the state of its scope; `None`: those of all."""
+    return state.get("uuid_scope")
+
+
+def _make_scope(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=16, person=b"uuid-scope").hexdigest()

@@ -1,0 +1,177 @@
+"""The layers that every request passes: its id, its time, the answer to its errors, and the limit
+of requests that are served at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneError, FailureLog
+from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.types.errors import CapacityError
+
+HEADER = "x-request-id"
+WARNING_HEADER = "x-sensorium-warning"  # a field of the request that is probably misspelt
+_MAX_LENGTH = 128
+
+
+class RequestIds:
+    """A client's own id is kept if it is short and printable."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if _is_sane(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["arrived"] = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if "warning" in state:
+                    headers[WARNING_HEADER] = state["warning"]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def _is_sane(text: str) -> bool:
+    return 0 < len(text) <= _MAX_LENGTH and all(" " <= character <= "~" for character in text)
+
+
+_NO_ROUTE = "none"  # what no route takes must not become a series of its own
+_METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"})
+
+
+class ResponseTimes:
+    """A request whose client left before it was answered has no status, and is not counted."""
+
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: int | None = None
+
+        async def observe_end(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status is not None and not message.get("more_body", False):
+                self._observe(scope, status)
+            await send(message)
+
+        await self._app(scope, receive, observe_end)
+
+    def _observe(self, scope: Scope, status: int) -> None:
+        route = scope.get("route")
+        self._metrics.observe_response(
+            handler=_NO_ROUTE if route is None else route.path,
+            method=scope["method"] if scope["method"] in _METHODS else "other",
+            status=status,
+            seconds=time.monotonic() - scope["state"]["arrived"],
+        )
+
+
+class ErrorBoundary:
+    """What comes after the status can't be answered any more, and goes on. A call is cancelled
+    when the server stops and can't wait for it: for a body that comes slowly, or a client that
+    does not read.
+    """
+
+    def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
+        self._app = app
+        self._failures = failures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_started = False
+
+        async def watch_start(message: Message) -> None:
+            nonlocal is_started
+            is_started = is_started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch_start)
+        except ClientGoneError:
+            pass  # nobody reads an answer
+        except asyncio.CancelledError:
+            if not is_started:
+                stopping = CapacityError("the server is stopping")
+                answer = self._failures.report(stopping, scope["state"])
+                await answer.make_response()(scope, receive, send)
+        except Exception as error:  # the boundary: nothing may pass it unanswered
+            answer = self._failures.report(error, scope["state"])
+            if not is_started:
+                await answer.make_response()(scope, receive, send)
+            else:
+                raise
+
+
+def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
+    """One frontend's share, rounded up."""
+    return -(-max_concurrent_requests // api_server_count)
+
+
+class Admission:
+    """Owns the count. All on one event loop. A request is counted when its route calls
+    `request.state.admit()`, which raises an `ApiError` if there is no room.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, paths: Container[str], limit: int, metrics: FrontendMetrics
+    ) -> None:
+        self._app = app
+        self._paths = paths  # those of routes with work that is not done at once
+        self._limit = limit
+        self._metrics = metrics
+        self._num_admitted = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_generating = scope["type"] == "http" and scope["path"] in self._paths
+        if not is_generating or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        self._check()  # a large body is not received only to be refused
+        with self._metrics.track_arrival(), ExitStack() as held:
+            scope["state"]["admit"] = lambda: held.enter_context(self._admit())
+            await self._app(scope, receive, send)
+
+    @contextmanager
+    def _admit(self) -> Iterator[None]:
+        self._check()
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self._num_admitted -= 1
+
+    def _check(self) -> None:
+        if self._num_admitted >= self._limit:
+            raise ApiError(
+                f"Too many concurrent requests (limit {self._limit}). Retry later.",
+                status=429,
+                code="too_many_requests",
+                reason="capacity",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )

@@ -1,0 +1,147 @@
+"""Makes `SamplingParams` of a request, and refuses what is not supported.
+
+The form of an answer can be constrained in three ways, OpenAI's and two of vLLM's:
+`response_format`, `guided_*` and `structured_outputs`. They are read into one value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sensorium.server.http.errors import ApiError
+from sensorium.server.http.protocol.fields import SAMPLING_FIELDS
+from sensorium.server.http.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GeneratingRequest,
+)
+from sensorium.types.errors import FieldPath, RequestError
+from sensorium.types.sampling import SamplingParams
+from sensorium.types.structured import StructuredOutputsParams
+
+# Parameters that OpenAI's requests name otherwise, or whose defaults depend on the route.
+_OWN_WAYS = ("max_tokens", "logprobs", "structured_outputs")
+# Fields of a request -> the fields of `StructuredOutputsParams` that they stand for.
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_OWN_NAME = "structured_outputs"
+_FORMAT: FieldPath = ("response_format",)
+_SCHEMA: FieldPath = (*_FORMAT, "json_schema", "schema")
+_SAME_NAMES = tuple(entry.name for entry in SAMPLING_FIELDS if entry.name not in _OWN_WAYS)
+
+
+def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
+    """Return the parameters of a chat. Without a limit, the answer may fill the context."""
+    _check_common(request)
+    if request.modalities is not None and request.modalities != ["text"]:
+        raise _make_unsupported("modalities", "other than text")
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError("top_logprobs needs logprobs", param="top_logprobs")
+    limit = request.max_completion_tokens
+    return SamplingParams(
+        **_get_given(request),
+        max_tokens=request.max_tokens if limit is None else limit,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def make_completion_params(request: CompletionRequest) -> SamplingParams:
+    """Return the parameters of a completion. Without a limit, the default of `SamplingParams`."""
+    _check_common(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise _make_unsupported("best_of", "other than n")
+    given = _get_given(request)
+    if request.echo and request.logprobs is not None:
+        if request.stream:
+            raise ApiError("echo with logprobs can't be streamed", param="echo")
+        given.setdefault("prompt_logprobs", request.logprobs)
+    if request.max_tokens is not None:
+        given["max_tokens"] = request.max_tokens
+    return SamplingParams(**given, logprobs=request.logprobs)
+
+
+def _get_given(request: GeneratingRequest) -> dict[str, Any]:
+    """Return the parameters that were given. `None` means the default."""
+    values = {name: getattr(request, name) for name in _SAME_NAMES}
+    values["structured_outputs"] = get_structured_outputs(request)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_common(request: GeneratingRequest) -> None:
+    for name in request.unsupported:
+        if getattr(request, name):
+            raise _make_unsupported(name)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options needs stream", param="stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs can't be streamed", param="prompt_logprobs")
+
+
+def _make_unsupported(name: str, what: str = "") -> ApiError:
+    words = f"{name} {what}".strip()
+    return ApiError(f"{words} is not supported yet", param=name, code="unsupported")
+
+
+def get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
+    """Return what the answer must look like, or `None` if any text will do.
+
+    Raise a `RequestError` with the path of the field that the client has used.
+    """
+    path = _find_path(request)
+    if path is None:
+        return None
+    value = _read(request, str(path[0]))
+    try:
+        return SamplingParams(structured_outputs=value).structured_outputs  # type: ignore[arg-type]
+    except RequestError as error:
+        own = error.path if path == (_OWN_NAME,) else path
+        raise RequestError(error.message, path=own) from error
+
+
+def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
+    """Return the field that constrains the answer, if it isn't `structured_outputs` itself."""
+    choice = getattr(request, "tool_choice", None)
+    if choice not in (None, "auto", "none"):
+        return ("tools",)
+    path = _find_path(request)
+    return None if path == (_OWN_NAME,) else path
+
+
+def _find_path(request: GeneratingRequest) -> FieldPath | None:
+    """Return the field that constrains the answer. Raise a `RequestError` if there are two."""
+    given: list[FieldPath] = [
+        (name,) for name in (*_GUIDED, _OWN_NAME) if getattr(request, name) is not None
+    ]
+    kind = _get_format(request)
+    if kind is not None:
+        given.insert(0, _SCHEMA if kind == "json_schema" else _FORMAT)
+    if len(given) > 1:
+        raise RequestError("only one field may say what the answer looks like", path=given[-1])
+    return given[0] if given else None
+
+
+def _get_format(request: GeneratingRequest) -> str | None:
+    """Return the type that `response_format` asks for, or `None` if it is text."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise RequestError("must be text, json_object or json_schema", path=(*_FORMAT, "type"))
+    return None if kind == "text" else str(kind)
+
+
+def _read(request: GeneratingRequest, field: str) -> dict[str, Any]:
+    if field == _OWN_NAME:
+        return request.structured_outputs or {}
+    if field in _GUIDED:
+        return {_GUIDED[field]: getattr(request, field)}
+    if _get_format(request) == "json_object":
+        return {"json_object": True}
+    wrapped = (request.response_format or {}).get("json_schema")
+    schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+    if not isinstance(schema, dict):
+        path = _SCHEMA if isinstance(wrapped, dict) else _SCHEMA[:-1]
+        raise RequestError("must be an object", path=path)
+    return {"json": schema}

@@ -1,0 +1,358 @@
+"""The bodies that OpenAI's routes take, and those that render and tokenize.
+
+`null` is as good as absent. Unknown fields are ignored, with a warning (see `protocol.reading`).
+
+The shapes of messages, tools and formats are for the OpenAPI document only. They are checked, and
+mistakes named, where they are used: `render.messages`, `render.answers.tools` and
+`server.http.openai.params`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from sensorium.render.answers.tools import CHOICES, NAME_PATTERN
+from sensorium.server.http.protocol.fields import (
+    MAX_TOKEN_ID,
+    FilledText,
+    Integer,
+    JsonObject,
+    Length,
+    SamplingFields,
+    TokenId,
+    Unsupported,
+    refer_to,
+)
+from sensorium.types.sampling import MAX_LOGPROBS
+from sensorium.types.structured import MAX_CHARACTERS
+
+_Text = str | UnsetType
+_Part = Annotated[Any, Meta(extra_json_schema=refer_to("ContentPart"))]
+_Content = str | Annotated[list[_Part], Meta(min_length=1)]
+
+
+class TextPart(Struct, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class MediaUrl(Struct, kw_only=True):
+    url: str
+    detail: _Text = UNSET
+
+
+class SoundData(Struct, kw_only=True):
+    data: str
+    format: _Text = UNSET
+
+
+class _MediaPart(Struct, kw_only=True):
+    """Media may be null where its uuid stands for it."""
+
+    uuid: FilledText | None = None
+
+
+class ImageUrlPart(_MediaPart, kw_only=True):
+    type: Literal["image_url"]
+    image_url: MediaUrl | None
+
+
+class AudioUrlPart(_MediaPart, kw_only=True):
+    type: Literal["audio_url"]
+    audio_url: MediaUrl | None
+
+
+class VideoUrlPart(_MediaPart, kw_only=True):
+    type: Literal["video_url"]
+    video_url: MediaUrl | None
+
+
+class InputAudioPart(_MediaPart, kw_only=True):
+    type: Literal["input_audio"]
+    input_audio: SoundData | None
+
+
+class ImageEmbedsPart(_MediaPart, kw_only=True):
+    type: Literal["image_embeds"]
+    image_embeds: str | None
+
+
+class AudioEmbedsPart(_MediaPart, kw_only=True):
+    type: Literal["audio_embeds"]
+    audio_embeds: str | None
+
+
+class CalledFunction(Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class MadeToolCall(Struct, kw_only=True):
+    """A call that the assistant has made, as a message carries it."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class InputMessage(Struct, kw_only=True):
+    role: Literal["system", "developer", "user"]
+    content: _Content
+    name: _Text = UNSET
+
+
+class AssistantMessage(Struct, kw_only=True):
+    role: Literal["assistant"]
+    content: _Content | UnsetType | None = UNSET
+    tool_calls: list[MadeToolCall] | UnsetType = UNSET
+    reasoning_content: _Text = UNSET
+
+
+class ToolMessage(Struct, kw_only=True):
+    role: Literal["tool"]
+    content: _Content
+    tool_call_id: str
+
+
+class ToolFunction(Struct, kw_only=True):
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+    description: str | UnsetType | None = UNSET
+    parameters: JsonObject | UnsetType | None = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class Tool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(Struct, kw_only=True):
+    """The one tool that the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextFormat(Struct, kw_only=True):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Struct, kw_only=True):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Struct, kw_only=True):
+    schema: JsonObject
+    name: _Text = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+_PARTS = (
+    TextPart,
+    ImageUrlPart,
+    AudioUrlPart,
+    VideoUrlPart,
+    InputAudioPart,
+    ImageEmbedsPart,
+    AudioEmbedsPart,
+)
+_MESSAGE_KINDS = (InputMessage, AssistantMessage, ToolMessage)
+_FORMATS = (TextFormat, JsonObjectFormat, JsonSchemaFormat)
+MESSAGE_TYPES = (*_PARTS, *_MESSAGE_KINDS, *_FORMATS, Tool, NamedTool)
+# Names in the document -> the types that they stand for.
+MESSAGE_UNIONS: dict[str, tuple[type[Struct], ...]] = {
+    "ContentPart": _PARTS,
+    "ChatMessage": _MESSAGE_KINDS,
+    "ResponseFormat": _FORMATS,
+}
+
+
+MAX_TEXT_CHARACTERS = 2**22  # of a text for `/tokenize`
+MAX_TOKENS = 2**20  # of a list for `/detokenize`
+
+_TEXT: JsonObject = {"type": "string", "minLength": 1}
+_MESSAGES: JsonObject = {"type": "array", "items": refer_to("ChatMessage"), "minItems": 1}
+_MESSAGES_OR_NULL: JsonObject = {"anyOf": [_MESSAGES, {"type": "null"}]}
+# Checked by `render.messages`.
+Messages = Annotated[Any, Meta(extra_json_schema=_MESSAGES)]
+# Checked by `render.answers.tools`.
+_Tool = Annotated[JsonObject, Meta(extra_json_schema=refer_to("Tool"))]
+_ToolChoice = Annotated[
+    Any, Meta(extra_json_schema={"anyOf": [{"enum": [*CHOICES, None]}, refer_to("NamedTool")]})
+]
+# Checked by `server.http.openai.params`.
+_ResponseFormat = Annotated[JsonObject, Meta(extra_json_schema=refer_to("ResponseFormat"))]
+_Modality = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
+_Modalities = Annotated[list[_Modality], Meta(extra_json_schema={"minItems": 1, "maxItems": 1})]
+_SchemaOrText = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, {"type": "null"}]
+        }
+    ),
+]
+_Regex = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["regex"])]
+_Grammar = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["grammar"])]
+# Split by `server.http.openai.completions`: a union of types would read a million ids four times.
+_TOKEN_IDS: JsonObject = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
+    "minItems": 1,
+}
+_PROMPT: JsonObject = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+
+
+class StreamOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a stream has beside the answer."""
+
+    include_usage: Annotated[bool | None, Meta(description="Count the tokens in a last chunk.")] = (
+        None
+    )
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="With `include_usage`: count them in every chunk.")
+    ] = None
+
+
+class GeneratingRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields that requests for text have in common: OpenAI's, and those of similar servers.
+
+    Only one of `response_format`, `guided_*` and `structured_outputs` may constrain the answer.
+    """
+
+    # Fields that would change the answer, and are not implemented. Ignoring them would be wrong.
+    unsupported: ClassVar[tuple[str, ...]] = ("use_beam_search",)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: _ResponseFormat | None = None
+    guided_json: _SchemaOrText = None
+    guided_regex: _Regex | None = None
+    guided_choice: Annotated[list[_Grammar], Meta(min_length=1)] | None = None
+    guided_grammar: _Grammar | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    mm_processor_kwargs: JsonObject | None = None
+    media_io_kwargs: dict[str, JsonObject] | None = None
+    cache_salt: FilledText | None = None
+    priority: Integer | None = None
+    trace: bool | None = None
+    use_beam_search: Unsupported = None
+
+    # Accepted without effect.
+    user: str | None = None
+    service_tier: str | None = None
+    request_id: str | None = None
+
+
+class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
+    """A conversation to answer. `max_completion_tokens` goes before `max_tokens`; without either,
+    the answer may fill the context.
+    """
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        *GeneratingRequest.unsupported,
+        "functions",
+        "function_call",
+        "audio",
+    )
+
+    messages: Messages
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: Annotated[
+        bool | None, Meta(description="False leaves reasoning out of the answer.")
+    ] = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    modalities: _Modalities | None = None
+    audio: Unsupported = None
+
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    # Accepted without effect.
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
+    """One or more prompts to continue. Without `max_tokens`, by 16 tokens each."""
+
+    unsupported: ClassVar[tuple[str, ...]] = (*GeneratingRequest.unsupported, "suffix")
+
+    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
+    best_of: Integer | None = None
+    echo: bool | None = None
+    suffix: Unsupported = None
+
+
+class ChatRenderRequest(ChatCompletionRequest, frozen=True, kw_only=True):
+    """A conversation to render. With `return_kwargs` false, the media's tensors are left out of the
+    answer, and need not be computed.
+    """
+
+    return_kwargs: bool | None = None
+
+
+class CompletionRenderRequest(CompletionRequest, frozen=True, kw_only=True):
+    """Prompts to render. `return_kwargs` has no effect, as these prompts have no media."""
+
+    return_kwargs: bool | None = None
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Either a `prompt` or `messages`, with the fields that a conversation may have."""
+
+    model: str | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)] | None = None
+    messages: Annotated[Any, Meta(extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]})] = (
+        None
+    )
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    tools: list[JsonObject] | None = None
+    mm_processor_kwargs: JsonObject | None = None
+    media_io_kwargs: dict[str, JsonObject] | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Tokens to turn into text."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None

@@ -1,0 +1,150 @@
+"""Answers a call that generates: whole, or as server-sent events.
+
+The status goes out with the first event: what fails before it is answered as an error; what fails
+later is an event with the error, and the end. Chunks come first, then usage and trace where they
+were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sensorium.server.http.bodies.reading import make_response
+from sensorium.server.http.calls import Call
+from sensorium.server.http.connections.tasks import run_until_disconnect
+from sensorium.server.http.openai.choices import count_usage, make_usage
+from sensorium.server.http.protocol.answers import Envelope, Usage
+from sensorium.server.http.protocol.requests import StreamOptions
+from sensorium.types.outputs import RequestDelta, RequestOutput
+
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+_Chunk = TypeVar("_Chunk", bound=Envelope)
+
+
+class AnswerMaker(Protocol[_Chunk]):
+    """Makes the answer of one call, whole or in chunks. It keeps the state of a stream."""
+
+    def make_answer(self, outputs: Sequence[RequestOutput]) -> Envelope: ...
+
+    def make_chunks(self, prompt_index: int, delta: RequestDelta, /) -> list[_Chunk]: ...
+
+    def make_empty_chunk(self) -> _Chunk: ...
+
+
+async def answer_call(
+    http_request: Request, call: Call[Any], maker: AnswerMaker[_Chunk], *, is_msgpack: bool = False
+) -> Response:
+    """Return the answer to a call, or the stream of its chunks."""
+    if call.request.stream:
+        report = call.context.failures.make_reporter(http_request)
+        return EventStream(_SseChunks(call, maker).run(), make_error_body=report)
+    outputs = await run_until_disconnect(http_request.receive, call.finish())
+    return make_response(maker.make_answer(outputs), is_msgpack=is_msgpack)
+
+
+class _SseChunks:
+    """The events of one streamed answer."""
+
+    def __init__(self, call: Call[Any], maker: AnswerMaker[Any]) -> None:
+        options = call.request.stream_options or StreamOptions()
+        self._call = call
+        self._maker = maker
+        self._has_usage = bool(options.include_usage)
+        self._is_continuous = self._has_usage and bool(options.continuous_usage_stats)
+        self._num_prompt_tokens: dict[
+            int, int
+        ] = {}  # index of a prompt that has begun -> its length
+        self._num_completion_tokens = 0
+
+    async def run(self) -> AsyncGenerator[bytes, None]:
+        deltas = self._call.run()
+        try:
+            async for prompt_index, delta in deltas:
+                self._num_prompt_tokens[prompt_index] = len(delta.prompt_token_ids)
+                self._num_completion_tokens += sum(len(entry.token_ids) for entry in delta.deltas)
+                for chunk in self._add_trace(self._maker.make_chunks(prompt_index, delta)):
+                    yield _make_event(msgspec.structs.replace(chunk, usage=self._get_usage()))
+        finally:
+            await deltas.aclose()
+        if self._has_usage:
+            yield _make_event(self._make_last_chunk())
+
+    def _get_usage(self) -> Usage | UnsetType | None:
+        if self._is_continuous:
+            return count_usage(sum(self._num_prompt_tokens.values()), self._num_completion_tokens)
+        return None if self._has_usage else UNSET
+
+    def _add_trace(self, chunks: list[Any]) -> list[Any]:
+        """Add the trace to the last chunk of all, unless a chunk with usage follows it."""
+        if not self._call.is_ended or self._has_usage or not self._call.has_trace:
+            return chunks
+        *before, last = chunks or [self._maker.make_empty_chunk()]
+        return [*before, msgspec.structs.replace(last, sensorium_trace=self._call.make_trace())]
+
+    def _make_last_chunk(self) -> Envelope:
+        chunk: Envelope = msgspec.structs.replace(
+            self._maker.make_empty_chunk(),
+            usage=make_usage(self._call.get_outputs()),
+            sensorium_trace=self._call.make_trace() if self._call.has_trace else UNSET,
+        )
+        return chunk
+
+
+def _make_event(value: Any) -> bytes:
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """A response that sends events, and closes their generator in every case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        make_error_body: Callable[[Exception], bytes],  # of a failure after the first event
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._make_error_body = make_error_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await run_until_disconnect(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        events = self._events
+        try:
+            event = await anext(events)
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            await _send_body(send, event)
+            await self._send_rest(send)
+        finally:
+            await events.aclose()
+
+    async def _send_rest(self, send: Send) -> None:
+        try:
+            async for event in self._events:
+                await _send_body(send, event)
+        except Exception as error:  # the status is out, so whatever it is becomes an event
+            await _send_body(send, b"data: " + self._make_error_body(error) + b"\n\n")
+        await _send_body(send, DONE, more_body=False)
+
+
+async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})

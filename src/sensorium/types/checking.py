@@ -1,0 +1,163 @@
+"""Checks values from outside against a type, and names the first mistake by its path.
+
+msgspec converts and checks; this module adds what it leaves out: `1.0` is an integer, as JSON has
+one kind of number; the key of a mapping is a part of the path; and messages are plain words.
+
+Both cost nothing while a value is right: they begin where msgspec has refused it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from sensorium.types.errors import FieldPath, RequestError
+
+_Checked = TypeVar("_Checked")
+# "Expected `int`, got `str` - at `$.stop[1]`", or "... - at `key` in `$.logit_bias`"
+_PLACE = re.compile(r" - at (`key` in )?`\$([^`]*)`$")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_KIND = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_BOUND = re.compile(r"Expected `\w+` ([<>]=?) (.+)")
+_LENGTH = re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+)")
+_NOUNS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bytes": "bytes",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def check(value: Any, kind: type[_Checked]) -> _Checked:
+    """Return a value as its type has it. Raise a `RequestError` with the path of a mistake."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        first = error
+    if "got `float`" in str(first):
+        value = _with_integers(value, kind)
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            first = error
+    raise _explain(str(first), value, kind) from first
+
+
+def _with_integers(value: Any, hint: Any) -> Any:
+    """Return a copy in which whole numbers are integers wherever the type wants integers."""
+    if isinstance(value, float):
+        kinds = set(_list_members(hint))
+        is_wanted = int in kinds and float not in kinds and value.is_integer()
+        return int(value) if is_wanted else value
+    member = _choose_member(value, hint)
+    if isinstance(value, list) and member is not None:
+        (entry_hint, *_) = get_args(member)
+        return [_with_integers(entry, entry_hint) for entry in value]
+    if isinstance(value, dict) and get_origin(member) is dict:
+        return {key: _with_integers(entry, get_args(member)[1]) for key, entry in value.items()}
+    if isinstance(value, dict) and member is not None:
+        hints = _get_hints(member)
+        return {key: _with_integers(entry, hints.get(key, Any)) for key, entry in value.items()}
+    return value
+
+
+def _list_members(hint: Any) -> list[Any]:
+    """Return the types of a union, without what is only said about them."""
+    if get_origin(hint) is Annotated:
+        return _list_members(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [member for entry in get_args(hint) for member in _list_members(entry)]
+    return [hint]
+
+
+def _choose_member(value: Any, hint: Any) -> Any:
+    """Return the member of a type that a list or a mapping belongs to, or `None`."""
+    for member in _list_members(hint):
+        origin = get_origin(member)
+        if isinstance(value, list) and origin in (list, tuple):
+            return member
+        is_struct = isinstance(member, type) and issubclass(member, msgspec.Struct)
+        if isinstance(value, dict) and (origin is dict or is_struct):
+            return member
+    return None
+
+
+@cache
+def _get_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(struct, include_extras=True)
+
+
+def _explain(message: str, value: Any, hint: Any) -> RequestError:
+    place = _PLACE.search(message)
+    if place is None:
+        path: FieldPath = ()
+    else:
+        message = message[: place.start()]
+        steps = [name or index for name, index in _STEP.findall(place[2])]
+        path, value, hint = _follow(value, hint, steps)
+        if place[1]:  # a key of the mapping there
+            key_hint, _ = get_args(_choose_member(value, hint))
+            path = (*path, next(str(key) for key in value if not _is_right(key, key_hint)))
+    missing = _MISSING.match(message)
+    if missing is not None:
+        return RequestError("is missing", path=(*path, missing[1]))
+    return RequestError(_translate(message), path=path)
+
+
+def _follow(value: Any, hint: Any, steps: list[str]) -> tuple[FieldPath, Any, Any]:
+    """Go down the steps of msgspec's path. Return the path with the keys that msgspec does not
+    name, and the value and the type at its end.
+    """
+    path: list[str | int] = []
+    for step in steps:
+        member = _choose_member(value, hint)
+        key: str | int = step
+        if isinstance(value, list):
+            key, hint = int(step), get_args(member)[0]
+        elif get_origin(member) is dict:
+            hint = get_args(member)[1]
+            key = next(name for name, entry in value.items() if not _is_right(entry, hint))
+        else:
+            hint = _get_hints(member)[step]
+        path.append(key)
+        value = value[key]
+    return tuple(path), value, hint
+
+
+def _is_right(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _translate(message: str) -> str:
+    """Return one of msgspec's messages in words that need no knowledge of Python."""
+    if found := _KIND.fullmatch(message):
+        names = [name for name in found[1].split(" | ") if name != "null"] or ["null"]
+        expected = " or ".join(_NOUNS.get(name, name) for name in names)
+        is_fraction = found[2] == "float" and "int" in names
+        given = "a fraction" if is_fraction else _NOUNS.get(found[2], found[2])
+        return f"must be {expected}, not {'a number' if given == 'an integer' else given}"
+    if found := _BOUND.fullmatch(message):
+        return f"must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}"
+    if found := _LENGTH.fullmatch(message):
+        noun = {"str": "characters", "bytes": "bytes"}.get(found[1], "entries")
+        is_filled = found[2] == ">=" and found[3] == "1"
+        return (
+            "must not be empty" if is_filled else f"must have {_BOUNDS[found[2]]} {found[3]} {noun}"
+        )
+    if message.startswith("Expected `str` matching regex "):
+        return f"must match {message.removeprefix('Expected `str` matching regex ')}"
+    return f"is not valid: {message[:1].lower()}{message[1:]}"
