@@ -6,8 +6,10 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import httpx._transports.default as httpx_transports
 import pytest
 import torch
 from hypothesis import settings
@@ -24,6 +26,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("repeatable")
+# Reading the certificates of all authorities takes 60 ms, and each of the thousands of clients that
+# tests make would do so, though most talk to this machine without encryption.
+httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 
 # Which tests start first: the folders whose groups take longest.

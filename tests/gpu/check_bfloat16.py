@@ -18,8 +18,8 @@ import transformers
 
 from sensorium import LLM
 from tests.parity.decoder_inputs import get_decoder_inputs, get_our_decoder_inputs
-from tests.parity.driver import get_token_ids, run_staggered
 from tests.parity.reference import GREEDY, Expected
+from tests.support.engine import get_token_ids, run_staggered
 
 from .check_tokens import find_first_difference, get_margins
 from .setting import DeviceReference, get_reference, make_device_llm

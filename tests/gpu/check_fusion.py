@@ -12,7 +12,7 @@ import transformers
 
 from sensorium import SamplingParams
 from sensorium.models.adapter import ModelAdapter
-from tests.parity.driver import make_llm
+from tests.support.engine import make_llm
 
 from .setting import get_directory, need_cuda
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from sensorium import RequestOutput
-from tests.parity.driver import assert_nothing_is_left, run_staggered
 from tests.parity.graph_mistakes import making_graph_mistake
 from tests.parity.reference import GREEDY, Expected, get_differences
 from tests.parity.stress import Stress
+from tests.support.engine import assert_nothing_is_left, run_staggered
 
 from .setting import UnavailableError, get_device, get_reference, make_device_llm
 

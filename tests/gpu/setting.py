@@ -18,8 +18,8 @@ import transformers
 from packaging.version import Version
 
 from sensorium import LLM, ModelError
-from tests.parity.driver import make_llm
 from tests.parity.reference import Reference
+from tests.support.engine import make_llm
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.media_files import make_pixels, write_image
+from tests.support.media import make_pixels, write_image
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sensorium import LLM
-from tests.integration.conversing import MODEL
 from tests.integration.media_hosts import MediaServer, be_silent
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
 from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
-from tests.integration.serving import SHARED_SERVERS, ServerProcess
-from tests.parity.driver import make_llm
+from tests.support.clients import MODEL
+from tests.support.engine import make_llm
+from tests.support.server import SHARED_SERVERS, ServerProcess
 
 if TYPE_CHECKING:
     from tests.integration.browsing import Browser

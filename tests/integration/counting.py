@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from threading import Lock
 
-from tests.integration.conversing import Answer, Message, get_content, get_media
+from tests.support.clients import Answer, Message, get_content, get_media
 
 CHAT = "/v1/chat/completions"
 

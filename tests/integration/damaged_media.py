@@ -20,7 +20,7 @@ from sensorium.multimodal.decoding.decoding import decode, resolve_decode_option
 from sensorium.multimodal.decoding.guards import limit_memory_growth
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
-from tests.media_files import make_images, make_sounds, make_videos
+from tests.support.media import make_images, make_sounds, make_videos
 
 SMALL = MediaLimits(max_pixels=1_000_000, max_frames=64, max_duration_s=60.0)
 CEILING_MB = 256

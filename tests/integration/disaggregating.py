@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 
 MSGPACK = "application/x-msgpack"
 _RENDER = "/v1/chat/completions/render"

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.integration.serving import ServerProcess, wait_until
-from tests.media_files import make_pixels, write_image
+from tests.support.media import make_pixels, write_image
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until, wait_until_async
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 120.0
@@ -151,7 +151,7 @@ class Crowd:
     async def wait_until_streaming(self) -> None:
         """Until every client that streams has had more than a beginning."""
         streaming = [client for client in self.clients if client._body["stream"]]
-        await until(
+        await wait_until_async(
             lambda: all(client.num_events > 1 or self._is_done(client) for client in streaming),
             "all streams have begun",
         )
@@ -179,14 +179,6 @@ class Crowd:
     async def finish(self) -> list[Reply]:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.gather(*self._tasks)
-
-
-async def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited in vain until {what}")
-        await asyncio.sleep(0.02)
 
 
 def ask(server: ServerProcess, body: dict[str, Any]) -> Reply:

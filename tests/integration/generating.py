@@ -15,8 +15,8 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.multimodal.item_codec import encode_item
 from sensorium.render.chat_options import ChatOptions
 from sensorium.types.multimodal import as_runs
-from tests.integration.conversing import Message
-from tests.integration.serving import ServerProcess
+from tests.support.clients import Message
+from tests.support.server import ServerProcess
 
 Body = dict[str, Any]
 PATH = "/inference/v1/generate"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from PIL import Image, features
 
-from tests.media_files import (
+from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,

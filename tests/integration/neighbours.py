@@ -10,7 +10,7 @@ import torch
 from sensorium import LLM, RequestError, SamplingParams
 from sensorium.types.multimodal import MultiModalKwargsItem
 from tests.parity.cases import make_image
-from tests.parity.driver import (
+from tests.support.engine import (
     add_with_tensors,
     assert_nothing_is_left,
     get_token_ids,

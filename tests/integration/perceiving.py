@@ -18,9 +18,9 @@ from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from tests.media_files import write_image
 from tests.parity.cases import make_image
-from tests.parity.driver import assert_nothing_is_left, get_token_ids
+from tests.support.engine import assert_nothing_is_left, get_token_ids
+from tests.support.media import write_image
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 MARKER = "<image>"  # of LLaVA
@@ -180,15 +180,6 @@ class Outcomes:
             thread.join(WAIT_S)
             assert not thread.is_alive()
         return self.results
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it did not happen")
 
 
 def assert_idle(llm: LLM) -> None:

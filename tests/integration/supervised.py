@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import wait_until
 
 HANG_S = 60.0  # only against hangs
 _PARENT = str(Path(__file__).parent / "stand_in_parent.py")
@@ -97,10 +97,3 @@ class Supervised:
 def is_alive(process_id: int) -> bool:
     """Zombies count too: somebody has forgotten them."""
     return Path(f"/proc/{process_id}").exists()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)

@@ -27,6 +27,7 @@ from sensorium.types.errors import (
     RequestError,
 )
 from tests.integration.async_serving import LocalCore, make_chat, make_png, run_core
+from tests.support.waiting import wait_until_async
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=3500, ignore_eos=True)
@@ -59,8 +60,8 @@ def run(core: LocalCore, test: Test, *, identity: str = "f0-1") -> None:
             await test(engine, perception)
             if engine.is_connected:  # answered after all that was sent before, in full
                 await engine.reset_cache("prefix")
-            await wait_until(lambda: not core.core.has_requests)
-            await wait_until(lambda: get_num_handles(perception) == 0)
+            await wait_until_async(lambda: not core.core.has_requests)
+            await wait_until_async(lambda: get_num_handles(perception) == 0)
             assert engine.get_statistics().num_preparing == 0
             assert engine.get_statistics().num_running == 0
         finally:
@@ -79,19 +80,13 @@ def get_num_handles(perception: Perception) -> int:
     return 0 if store is None else store._num_leases.total()
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def start(engine: AsyncEngine, num: int = 4) -> list[asyncio.Task[Any]]:
     """Long requests that the core has taken, each with an image."""
     tasks = [
         asyncio.create_task(engine.generate(make_chat(image), LONG, request_id="long"))
         for image in IMAGES[:num]
     ]
-    await wait_until(lambda: engine.get_statistics().num_running == num)
+    await wait_until_async(lambda: engine.get_statistics().num_running == num)
     return tasks
 
 
@@ -176,7 +171,7 @@ def test_a_core_that_ends_fails_what_it_had_and_the_next_one_serves(core: LocalC
             assert str(result) == "the engine has ended"
         with pytest.raises(CapacityError, match="not there"):
             await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
-        await wait_until(lambda: get_num_handles(perception) == 0)
+        await wait_until_async(lambda: get_num_handles(perception) == 0)
         await asyncio.to_thread(core.start)
         await engine.connect(core.info)
         after = await asyncio.gather(
@@ -292,7 +287,7 @@ def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(
                 output = await task
                 assert len(output.outputs[0].token_ids) == 8
                 assert output.mm_items[0].is_processor_hit
-                await wait_until(lambda: not core.core.has_requests)
+                await wait_until_async(lambda: not core.core.has_requests)
                 await two.reset_cache("prefix")  # answered when the step before it is over
                 assert not any(entry.done() for entry in tasks)
                 one.disconnect("ended")
@@ -388,7 +383,7 @@ def test_what_an_idle_leader_evicts_the_core_forgets(
             receiver: Any = core.core.payloads.receiver
             assert len(receiver.get_sizes()) == 4
             perception.caches.sender.clear_cache()
-            await wait_until(lambda: not receiver.get_sizes())
+            await wait_until_async(lambda: not receiver.get_sizes())
             output = await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
             assert not output.mm_items[0].is_processor_hit
             assert perception.caches.sender.statistics().num_resends == 0

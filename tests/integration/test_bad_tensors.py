@@ -12,7 +12,7 @@ from sensorium import RequestError
 from sensorium.types.transfer import Transfer
 from tests.integration.neighbours import PARAMS, Change, Neighbours, make_prompt
 from tests.parity.cases import make_image
-from tests.parity.driver import (
+from tests.support.engine import (
     add_with_tensors,
     assert_nothing_is_left,
     process_with_tensors,

@@ -14,8 +14,8 @@ from sensorium import LLM, RequestError, SamplingParams
 from sensorium.types.outputs import RequestDelta
 from tests.integration.neighbours import PARAMS
 from tests.parity.cases import FAMILIES, MODALITIES, make_audio, make_image, make_media
-from tests.parity.driver import assert_nothing_is_left, get_token_ids, make_llm
 from tests.parity.reference import make_voxtral_messages
+from tests.support.engine import assert_nothing_is_left, get_token_ids, make_llm
 
 TinyModel = Callable[[str], str]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=7)

@@ -23,7 +23,7 @@ from sensorium.types.outputs import (
     RequestOutput,
 )
 from tests.parity.cases import make_image
-from tests.parity.driver import make_llm
+from tests.support.engine import make_llm
 
 PROMPTS = ["hello world", "the lazy dog"]
 

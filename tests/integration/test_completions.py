@@ -15,7 +15,7 @@ from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.engine.outputs.parallel_sampling import make_children
 from tests.integration.neighbours import make_prompt
 from tests.parity.cases import make_image, make_text
-from tests.parity.driver import Trace, assert_nothing_is_left, get_token_ids, make_llm
+from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids, make_llm
 
 TinyModel = Callable[[str], str]
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)

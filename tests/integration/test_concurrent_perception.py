@@ -27,8 +27,8 @@ from tests.integration.perceiving import (
     process,
     process_and_release,
     release,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 ALL_TYPES = [*CACHE_TYPES, "off"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.serving import ROOT, ServerProcess
-from tests.media_files import make_melody, write_sound
+from tests.support.media import make_melody, write_sound
+from tests.support.server import ROOT, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("decoder-faults")
 

@@ -13,7 +13,7 @@ from sensorium.cli.demo import show_samples
 from sensorium.cli.demo_screen import Screen
 from sensorium.cli.demo_server import DemoClient
 from sensorium.embedded.samples import DEMO_SAMPLES
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server-page")
 

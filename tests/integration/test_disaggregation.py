@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conversing import (
-    MODEL,
-    ask,
-    make_conversations,
-    make_image_part,
-    make_video_part,
-)
 from tests.integration.disaggregating import (
     Route,
     chat,
@@ -25,7 +18,14 @@ from tests.integration.disaggregating import (
     post_generate,
     render,
 )
-from tests.integration.serving import ServerProcess, serve
+from tests.support.clients import (
+    MODEL,
+    ask,
+    make_conversations,
+    make_image_part,
+    make_video_part,
+)
+from tests.support.server import ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("server-trusting")
 TinyModel = Callable[[str], str]

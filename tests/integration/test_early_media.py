@@ -17,7 +17,7 @@ from sensorium.multimodal.media_item import MediaBytes, MediaItem, PerceptionOpt
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError
-from tests.media_files import make_pixels, write_image
+from tests.support.media import make_pixels, write_image
 
 pytestmark = pytest.mark.xdist_group("pool_perception")
 READY_S = 120.0  # only against hangs

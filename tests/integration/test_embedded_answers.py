@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 from training.evaluate import make_content
 from training.scoring import is_right
 

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from sensorium import LLM
-from tests.integration.conversing import ask, make_audio_part, make_image_part, make_video_part
 from tests.integration.generating import (
     MSGPACK,
     PATH,
@@ -36,7 +35,8 @@ from tests.integration.mutations import (
     set_at,
     truncate,
 )
-from tests.integration.serving import ServerProcess
+from tests.support.clients import ask, make_audio_part, make_image_part, make_video_part
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 SEED = 20261115

@@ -14,13 +14,6 @@ import pytest
 from openai import OpenAI
 
 from sensorium import LLM
-from tests.integration.conversing import (
-    ask,
-    chat,
-    get_media,
-    make_conversations,
-    make_image_part,
-)
 from tests.integration.generating import (
     PATH,
     generate,
@@ -30,7 +23,15 @@ from tests.integration.generating import (
     render,
     without_items,
 )
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.clients import (
+    ask,
+    chat,
+    get_media,
+    make_conversations,
+    make_image_part,
+)
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-trusting")
 CONVERSATIONS = make_conversations(seed=70)

@@ -29,7 +29,7 @@ from tests.integration.perceiving import (
     release,
 )
 from tests.integration.rendering import Rendered, make_hash, render
-from tests.parity.driver import get_token_ids
+from tests.support.engine import get_token_ids
 
 ALL_TYPES = [*CACHE_TYPES, "off"]
 

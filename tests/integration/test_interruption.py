@@ -9,7 +9,7 @@ import pytest
 
 from sensorium import LLM
 from tests.integration.neighbours import PARAMS, make_good_prompts
-from tests.parity.driver import assert_nothing_is_left, get_token_ids, make_llm
+from tests.support.engine import assert_nothing_is_left, get_token_ids, make_llm
 
 FAMILIES = ["llama", "llava", "qwen2_5_vl", "gemma3"]
 

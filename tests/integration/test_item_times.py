@@ -25,9 +25,9 @@ from tests.integration.perceiving import (
     make_uuid_prompt,
     process,
     release,
-    wait_until,
 )
-from tests.parity.driver import make_llm
+from tests.support.engine import make_llm
+from tests.support.waiting import wait_until
 
 with_caches = pytest.mark.parametrize("cache_type", CACHE_TYPES)
 

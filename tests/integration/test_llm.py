@@ -14,7 +14,7 @@ import torch
 from sensorium import LLM, RequestError, SamplingParams
 from tests.integration.neighbours import PARAMS, make_good_prompts, make_prompt
 from tests.parity.cases import make_image, make_text
-from tests.parity.driver import Trace, assert_nothing_is_left, get_token_ids, make_llm
+from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids, make_llm
 
 TinyModel = Callable[[str], str]
 PROMPTS = [make_text(3 + 5 * seed, seed=seed) for seed in range(8)]

@@ -29,7 +29,7 @@ from tests.integration.media_hosts import (
     be_silent,
     reply,
 )
-from tests.integration.perceiving import wait_until
+from tests.support.waiting import wait_until
 
 HOST = "media.example"
 URL = f"http://{HOST}/"

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from sensorium import LLM, ModelError, RequestError, SamplingParams
-from tests.parity.driver import get_token_ids, make_llm
 from tests.parity.reference import GREEDY
+from tests.support.engine import get_token_ids, make_llm
 
 TinyModel = Callable[[str], str]
 

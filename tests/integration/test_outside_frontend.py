@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from sensorium import LLM
-from tests.integration.conversing import ask, make_png, make_url_part
 from tests.integration.generating import as_json, render
-from tests.integration.serving import ROOT, ServerProcess
+from tests.support.clients import ask, make_png, make_url_part
+from tests.support.server import ROOT, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server-trusting")
 SCRIPT = ROOT / "scripts" / "outside_frontend.py"

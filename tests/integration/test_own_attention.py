@@ -15,7 +15,7 @@ import torch
 import transformers as tf
 
 from sensorium import ModelError, SamplingParams
-from tests.parity.driver import assert_nothing_is_left, make_llm
+from tests.support.engine import assert_nothing_is_left, make_llm
 from tiny_models.building import rescale
 
 TinyModel = Callable[[str], str]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.serving import ROOT, ServerProcess, serve
+from tests.support.server import ROOT, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("pages")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -34,7 +34,7 @@ from tests.integration.perceiving import (
     process_and_release,
     release,
 )
-from tests.parity.driver import make_llm
+from tests.support.engine import make_llm
 
 TinyModel = Callable[[str], str]
 ONCE = {"decode": 1, "process": 1, "call": 1}

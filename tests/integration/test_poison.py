@@ -9,7 +9,7 @@ import torch
 
 from sensorium import LLM, SamplingParams
 from sensorium.types.request import FinishReason
-from tests.parity.driver import assert_nothing_is_left
+from tests.support.engine import assert_nothing_is_left
 
 TinyModel = Callable[[str], str]
 TEXT = "the quick brown fox jumps over the lazy dog count the objects and name colors"

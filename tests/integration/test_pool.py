@@ -36,18 +36,12 @@ from sensorium.types.errors import (
     RequestError,
 )
 from tests.integration.pool_tensors import make_tensors
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 HANDLERS = "tests.integration.pool_handlers"
 SOON_S = 120.0
 MakePool = Callable[..., ProcessPool]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def is_running(process_id: int) -> bool:

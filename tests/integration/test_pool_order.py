@@ -10,7 +10,8 @@ import pytest
 
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError
-from tests.integration.test_pool import SOON_S, ask, begin, is_running, wait_until
+from tests.integration.test_pool import SOON_S, ask, begin, is_running
+from tests.support.waiting import wait_until
 
 HANDLER = "tests.integration.pool_handlers:make_servant"
 MakePool = Callable[[int], ProcessPool]

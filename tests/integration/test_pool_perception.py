@@ -35,9 +35,9 @@ from tests.integration.perceiving import (
     process,
     process_and_release,
     release,
-    wait_until,
 )
-from tests.parity.driver import get_token_ids, make_llm
+from tests.support.engine import get_token_ids, make_llm
+from tests.support.waiting import wait_until
 
 # One process of the tests has these engines.
 pytestmark = pytest.mark.xdist_group("pool_perception")

@@ -26,7 +26,7 @@ from tests.integration.perceiving import (
     make_new_image,
 )
 from tests.parity.cases import make_media
-from tests.parity.driver import get_adapter, make_llm, process_with_tensors
+from tests.support.engine import get_adapter, make_llm, process_with_tensors
 
 TinyModel = Callable[[str], str]
 FAMILIES = {

@@ -13,7 +13,7 @@ import transformers
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.worker import prompt_scorer
 from tests.parity.cases import make_text
-from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, make_llm
+from tests.support.engine import Trace, assert_nothing_is_left, get_kv_bytes, make_llm
 
 TinyModel = Callable[[str], str]
 SCORED = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=3)

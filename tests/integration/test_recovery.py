@@ -34,7 +34,7 @@ from tests.integration.perceiving import (
     release,
 )
 from tests.integration.rendering import make_hash, render
-from tests.parity.driver import MAX_STEPS, get_token_ids, make_llm
+from tests.support.engine import MAX_STEPS, get_token_ids, make_llm
 
 LONG = "the quick brown fox jumps over the lazy dog " * 60
 TinyModel = Callable[[str], str]

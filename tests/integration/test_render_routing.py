@@ -19,8 +19,9 @@ from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.decoding import decoding
 from sensorium.server.http.app import make_app
 from tests.integration.async_serving import LocalCore, make_png, run_core
-from tests.integration.conversing import as_base64, ask, make_url_part
-from tests.integration.test_async_engine import get_num_handles, run, wait_until
+from tests.integration.test_async_engine import get_num_handles, run
+from tests.support.clients import as_base64, ask, make_url_part
+from tests.support.waiting import wait_until_async
 from tests.unit.server.standing_in import CountingMetrics, StandInOptions
 
 Body = dict[str, Any]
@@ -115,7 +116,7 @@ def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: Loca
         for seed in (1, 2, 3):
             assert (await client.post(CHAT, json=_see(seed, max_tokens=1))).status_code == 200
         sender = perception.caches.sender
-        await wait_until(lambda: get_num_handles(perception) == 0)
+        await wait_until_async(lambda: get_num_handles(perception) == 0)
         before, order = sender.statistics(), _get_order(perception)
         for seed in (2, 1, 4):
             for path, fields in (
@@ -129,7 +130,7 @@ def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: Loca
         assert len(order) == 3
         assert _get_order(perception) == order
         assert (await client.post(CHAT, json=_see(2, max_tokens=1))).status_code == 200
-        await wait_until(lambda: get_num_handles(perception) == 0)
+        await wait_until_async(lambda: get_num_handles(perception) == 0)
         assert _get_order(perception) != order
 
     _call(core, test)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.serving import (
+from tests.support.server import (
     START_TIMEOUT_S,
     ServerProcess,
     get_command,
@@ -20,8 +20,8 @@ from tests.integration.serving import (
     is_alive,
     kill,
     serve,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-render")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

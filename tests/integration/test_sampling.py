@@ -20,7 +20,13 @@ import transformers
 from sensorium import LLM, RequestError, SamplingParams
 from tests.integration.neighbours import Neighbours, make_prompt
 from tests.parity.cases import make_image, make_text
-from tests.parity.driver import Trace, assert_nothing_is_left, get_kv_bytes, get_token_ids, make_llm
+from tests.support.engine import (
+    Trace,
+    assert_nothing_is_left,
+    get_kv_bytes,
+    get_token_ids,
+    make_llm,
+)
 
 TinyModel = Callable[[str], str]
 NUM_TOKENS = 16

@@ -13,8 +13,9 @@ import pytest
 from openai import AuthenticationError, RateLimitError
 
 from sensorium.server.http.welcome import WELCOME_PATHS
-from tests.integration.conversing import MODEL, ask, chat, make_video_part
-from tests.integration.serving import ServerProcess, serve, wait_until
+from tests.support.clients import MODEL, ask, chat, make_video_part
+from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.integration.browsing import Browser

@@ -17,7 +17,8 @@ from tests.integration.bad_requests import (
     make_image_url,
     make_messages,
 )
-from tests.integration.serving import ServerProcess, serve, wait_until
+from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-bad-requests")
 _FLAGS = ("--max-model-len", "512", "--limit-mm-per-prompt", "image=2", "--max-body-mb", "4")

@@ -10,7 +10,8 @@ import pytest
 from openai import OpenAI
 
 from sensorium import LLM
-from tests.integration.conversing import (
+from tests.integration.media_hosts import MediaServer, reply
+from tests.support.clients import (
     MODEL,
     Part,
     ask,
@@ -24,8 +25,7 @@ from tests.integration.conversing import (
     make_wav,
     stream_chat,
 )
-from tests.integration.media_hosts import MediaServer, reply
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 CONVERSATIONS = make_conversations()

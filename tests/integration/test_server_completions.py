@@ -10,8 +10,8 @@ import pytest
 from openai import OpenAI
 
 from sensorium import LLM, SamplingParams
-from tests.integration.conversing import MODEL
-from tests.integration.serving import ServerProcess
+from tests.support.clients import MODEL
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 TEXTS = ["The quick brown fox", "Tell me"]

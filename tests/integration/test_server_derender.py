@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.conversing import MODEL, ask, make_image_part
-from tests.integration.serving import ServerProcess
+from tests.support.clients import MODEL, ask, make_image_part
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

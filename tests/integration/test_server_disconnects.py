@@ -22,13 +22,13 @@ from tests.integration.fault_load import (
     make_body,
     make_image_url,
     open_raw,
-    until,
     wait_until_files_are,
     wait_until_idle,
 )
 from tests.integration.media_bombs import make_bmp, make_webp
 from tests.integration.media_hosts import MediaServer
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.xdist_group("server-faults"), pytest.mark.slow]
 LONG = 900
@@ -54,7 +54,7 @@ async def leave_mid_stream(server: ServerProcess, num: int) -> None:
     ]
     connections = [await open_raw(server, json.dumps(body).encode()) for body in bodies]
     beginnings = [asyncio.create_task(reader.read(1)) for reader, _ in connections]
-    await until(lambda: sum(task.done() for task in beginnings) >= 8, "some have begun")
+    await wait_until_async(lambda: sum(task.done() for task in beginnings) >= 8, "some have begun")
     for task in beginnings:
         task.cancel()
     await asyncio.gather(*beginnings, return_exceptions=True)
@@ -66,7 +66,7 @@ async def leave_while_fetching(server: ServerProcess, host: MediaServer, num: in
     bodies = [make_body("what is it", f"{url}/{index}.png") for index in range(num)]
     num_before = len(host.visits)
     connections = [await open_raw(server, json.dumps(body).encode()) for body in bodies]
-    await until(lambda: len(host.visits) >= num_before + 8, "the host is asked")
+    await wait_until_async(lambda: len(host.visits) >= num_before + 8, "the host is asked")
     await leave(connections)
 
 

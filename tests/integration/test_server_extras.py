@@ -9,14 +9,14 @@ import pytest
 from openai import OpenAI
 
 from sensorium import LLM
-from tests.integration.conversing import (
+from tests.support.clients import (
     ask,
     chat,
     make_audio_part,
     make_image_part,
     make_video_part,
 )
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 

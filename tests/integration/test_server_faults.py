@@ -24,20 +24,13 @@ from tests.integration.fault_load import (
     has_connection,
     make_body,
     make_image_url,
-    until,
     wait_until_files_are,
     wait_until_idle,
 )
 from tests.integration.media_hosts import MediaServer, Visit, reply
-from tests.integration.serving import (
-    START_TIMEOUT_S,
-    ServerProcess,
-    get_descendants,
-    is_alive,
-    kill,
-    wait_until,
-)
-from tests.media_files import make_pixels, write_image
+from tests.support.media import make_pixels, write_image
+from tests.support.server import START_TIMEOUT_S, ServerProcess, get_descendants, is_alive, kill
+from tests.support.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.xdist_group("server-faults")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it
@@ -222,7 +215,7 @@ def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: Server
             os.kill(pid, signal.SIGSTOP)  # so that they surely have something in hand
         pictures = [make_body(f"new {i}", make_image_url(1000 + i)) for i in range(8)]
         crowd = Crowd(server, [*pictures, *make_load(4, 100)])
-        await until(
+        await wait_until_async(
             lambda: server.get_metrics()["sensorium:pool_running"] >= 1, "a worker has a job"
         )
         for pid in workers:

@@ -22,7 +22,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.integration.serving import ServerProcess, serve, wait_until
+from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-fuzz")
 _FLAGS = ("--max-model-len", "48", "--served-model-name", "tiny", "--no-access-log")

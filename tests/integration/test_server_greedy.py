@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sensorium import LLM, SamplingParams
-from tests.integration.conversing import Answer, Message, chat, make_conversations, stream_chat
-from tests.integration.serving import ServerProcess
+from tests.support.clients import Answer, Message, chat, make_conversations, stream_chat
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server-shared")
 OTHERS = make_conversations(1)

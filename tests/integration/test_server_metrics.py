@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.conversing import (
+from tests.integration.counting import CHAT, Tally
+from tests.integration.media_hosts import MediaServer, reply
+from tests.support.clients import (
     MODEL,
     Answer,
     Message,
@@ -24,9 +26,8 @@ from tests.integration.conversing import (
     make_url_part,
     stream_chat,
 )
-from tests.integration.counting import CHAT, Tally
-from tests.integration.media_hosts import MediaServer, reply
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-shared")
 SERIES = Path(__file__).parents[1] / "unit/server/metrics/dashboard_series.txt"

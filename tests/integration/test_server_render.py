@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sensorium.multimodal.item_codec import decode_item
-from tests.integration.conversing import (
+from tests.support.clients import (
     MODEL,
     ask,
     make_audio_part,
@@ -17,7 +17,7 @@ from tests.integration.conversing import (
     make_image_part,
     make_video_part,
 )
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -6,8 +6,9 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.integration.conversing import MODEL, ask
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.clients import MODEL, ask
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-shared")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.integration.conversing import MODEL, Answer, ask, chat, make_image_part
-from tests.integration.serving import ServerProcess
+from tests.support.clients import MODEL, Answer, ask, chat, make_image_part
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 EOS = 2

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.serving import ServerProcess, get_descendants, is_alive, wait_until
+from tests.support.server import ServerProcess, get_descendants, is_alive
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-shared")
 # Those of the wire's reference that have something to act on.

@@ -27,17 +27,10 @@ from tests.integration.fault_load import (
     make_body,
     make_image_url,
     open_raw,
-    until,
 )
 from tests.integration.media_hosts import MediaServer
-from tests.integration.serving import (
-    ROOT,
-    ServerProcess,
-    get_command,
-    is_alive,
-    kill,
-    wait_until,
-)
+from tests.support.server import ROOT, ServerProcess, get_command, is_alive, kill
+from tests.support.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.xdist_group("server-stopping")
 LONG = 3900  # no machine is so fast that it ends before something has happened to it
@@ -139,7 +132,7 @@ def test_who_is_not_done_in_time_is_told_so(
         await crowd.wait_until_streaming()
         await crowd.wait_until_running(16)
         reader, writer = await open_raw(server, b"{", announced=100)
-        await until(lambda: bool(silent_host.visits), "the image is asked for")
+        await wait_until_async(lambda: bool(silent_host.visits), "the image is asked for")
         os.killpg(server.process.pid, signal.SIGINT)
         replies, answer = await crowd.finish(), await reader.read()
         writer.close()

@@ -11,9 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from openai import BadRequestError, OpenAI
 
-from tests.integration.conversing import MODEL
 from tests.integration.random_schemas import make_schema
-from tests.integration.serving import ServerProcess
+from tests.support.clients import MODEL
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 MESSAGES: Any = [{"role": "user", "content": "hello"}]

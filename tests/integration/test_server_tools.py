@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-from tests.integration.serving import ServerProcess, serve
+from tests.support.server import ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("server")
 # As Qwen's: tools in the system's turn, calls and responses between tags, thinking on demand.

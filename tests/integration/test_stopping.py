@@ -9,7 +9,7 @@ import pytest
 
 from sensorium import LLM, CompletionOutput, SamplingParams
 from tests.parity.cases import make_text
-from tests.parity.driver import assert_nothing_is_left, make_llm
+from tests.support.engine import assert_nothing_is_left, make_llm
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
 PROMPT = make_text(5, seed=5)

@@ -19,7 +19,7 @@ from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
 from sensorium.worker.request_states import RequestState
 from tests.integration.random_schemas import make_schema
 from tests.parity.cases import make_media
-from tests.parity.driver import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
+from tests.support.engine import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
 
 MODELS = ["llama", "qwen2_5_vl"]
 PROMPTS = [f"{'Say something. ' * (index % 3 + 1)}{index}:" for index in range(8)]

@@ -19,7 +19,7 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
 from tests.integration.random_schemas import make_schema
-from tests.parity.driver import get_token_ids, make_llm
+from tests.support.engine import get_token_ids, make_llm
 
 NUM_SCHEMAS = 200
 # Every choice of one with every choice of the others.

@@ -18,7 +18,8 @@ import pytest
 
 from sensorium import __version__
 from sensorium.server.metrics.collect import Files, Values
-from tests.integration.supervised import Supervised, is_alive, wait_until
+from tests.integration.supervised import Supervised, is_alive
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

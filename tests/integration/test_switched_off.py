@@ -16,8 +16,9 @@ from sensorium import LLM, RequestError
 from sensorium.engine.build.catalog import describe_model
 from sensorium.engine.build.options import LoadingOptions
 from tests.integration.odd_models import make_vipllava
-from tests.integration.serving import ServerProcess, kill, serve, wait_until
-from tests.media_files import make_pixels, write_image
+from tests.support.media import make_pixels, write_image
+from tests.support.server import ServerProcess, kill, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-switched-off")
 _FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "1024")

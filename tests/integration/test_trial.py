@@ -21,8 +21,8 @@ from sensorium.core.counters import SchedulerCounters
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from tests.integration.odd_models import make_gemma4_unified, make_vibevoice_asr, make_vipllava
 from tests.parity.cases import MODALITIES
-from tests.parity.driver import assert_nothing_is_left, get_token_ids, make_llm
 from tests.parity.reference import GREEDY, NUM_TOKENS
+from tests.support.engine import assert_nothing_is_left, get_token_ids, make_llm
 from tiny_models.building import rescale
 
 TinyModel = Callable[[str], str]

@@ -20,7 +20,7 @@ from sensorium.engine.build.trial import TrialRun
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from tests.integration.test_trial import write_decoder
-from tests.parity.driver import make_llm
+from tests.support.engine import make_llm
 
 TinyModel = Callable[[str], str]
 pytestmark = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

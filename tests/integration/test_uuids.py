@@ -29,8 +29,8 @@ from tests.integration.perceiving import (
     process,
     process_and_release,
     release,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 URL = "https://media.example/picture.png"
 _numbers = count()

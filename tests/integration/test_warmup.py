@@ -26,7 +26,7 @@ from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
 from sensorium.server.processes.frontend_app import FrontendApp, build_frontend_app
 from sensorium.types.errors import ModelError, RequestError
-from tests.media_files import (
+from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,

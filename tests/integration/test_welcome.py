@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from sensorium.server.http.welcome import WELCOME_PATHS
-from tests.integration.conversing import MODEL, Message, Part, ask, make_mp4, make_png, make_wav
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.clients import MODEL, Message, Part, ask, make_mp4, make_png, make_wav
+from tests.support.server import ServerProcess
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.integration.browsing import Browser

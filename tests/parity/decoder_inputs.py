@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sensorium import LLM
-from tests.parity.driver import get_adapter
 from tests.parity.reference import GREEDY, Expected, Reference
+from tests.support.engine import get_adapter
 
 
 @torch.inference_mode()

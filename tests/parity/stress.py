@@ -32,7 +32,8 @@ from tests.parity.cases import (
     make_text,
     make_video,
 )
-from tests.parity.driver import (
+from tests.parity.reference import Expected, Reference
+from tests.support.engine import (
     MAX_STEPS,
     Trace,
     assert_nothing_is_left,
@@ -40,7 +41,6 @@ from tests.parity.driver import (
     get_largest_item,
     make_llm,
 )
-from tests.parity.reference import Expected, Reference
 
 NUM_REQUESTS = 30
 NUM_ENGINES = 4

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestOutput, SamplingParams
-from tests.media_files import make_clip, write_image, write_sound, write_video
 from tests.parity.cases import (
     MODALITIES,
     MULTIMODAL_FAMILIES,
@@ -22,7 +21,8 @@ from tests.parity.cases import (
     make_media,
     make_video,
 )
-from tests.parity.driver import Trace, assert_nothing_is_left, get_token_ids, make_llm
+from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids, make_llm
+from tests.support.media import make_clip, write_image, write_sound, write_video
 
 NUM_TOKENS = 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

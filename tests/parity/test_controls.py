@@ -25,8 +25,8 @@ from tests.parity.cases import (
     Case,
     make_media,
 )
-from tests.parity.driver import Trace, get_adapter, make_llm
 from tests.parity.reference import GREEDY, Expected, ReferenceOf, get_differences
+from tests.support.engine import Trace, get_adapter, make_llm
 
 pytestmark = pytest.mark.check("controls")
 

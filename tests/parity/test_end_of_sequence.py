@@ -10,8 +10,8 @@ import pytest
 
 from sensorium import SamplingParams
 from tests.parity.cases import FAMILIES
-from tests.parity.driver import make_llm
 from tests.parity.reference import NUM_TOKENS, Reference, ReferenceOf
+from tests.support.engine import make_llm
 
 pytestmark = pytest.mark.check("end")
 

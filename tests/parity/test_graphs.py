@@ -8,17 +8,18 @@ import pytest
 
 from sensorium.types.scheduling import StepMode
 from tests.parity.cases import FAMILIES
-from tests.parity.driver import (
+from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
+from tests.parity.graph_parts import use_graphs
+from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
+from tests.support.engine import (
     ROOMS,
     Trace,
     assert_nothing_is_left,
     get_kv_bytes,
     make_llm,
+    make_probe,
     run_staggered,
 )
-from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
-from tests.parity.graph_parts import use_graphs
-from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 # Why some steps of a family can't be replayed.
 _EAGER = {
@@ -59,7 +60,7 @@ def test_preempted_requests_give_the_reference_tokens(
     reference = reference_of(family)
     expected = [*reference.expected, *reversed(reference.expected)]
     longest = max(len(entry.prompt_token_ids) for entry in expected) + NUM_TOKENS
-    kv_bytes = partial(get_kv_bytes, make_llm(reference.directory, block_size=1))
+    kv_bytes = partial(get_kv_bytes, make_probe(reference.directory))
     recorders = use_graphs(monkeypatch)
     for room in ROOMS:
         llm = make_llm(

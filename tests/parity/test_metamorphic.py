@@ -10,8 +10,8 @@ import pytest
 
 from sensorium import SamplingParams
 from tests.parity.cases import MAIN_FAMILIES, MODALITIES, Case, make_media
-from tests.parity.driver import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm
 from tests.parity.reference import Reference, ReferenceOf
+from tests.support.engine import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm, make_probe
 
 pytestmark = pytest.mark.check("sampling")
 
@@ -120,9 +120,7 @@ def test_preemptions_change_nothing(reference_of: ReferenceOf, alone: Any, famil
             reference.directory,
             max_model_len=longest,
             block_size=1,
-            kv_cache_memory_bytes=get_kv_bytes(
-                make_llm(reference.directory, block_size=1), longest + room
-            ),
+            kv_cache_memory_bytes=get_kv_bytes(make_probe(reference.directory), longest + room),
         )
         trace = Trace(llm)
         outputs = llm.generate(get_prompts(reference), get_params(), use_tqdm=False)

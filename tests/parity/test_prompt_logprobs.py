@@ -13,8 +13,8 @@ import torch
 
 from sensorium import RequestOutput, SamplingParams
 from tests.parity.cases import FAMILIES
-from tests.parity.driver import assert_nothing_is_left, make_llm
 from tests.parity.reference import Expected, Reference, ReferenceOf
+from tests.support.engine import assert_nothing_is_left, make_llm
 
 pytestmark = pytest.mark.check("prompt logits")
 SCORED = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=4)

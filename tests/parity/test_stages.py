@@ -15,8 +15,8 @@ from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreRequest
 from tests.parity.cases import FAMILIES, MODALITIES, MROPE_FAMILIES, MULTIMODAL_FAMILIES
 from tests.parity.decoder_inputs import get_decoder_inputs, get_our_decoder_inputs
-from tests.parity.driver import add_with_tensors, make_llm, process_with_tensors
 from tests.parity.reference import GREEDY, Expected, Reference, ReferenceOf
+from tests.support.engine import add_with_tensors, make_llm, process_with_tensors
 
 _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 

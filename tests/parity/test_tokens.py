@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.parity.cases import FAMILIES, MODALITIES, MULTIMODAL_FAMILIES, make_repeated_case
-from tests.parity.driver import (
+from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
+from tests.support.engine import (
     ROOMS,
     Trace,
     assert_nothing_is_left,
@@ -15,9 +16,9 @@ from tests.parity.driver import (
     get_kv_bytes,
     get_largest_item,
     make_llm,
+    make_probe,
     run_staggered,
 )
-from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 
 
 @pytest.mark.check("alone")
@@ -126,7 +127,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
 ) -> None:
     reference = reference_of(family)
     prompts = [entry.prompt for entry in reference.expected]
-    size = get_largest_item(make_llm(reference.directory), prompts)
+    size = get_largest_item(make_probe(reference.directory), prompts)
     llm = make_llm(reference.directory, encoder_cache_size=size, max_num_batched_tokens=64)
     outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     assert get_differences(outputs, reference.expected) == []
@@ -165,9 +166,7 @@ def test_preempted_requests_give_the_reference_tokens(
             block_size=1,
             max_num_batched_tokens=budget,
             enable_prefix_caching=enable_prefix_caching,
-            kv_cache_memory_bytes=get_kv_bytes(
-                make_llm(reference.directory, block_size=1), longest + room
-            ),
+            kv_cache_memory_bytes=get_kv_bytes(make_probe(reference.directory), longest + room),
         )
         trace = Trace(llm)
         outputs = run_staggered(llm, [entry.prompt for entry in expected], GREEDY, steps_between=1)

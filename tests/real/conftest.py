@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sensorium import LLM
-from tests.integration.conversing import MODEL
-from tests.integration.serving import ServerProcess, serve
-from tests.parity.driver import make_llm
+from tests.support.clients import MODEL
+from tests.support.engine import make_llm
+from tests.support.server import ServerProcess, serve
 
 FOLDER = Path(__file__).parent
 # Prompts take several steps, and share them.

@@ -15,9 +15,6 @@ from jsonschema import Draft202012Validator
 
 from sensorium import LLM, SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
-from tests.integration.conversing import Answer, chat, stream_chat
-from tests.integration.serving import ServerProcess
-from tests.parity.driver import Trace, assert_nothing_is_left, get_token_ids
 from tests.real.chatting import (
     CITY_QUESTION,
     CITY_SCHEMA,
@@ -28,6 +25,9 @@ from tests.real.chatting import (
     make_long_question,
 )
 from tests.real.conftest import MAX_NUM_BATCHED_TOKENS
+from tests.support.clients import Answer, chat, stream_chat
+from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids
+from tests.support.server import ServerProcess
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 CONVERSATIONS = [ask(question) for question in QUESTIONS]

@@ -25,9 +25,9 @@ import torch
 from real_models.speech import RATE, get_recordings
 from sensorium import LLM, SamplingParams
 from sensorium.multimodal.decoding.audio import resample
-from tests.media_files import write_av_sound, write_sound
-from tests.parity.driver import get_adapter, make_llm, process_with_tensors
 from tests.real.hearing import NUM_FRAMES, Whisper, count_errors, make_hearing_model
+from tests.support.engine import get_adapter, make_llm, process_with_tensors
+from tests.support.media import write_av_sound, write_sound
 
 TOLERANCE = 2e-3
 HOP = 160  # samples to a frame

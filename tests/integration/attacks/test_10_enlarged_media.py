@@ -19,8 +19,8 @@ from attacks.enlarged_media import (
     make_video_body,
 )
 from attacks.neighbours import Neighbours
-from tests.integration.serving import ServerProcess, serve
-from tests.media_files import make_clip, write_video
+from tests.support.media import make_clip, write_video
+from tests.support.server import ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("mini")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from attacks.neighbours import Answer, Neighbours
 from attacks.slow_hosts import FLAGS, NUM_URLS, SlowHost, attack, make_body, run_quick_host, send
-from tests.integration.serving import ServerProcess, serve
+from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-slow-hosts")
 
@@ -81,13 +82,6 @@ def test_neighbours_are_answered_while_hosts_are_slow(
         fetched
     )
     assert max(answer.seconds for answer in [*answers, *fetched]) < BOUND_S
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_a_client_that_leaves_ends_its_fetches(server: ServerProcess) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from attacks.costly_media import (
@@ -14,20 +16,23 @@ from attacks.costly_media import (
     send,
 )
 from attacks.neighbours import Neighbours
-from tests.integration.serving import ServerProcess, wait_until
+from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("mini")
+pytestmark = pytest.mark.xdist_group("attack-12")
 BOUND_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def server(mini_server: ServerProcess) -> ServerProcess:
-    wait_until(
-        lambda: mini_server.get_metrics()["sensorium:pool_workers"] >= 2,
-        "two processes for media are ready",
-        timeout_s=480.0,
-    )
-    return mini_server
+def server(mini_cache: str) -> Iterator[ServerProcess]:
+    """A server of its own: with its end, what it still decodes ends too."""
+    with serve("sensorium-mini", SENSORIUM_CACHE_DIR=mini_cache) as server:
+        wait_until(
+            lambda: server.get_metrics()["sensorium:pool_workers"] >= 2,
+            "two processes for media are ready",
+            timeout_s=480.0,
+        )
+        yield server
 
 
 def test_a_video_of_too_many_pixels_is_refused_with_the_numbers(server: ServerProcess) -> None:

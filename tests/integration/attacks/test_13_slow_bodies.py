@@ -11,7 +11,7 @@ import pytest
 
 from attacks.neighbours import Neighbours
 from attacks.slow_bodies import FLAGS, NUM_BODIES, NUM_HEADS, attack
-from tests.integration.serving import ServerProcess, serve
+from tests.support.server import ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("attack-slow-bodies")
 

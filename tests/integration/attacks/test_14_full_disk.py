@@ -18,15 +18,8 @@ import pytest
 
 from attacks.full_disk import CannotMountError, attack, get_free_bytes, small_disk
 from attacks.neighbours import Neighbours
-from tests.integration.serving import (
-    ROOT,
-    START_TIMEOUT_S,
-    ServerProcess,
-    get_descendants,
-    kill,
-    serve,
-    wait_until,
-)
+from tests.support.server import ROOT, START_TIMEOUT_S, ServerProcess, get_descendants, kill, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-14")
 

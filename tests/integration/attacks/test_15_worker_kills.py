@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from attacks.neighbours import PICTURE, make_new_picture, make_picture_part
-from tests.integration.serving import ServerProcess, kill, wait_until
+from tests.support.server import ServerProcess, kill
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack_15")
 PATIENCE_S = 480.0  # only against hangs

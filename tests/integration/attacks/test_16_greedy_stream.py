@@ -10,7 +10,8 @@ import pytest
 
 from attacks.greedy_stream import attack, is_ended, open_stream
 from attacks.neighbours import Neighbours
-from tests.integration.serving import ServerProcess, serve, wait_until
+from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-16")
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from attacks.foreign_page import CHAT, REQUESTS, RESET, PageRequest
-from tests.integration.serving import ServerProcess
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("mini")
 

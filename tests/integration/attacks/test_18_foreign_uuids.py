@@ -11,7 +11,7 @@ import pytest
 
 from attacks.foreign_uuids import ATTACKER, FLAGS, VICTIM, Client, make_chat
 from attacks.neighbours import PICTURE, make_picture_part
-from tests.integration.serving import ROOT, ServerProcess, serve
+from tests.support.server import ROOT, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("attack-foreign-uuids")
 

@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from tests.integration.fault_load import Crowd, Reply, ask, make_body
-from tests.integration.serving import START_TIMEOUT_S, ServerProcess, is_alive, serve, wait_until
+from tests.support.server import START_TIMEOUT_S, ServerProcess, is_alive, serve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-19")
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.serving import ServerProcess
-from tests.media_files import RATE, make_melody, write_sound
+from tests.support.media import RATE, make_melody, write_sound
+from tests.support.server import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("mini")
 

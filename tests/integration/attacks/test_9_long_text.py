@@ -11,7 +11,7 @@ import pytest
 
 from attacks.long_text import FLAGS, attack, make_bodies, make_text
 from attacks.neighbours import Neighbours
-from tests.integration.serving import ServerProcess, serve
+from tests.support.server import ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("attack-long-text")
 

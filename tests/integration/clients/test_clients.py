@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.serving import ROOT, ServerProcess
+from tests.support.server import ROOT, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("mini")
 

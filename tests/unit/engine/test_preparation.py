@@ -19,6 +19,7 @@ from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
 from sensorium.utils.pausing import Pausing
+from tests.support.waiting import wait_until_async
 
 PLAIN = SamplingParams()
 GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
@@ -119,14 +120,6 @@ AWAY: Any = {"prompt": "", "multi_modal_data": {"away": 1}}
 HERE: Any = {"prompt": "", "multi_modal_data": {"here": 1}}
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
-
-
 def test_media_that_is_fetched_holds_no_thread() -> None:
     """However many requests wait for hosts, one whose media is here is prepared."""
 
@@ -134,7 +127,7 @@ def test_media_that_is_fetched_holds_no_thread() -> None:
         renderer = FetchingRenderer()
         preparation = make_preparation(renderer)
         away = [asyncio.ensure_future(preparation.prepare("", AWAY, PLAIN)) for _ in range(200)]
-        await wait_until(lambda: len(renderer.fetches) == 200)
+        await wait_until_async(lambda: len(renderer.fetches) == 200)
         await asyncio.wait_for(preparation.prepare("", HERE, PLAIN), 60)
         assert not any(task.done() for task in away)
         for fetch in renderer.fetches:
@@ -152,7 +145,7 @@ def test_work_that_waits_for_a_host_is_closed_when_its_caller_is_gone(way: str) 
         renderer = FetchingRenderer()
         preparation = make_preparation(renderer)
         task = asyncio.ensure_future(preparation.prepare("", AWAY, PLAIN))
-        await wait_until(lambda: bool(preparation._waiting) and bool(renderer.fetches))
+        await wait_until_async(lambda: bool(preparation._waiting) and bool(renderer.fetches))
         await asyncio.sleep(0.05)
         if way == "leave":
             task.cancel()
@@ -160,7 +153,7 @@ def test_work_that_waits_for_a_host_is_closed_when_its_caller_is_gone(way: str) 
             preparation.close()
         with pytest.raises(asyncio.CancelledError if way == "leave" else StoppingError):
             await task
-        await wait_until(lambda: renderer.ended == ["closed"])
+        await wait_until_async(lambda: renderer.ended == ["closed"])
         assert renderer.cancelled[0].done()
         preparation.close()
 
@@ -172,12 +165,12 @@ def test_a_request_that_was_finished_for_a_caller_that_left_is_released() -> Non
         renderer, released = SlowRenderer(), []
         preparation = make_preparation(renderer, released.append)
         task = asyncio.ensure_future(preparation.prepare("", "slow", PLAIN))
-        await wait_until(lambda: renderer.has_begun.is_set())
+        await wait_until_async(lambda: renderer.has_begun.is_set())
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         renderer.is_over.set()
-        await wait_until(lambda: released == [None])
+        await wait_until_async(lambda: released == [None])
         preparation.close()
 
     asyncio.run(run())

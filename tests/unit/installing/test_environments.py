@@ -15,12 +15,12 @@ from installing.environments import measure_size, read_versions
 from installing.server_check import QUESTIONS, InstallError, check_server
 from sensorium.embedded.samples import MEDIA_FOLDER
 
+pytestmark = pytest.mark.processes
+
 # Answers as told to, in turn, then waits to be stopped.
 STAND_IN = """
 import json, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-
-pytestmark = pytest.mark.processes
 
 answers = sys.argv[1:]
 

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 PACKAGES = {
     "absent": "raise ImportError('no torchvision')",
     "intact": "",
@@ -55,9 +59,6 @@ except RuntimeError as error:
     print("nms" in str(error))
 import sensorium.models
 import torchvision
-import pytest
-
-pytestmark = pytest.mark.processes
 print(torchvision.nms is not None, "sensorium.models.torchvision_shim" in sys.modules)
 """
     assert run(tmp_path, script) == ["True", "True", "True"]

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.processing.checks import check_media
 from sensorium.types.errors import RequestError
-from tests.media_files import make_melody
+from tests.support.media import make_melody
 
 RATE = 16_000
 SOUND = np.linspace(-0.5, 0.5, 400)

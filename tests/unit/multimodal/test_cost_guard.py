@@ -18,7 +18,7 @@ from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
-from tests.media_files import make_clip, make_melody, make_pixels, write_image, write_video
+from tests.support.media import make_clip, make_melody, make_pixels, write_image, write_video
 
 # Old names of options still work, with a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing `min_pixels`")

@@ -14,7 +14,7 @@ from sensorium.multimodal.processing.item_worker import Hearing, ItemJob, ItemWo
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
-from tests.media_files import make_melody
+from tests.support.media import make_melody
 
 RATE = 16_000
 # The windows of the tiny models, in seconds. Audio Flamingo's is set here: ten minutes take long.

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from sensorium.multimodal.single_flight import FinishedFlight, SingleFlight
 from sensorium.types.errors import CapacityError, MissingMediaError, RequestError
+from tests.support.waiting import wait_until
 
 SOON_S = 60.0
 
@@ -46,13 +46,6 @@ class Starter:
         """A caller counts as waiting before it has begun its flight."""
         wait_until(lambda: len(self.flights) > index)
         return self.flights[index]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from sensorium.multimodal.media_item import MediaBytes
 from sensorium.multimodal.processing.item_backend import estimate_cost_s
 from sensorium.types.errors import RequestError
 from tests.integration.media_bombs import BOMBS
-from tests.media_files import make_clip, make_pixels, make_png, write_image, write_video
+from tests.support.media import make_clip, make_pixels, make_png, write_image, write_video
 
 LIMITS = MediaLimits()
 HEADER_BOMBS = [

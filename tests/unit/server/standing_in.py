@@ -27,18 +27,10 @@ from sensorium.types.outputs import (
 )
 from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
+from tests.support.waiting import wait_until
 
 WORDS = ("Hel", "lo", " wörld")
 PROMPT_IDS = (1, 2, 3)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Patient: a limit only against hangs."""
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise TimeoutError(what)
 
 
 def make_logprob(index: int) -> dict[int, Logprob]:

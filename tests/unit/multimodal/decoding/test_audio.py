@@ -15,7 +15,7 @@ import soxr
 from sensorium.multimodal.decoding.audio import _trim_end, decode_audio, resample
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
-from tests.media_files import (
+from tests.support.media import (
     RATE,
     Samples,
     make_clip,

@@ -12,7 +12,7 @@ from PIL import Image
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
-from tests.media_files import RATE, make_clip, make_melody, write_image, write_sound, write_video
+from tests.support.media import RATE, make_clip, make_melody, write_image, write_sound, write_video
 
 LIMITS = MediaLimits()
 

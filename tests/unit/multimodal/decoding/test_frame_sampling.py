@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 
 from sensorium.multimodal.decoding.video import Metadata, decode_video, make_frame_chooser
 from sensorium.multimodal.limits import MediaLimits
-from tests.media_files import make_clip, write_video
+from tests.support.media import make_clip, write_video
 
 MODELS = (
     "llava_onevision",

@@ -18,7 +18,7 @@ from tests.integration.media_bombs import (
     make_tiff,
     make_webp,
 )
-from tests.media_files import make_images, make_pixels, make_png, write_image
+from tests.support.media import make_images, make_pixels, make_png, write_image
 
 FILES = make_images()
 

@@ -14,7 +14,7 @@ from sensorium.multimodal.decoding.images import decode_image
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
-from tests.media_files import make_images, make_pixels, make_png, write_image
+from tests.support.media import make_images, make_pixels, make_png, write_image
 
 LIMITS = MediaLimits()
 PIXELS = make_pixels()

@@ -17,7 +17,7 @@ from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.video import Frames, Metadata, decode_video
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
-from tests.media_files import (
+from tests.support.media import (
     get_grey,
     make_clip,
     make_melody,

@@ -20,7 +20,7 @@ from sensorium.multimodal.decoding.images import decode_image
 from sensorium.multimodal.decoding.video import decode_video
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
-from tests.media_files import (
+from tests.support.media import (
     RATE,
     make_clip,
     make_melody,

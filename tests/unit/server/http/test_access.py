@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from sensorium.server.http.middleware.requests import get_limit
-from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve, wait_until
+from tests.support.waiting import wait_until
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 
 OPEN = ("/health", "/ping", "/version")
 CLOSED = ("/v1/models", "/load", "/docs", "/openapi.json", "/nothing")

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve, wait_until
+from tests.support.waiting import wait_until
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}

@@ -11,7 +11,8 @@ import pytest
 from sensorium.server.http.bodies import intake as body_intake
 from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
 from sensorium.server.http.errors import ApiError, ClientGoneError
-from tests.unit.server.standing_in import RunningServer, serve, wait_until
+from tests.support.waiting import wait_until
+from tests.unit.server.standing_in import RunningServer, serve
 
 PATH = "/v1/completions"
 HEAD = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

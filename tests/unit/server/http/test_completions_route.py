@@ -10,13 +10,8 @@ import pytest
 from openai import OpenAI
 
 from sensorium.types.errors import RequestError
-from tests.unit.server.standing_in import (
-    RunningServer,
-    ScriptedEngine,
-    read_events,
-    serve,
-    wait_until,
-)
+from tests.support.waiting import wait_until
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_events, serve
 
 TEXT = "Hello wörld"
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve, wait_until
+from tests.support.waiting import wait_until
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},

@@ -18,7 +18,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from sensorium.types.errors import CapacityError
-from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve, wait_until
+from tests.support.waiting import wait_until
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 
 
 def test_models_are_listed_under_all_their_names(server: RunningServer) -> None:

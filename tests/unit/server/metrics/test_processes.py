@@ -16,6 +16,8 @@ from sensorium.server.metrics.definitions import ALIASES, DEFINITIONS
 from sensorium.types.request import FinishReason
 from tests.unit.server.metrics import writers
 
+pytestmark = pytest.mark.processes
+
 SERIES = Path(__file__).parent / "dashboard_series.txt"
 FRONTEND = """
 import sys

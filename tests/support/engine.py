@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from sensorium import LLM, RequestOutput, SamplingParams
@@ -78,6 +79,12 @@ class Trace:
 def make_llm(directory: str, **options: Any) -> LLM:
     values = {"max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32", "device": "cpu"}
     return LLM(directory, **{**values, **options})
+
+
+@cache
+def make_probe(directory: str) -> LLM:
+    """Make an engine that is asked for its sizes only, once for each model."""
+    return make_llm(directory, block_size=1)
 
 
 def get_adapter(llm: LLM) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from tests.media_files import (
+from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,
@@ -89,14 +89,13 @@ def make_conversations(seed: int = 0) -> dict[str, list[Message]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`logprobs`: of the chosen tokens. Their last digits depend on who shares a step, so that
-    equal choices may differ in them.
-    """
+    """A choice as a client sees it. Choices that differ in their logprobs only are equal."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: Any
+    # Of the chosen tokens. Their last digits depend on the requests that share a step.
     logprobs: tuple[float, ...] = field(default=(), compare=False)
 
 

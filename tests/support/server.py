@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
 
 class ServerProcess:
-    """`lines` is what it has said so far, on both streams. `first_metrics`: as they were noted."""
+    """A server process of its own, and what it has printed so far."""
 
     def __init__(self, model: str, *flags: str, command: str = "serve", **variables: str) -> None:
-        """`variables` of its environment, beside those of this process."""
+        """Start the server. `variables` are added to the environment of this process."""
         own = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         environment = {**os.environ, **own, **variables}
         cache = (_CACHE_FLAG, _CACHE_GB) if command == "serve" and _CACHE_FLAG not in flags else ()
@@ -46,7 +46,7 @@ class ServerProcess:
             start_new_session=True,
         )
         self.flags = flags
-        self.lines: list[str] = []
+        self.lines: list[str] = []  # of both streams
         self.url: str | None = None
         self.first_metrics = ""
         self._is_said = threading.Condition()
@@ -121,8 +121,9 @@ class ServerProcess:
             self.post(f"/reset_{level}_cache").raise_for_status()
 
     def get_metrics(self, **options: Any) -> dict[str, float]:
-        """Samples by name and labels, e.g. `vllm:request_success_total{finished_reason="stop"}`;
-        labels that all have (model_name, engine) are left out.
+        """Return samples by name and labels, without the labels that all have.
+
+        A key is, for example, `vllm:request_success_total{finished_reason="stop"}`.
         """
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(self.get("/metrics", **options).text):
@@ -276,11 +277,3 @@ def get_descendants(pid: int) -> list[int]:
         except OSError:
             continue
     return children + [entry for child in children for entry in get_descendants(child)]
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s} s in vain until {what}")
-        time.sleep(0.05)
