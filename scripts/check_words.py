@@ -26,7 +26,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/grammar",
     "src/sensorium/layers",
     "src/sensorium/models",
-    "src/sensorium/multimodal",
     "src/sensorium/render",
     "src/sensorium/server",
     "src/sensorium/types",

@@ -71,8 +71,9 @@ class MediaHasher:
         processor_kwargs: Mapping[str, object],
         cache_salt: str | None,
     ) -> str:
-        """Return the `mm_hash` of an item. `decode_options` are `None` for media that
-        came decoded.
+        """Return the `mm_hash` of an item.
+
+        `decode_options` are `None` for media that came decoded.
         """
         parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
         return self._digest("item", [*parts, cache_salt])

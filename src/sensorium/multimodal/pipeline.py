@@ -91,8 +91,7 @@ class MediaPipeline:
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
     def for_warmup(self) -> MediaPipeline:
-        """Return a pipeline that does the same in the same place, with a cache and names of its
-        own.
+        """Return a pipeline that does the same with a cache and names of its own.
 
         What it processes is neither kept nor counted in this one. The caller closes its `loader`.
         """
@@ -223,9 +222,7 @@ class _ItemCall:
             stage()
 
     def recognise(self) -> None:
-        """Find the item by its uuid, which spares the fetch if a cache has what the
-        uuid refers to.
-        """
+        """Find the item by its uuid, which spares the fetch if a cache has the item."""
         item, pipeline = self.item, self._pipeline
         if item.uuid is not None and (item.media is None or item.is_remote):
             source = pipeline.uuids.get(item.uuid, modality=item.modality, scope=self._scope)

@@ -86,8 +86,9 @@ class SingleFlight(Generic[K, V]):
         self._num_waiting = 0
 
     def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
-        """Wait for the flight of `key`, which `start` begins if there is none. An error of `start`
-        is one of the flight, and raised at once.
+        """Wait for the flight of `key`, which `start` begins if there is none.
+
+        An error of `start` is one of the flight, and raised at once.
         """
         entry, is_first = self._enter(key)
         if is_first:
@@ -166,7 +167,7 @@ class SingleFlight(Generic[K, V]):
             self._land(key, entry, None, future.result())
 
     def _land(self, key: K, entry: _Entry, error: BaseException | None, result: Any) -> None:
-        """Settle the flight.
+        """Settle the flight with its error or its result.
 
         This is under the lock as a whole: no caller may join what has ended, nor find nothing
         before the others have their result. The callbacks of `outcome` are those of `_wait`, which
@@ -235,8 +236,9 @@ class Waiter(Generic[K, V]):
 
 
 def _is_own(error: BaseException) -> bool:
-    """Return True if an error concerns only the caller in this thread: an interrupt, a
-    cancellation.
+    """Return True if an error concerns only the caller in this thread.
+
+    That is an interrupt or a cancellation.
     """
     return isinstance(error, CancelledError) or not isinstance(error, Exception)
 

@@ -197,8 +197,10 @@ class ItemTable:
             )
 
     def _rebind(self, handles: Sequence[ItemHandle]) -> None:
-        """Let each handle pin what is kept under its hash now. An item that is no longer kept is
-        kept again if its handle has the tensors and there is room.
+        """Let each handle pin what is kept under its hash now.
+
+        An item that is no longer kept is kept again if its handle has the tensors and there is
+        room.
         """
         if any(handle not in self._held for handle in handles):
             raise InvariantError("a handle was released before its item was sent")

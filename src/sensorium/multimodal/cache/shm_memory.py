@@ -1,5 +1,4 @@
-"""The memory of a shared-memory store: the segment with its mutex, and the table of what lies in
-it.
+"""The memory of a shared-memory store: a segment with a mutex, and a table of its content.
 
 Free of torch, so that a parent may make the memory for processes that attach to it. The memory is
 an anonymous file (`memfd_create`). It has no name, so nothing can be left behind: it goes with the
@@ -49,8 +48,10 @@ _FLOCK = struct.Struct("@hhqqi0q")
 
 
 class ShmSegment:
-    """One process's (or one instance's) hold on the memory. `with segment:` is the mutex; inside
-    one process it also keeps threads apart. `fd` is for child processes (`pass_fds`).
+    """The hold of one process (or one instance) on the memory.
+
+    `with segment:` is the mutex; inside one process it also keeps threads apart. `fd` is for child
+    processes (`pass_fds`).
     """
 
     def __init__(self, fd: int) -> None:
@@ -408,9 +409,7 @@ def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> 
 def _find_gap(
     starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
 ) -> int | None:
-    """Return the first place of `room` free bytes between extents `[start, end)`, which
-    are sorted.
-    """
+    """Return the first place of `room` free bytes between sorted extents `[start, end)`."""
     gaps = np.empty((2, len(starts) + 1), dtype=np.int64)  # their starts, and their ends
     gaps[0, 0], gaps[1, -1] = 0, capacity
     gaps[0, 1:], gaps[1, :-1] = ends, starts
@@ -427,8 +426,9 @@ _MAX_SLOTS = 8 * 1024
 
 
 def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
-    """Return reserved memory with an empty table. Raise `ModelError` if the system has
-    too little.
+    """Return reserved memory with an empty table.
+
+    Raise `ModelError` if the system has too little.
     """
     if capacity_bytes < 1 or max_object_bytes < 1:
         raise ModelError("the shared-memory cache and its largest object need >= 1 byte")

@@ -80,8 +80,9 @@ _decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
 class ShmStore:
-    """A store of processed items that several threads may use. After a fork the child has to
-    `attach`.
+    """A store of processed items that several threads may use.
+
+    After a fork the child has to `attach`.
     """
 
     def __init__(self, segment: ShmSegment) -> None:
@@ -158,8 +159,9 @@ class ShmStore:
         return self._acquire(mm_hash, is_use=False)
 
     def lease(self, reference: ShmReference) -> ShmEntry | None:
-        """Lease a reference once more, also one of another process. Return `None` if the item is
-        gone.
+        """Lease a reference once more, also one of another process.
+
+        Return `None` if the item is gone.
         """
         with self._segment:
             if not self._index.is_current(reference.slot, reference.generation):
@@ -208,9 +210,7 @@ class ShmStore:
             self._sweep()
 
     def statistics(self) -> CacheStatistics:
-        """Return counts of the whole store, for all processes together, without queries
-        and hits.
-        """
+        """Return the counts of all processes together, without queries and hits."""
         with self._segment:
             num_items, num_bytes = self._index.get_usage()
             return CacheStatistics(
@@ -222,8 +222,9 @@ class ShmStore:
             )
 
     def close(self) -> None:
-        """Give back all leases; waits for threads that are inside `put`. Tensors that are still
-        around keep the memory mapped, but it may change under them.
+        """Give back all leases, after waiting for threads that are inside `put`.
+
+        Tensors that are still around keep the memory mapped, but it may change under them.
         """
         with self._writers:
             if self._is_closed:
@@ -265,8 +266,9 @@ class ShmStore:
     def _reserve(
         self, key: Key, item: ProcessedItem, metadata: bytes
     ) -> tuple[ShmReference | None, bool]:
-        """Return a lease on what is there already, or on room for the item, and whether it is the
-        latter.
+        """Return a lease on what is there already, or on room for the item.
+
+        The second value is True if it is room.
         """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
@@ -300,8 +302,9 @@ class ShmStore:
         self._data[middle : middle + extent.metadata_bytes] = metadata
 
     def _commit(self, key: Key, reference: ShmReference) -> ShmReference:
-        """Let the item be found, unless another writer was faster. Return the lease
-        that is valid.
+        """Let the item be found, unless another writer was faster.
+
+        Return the lease that is valid.
         """
         with self._segment:
             rival = self._index.find(key)

@@ -181,8 +181,9 @@ def get_decoder_options(max_pixels: int) -> dict[str, str]:
 
 
 def check_duration(container: InputContainer, stream: Stream, max_duration_s: float) -> float:
-    """Return the seconds that the header claims, which may be 0, or a lie. Raise `RequestError` if
-    they are too many.
+    """Return the seconds that the header claims, which may be 0 or false.
+
+    Raise `RequestError` if they are too many.
     """
     durations = [0.0]
     if container.duration is not None:

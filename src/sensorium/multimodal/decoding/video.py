@@ -44,12 +44,12 @@ _DEFAULT_NUM_FRAMES = 32
 
 
 def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
-    """Return the choice of frames for a request, of which `options` may hold `fps` or `num_frames`.
+    """Return the choice of frames for a request.
 
-    The rule is asked as the processor itself would ask it, with its own settings beside those of
-    the request. Where it fails (for a clip of fewer frames than it wants, or if it can't have both
-    a rate and a number) it is asked for a number of frames that there are. If that fails too, the
-    frames are spread evenly.
+    `options` may hold its `fps` or `num_frames`. The rule is asked as the processor itself would
+    ask it, with its own settings beside those of the request. Where it fails (for a clip of fewer
+    frames than it wants, or if it can't have both a rate and a number) it is asked for a number of
+    frames that there are. If that fails too, the frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -214,8 +214,10 @@ def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimi
 def _check_work(
     num_frames: int, metadata: Metadata, limits: MediaLimits, budget: WorkBudget
 ) -> None:
-    """Raise `RequestError` if the frames that have to be decoded are too many pixels in all, by the
-    sizes in the container, and `CostlyItemError` if they are more work than the budget has.
+    """Raise an error if the frames that have to be decoded are too much work.
+
+    It is a `RequestError` for too many pixels in all, by the sizes in the container, and a
+    `CostlyItemError` for more work than the budget has.
     """
     width, height = metadata["width"], metadata["height"]
     if num_frames * width * height > limits.max_decoded_pixels:
@@ -262,8 +264,9 @@ def _read_frames(
 
 
 def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
-    """Return an upright frame of the size of those before it. A clip may change its size on its
-    way.
+    """Return an upright frame of the size of those before it.
+
+    A clip may change its size on its way.
     """
     # A matrix without an angle gives the lowest or another integer, depending on the processor.
     num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0

@@ -29,8 +29,9 @@ _NUMBER = re.compile(r"\d+|0x[0-9a-f]*")
 
 
 def canonical_host(host: str) -> str:
-    """Return the canonical form. Raise `ValueError` for what is neither a host name nor
-    an address.
+    """Return the canonical form of a host name or an address.
+
+    Raise `ValueError` for anything else.
     """
     if ":" in host:
         if "%" in host:

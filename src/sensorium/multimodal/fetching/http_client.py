@@ -233,8 +233,9 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class HttpClient:
-    """A client for media. Without an `ssl_context` it trusts certificates of the system and
-    certifi.
+    """A client for media over http(s).
+
+    Without an `ssl_context` it trusts certificates of the system and of certifi.
     """
 
     def __init__(

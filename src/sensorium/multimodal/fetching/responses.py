@@ -27,8 +27,9 @@ _MAX_LIFETIME_S = 10 * 365 * 86400
 
 
 def parse_cache_control(headers: Headers) -> dict[str, str]:
-    """Return directive -> value, `""` for one without a value. The first of each
-    directive counts.
+    """Return directive -> value, `""` for one without a value.
+
+    The first of each directive counts.
     """
     directives: dict[str, str] = {}
     for name, quoted, plain in _DIRECTIVE.findall(headers.get("cache-control", "")):

@@ -105,8 +105,9 @@ class Channel:
         deadline: float | None = None,
         map_block: Callable[[int, int], memoryview] = map_privately,
     ) -> tuple[bytes, memoryview]:
-        """Return a frame and its block, which is writable. Raise `TimeoutError` after
-        the deadline.
+        """Return a frame and its block, which is writable.
+
+        Raise `TimeoutError` after the deadline.
         """
         prefix, descriptors = self._receive_prefix(deadline)
         try:

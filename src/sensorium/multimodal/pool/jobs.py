@@ -138,8 +138,9 @@ class JobQueue:
             job.fail(CapacityError("too many long media items wait to be processed"))
 
     def take_job(self, worker: object, timeout_s: float) -> PoolJob | None:
-        """Take the next job for a worker, if one comes within that time. Call `release` when it
-        has run.
+        """Take the next job for a worker, if one comes within that time.
+
+        Call `release` when it has run.
         """
         self.drop_expired()
         with self._changed:

@@ -107,8 +107,10 @@ class Slot:
             self._queue.close()
 
     def _let_the_first_start(self) -> None:
-        """Wait until the first worker has started, or has failed to. Two at once would take twice
-        as long on a machine with few cores, and the server needs one as soon as it can be.
+        """Wait until the first worker has started, or has failed to.
+
+        Two at once would take twice as long on a machine with few cores, and the server needs one
+        as soon as it can be.
         """
         first = self._slots[0]
         while first is not self and not (first.was_ready or first.has_failed):
@@ -227,9 +229,10 @@ class Slot:
 
 
 def _make_loss(job: PoolJob) -> SensoriumError:
-    """Return the error for a job that has lost all its workers. The item is at fault only if every
-    one of them crashed by itself. A worker that was killed from outside proves nothing against the
-    item, so the caller may try again.
+    """Return the error for a job that has lost all its workers.
+
+    The item is at fault only if every one of them crashed by itself. A worker that was killed from
+    outside proves nothing against the item, so the caller may try again.
     """
     if job.num_crashes == job.num_lost:
         return RequestError(f"the process that worked on it crashed ({job.num_lost} times)")
@@ -295,8 +298,9 @@ def _return_reply(reply: PoolReply) -> PoolReply:
 
 
 class ProcessPool:
-    """A pool that several threads may use, but not after a fork. When it is dropped, its workers
-    end.
+    """A pool that several threads may use, but not after a fork.
+
+    When it is dropped, its workers end.
     """
 
     def __init__(

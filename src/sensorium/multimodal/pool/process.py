@@ -175,7 +175,7 @@ class WorkerProcess:
 def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
     """Map the block to memory that may be kept in a cache.
 
-    Unlike `map_privately` it holds no descriptor open, of which a process has few.
+    Unlike `map_privately` it holds no descriptor open: a process has few of them.
     """
     import torch
 

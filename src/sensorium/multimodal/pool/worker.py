@@ -143,8 +143,9 @@ def _end_with_parent(parent_id: int) -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """Let the system kill workers first if memory runs out: they can be replaced, the
-    parent can't.
+    """Let the system kill workers first if memory runs out.
+
+    They can be replaced, and the parent can't.
     """
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
@@ -177,8 +178,9 @@ def _describe(error: Exception) -> str:
 
 
 def _limit_threads() -> None:
-    """Use one thread, because there are many workers. OMP_NUM_THREADS does it if torch
-    comes later.
+    """Use one thread, because there are many workers.
+
+    If torch is imported later, OMP_NUM_THREADS has the same effect.
     """
     torch = sys.modules.get("torch")
     if torch is not None:

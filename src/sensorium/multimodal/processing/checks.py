@@ -48,9 +48,7 @@ def check_media(
     is_scaled_already: bool,
     limits: MediaLimits | None = None,
 ) -> tuple[object, Metadata | None]:
-    """Return the item in a form that processors understand, and the metadata of a
-    video's frames.
-    """
+    """Return the item as processors understand it, and the metadata of a video's frames."""
     limits = MediaLimits() if limits is None else limits
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None

@@ -186,8 +186,9 @@ def _make_metadata(shape: Shape) -> dict[str, object] | None:
 
 
 def iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
-    """Yield sizes among which is one that costs most: small, usual and the largest, flat and
-    tall.
+    """Yield sizes of images, one of them the most costly of all.
+
+    They are small, usual and the largest, flat and tall.
     """
     for edge in _USUAL_EDGES:
         if edge**2 <= limits.max_pixels:
@@ -349,8 +350,9 @@ class CostCheck:
             self._refuse_if_beyond(cost, self._own or ItemCost())
 
     def check_frames(self, choose_frames: ChooseFrames, lock: Lock) -> ChooseFrames:
-        """Return the same choice of frames, checked before any of them is decoded. The processor
-        is used under `lock`.
+        """Return the same choice of frames, checked before any of them is decoded.
+
+        The processor is used under `lock`.
         """
         own_choice = make_frame_chooser(self._guard.processor.video_processor, self._own_decode)
 
@@ -365,8 +367,9 @@ class CostCheck:
         return choose
 
     def check_result(self, item: ProcessedItem, process_own: ProcessOwn) -> None:
-        """Refuse an item that came out too large. `process_own` processes it with other options,
-        for processors that can't be asked before.
+        """Refuse an item that came out too large.
+
+        `process_own` processes it with other options, for processors that can't be asked before.
         """
         if self._own is None:
             try:

@@ -85,15 +85,17 @@ class FinishedItem:
 
 class ItemBackend(Protocol):
     def start(self, job: ItemJob, media: object) -> Flight:
-        """Begin with an item, which will be a `FinishedItem`; media is `MediaBytes`, or what a
-        caller in process may give.
+        """Begin with an item, which will be a `FinishedItem`.
+
+        The media is `MediaBytes`, or what a caller in process may give.
         """
         ...
 
 
 class InProcessBackend:
-    """A backend that processes items in the caller's thread: `start` returns when the
-    item is done.
+    """A backend that processes items in the caller's thread.
+
+    `start` returns when the item is done.
     """
 
     def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
@@ -152,10 +154,9 @@ class PoolBackend:
 
 
 class EarlyBackend:
-    """A backend in the caller's thread until the pool has a worker that is ready, and in the pool
-    then.
+    """A backend in the caller's thread until the pool is ready, and in the pool then.
 
-    It is for frontends that serve before their pool is there, so that no request waits for its
+    It is for frontends that serve before their pool has a worker, so that no request waits for its
     imports. Long work waits for the pool all the same. In the caller's thread limits on size hold,
     but a processor's work that has begun can't be cut off by a deadline, and a crash of a decoder
     is not the worker's alone.

@@ -115,8 +115,7 @@ class Hearing:
     def _explore(
         self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
     ) -> None:
-        """Find out whether a sound of this length is taken whole, and if not, where the window
-        ends.
+        """Find out whether a sound of this length is taken whole, and where the window ends.
 
         A window is mostly one of the numbers that a processor has, and a short one. So that is
         tried first: it spares most sounds a trial, and very long ones a trial at their length.
@@ -218,8 +217,10 @@ class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemWorker:
-    """A worker that processes items. With `own_options`, the server's, no options of a request may
-    make an item larger than these can; without them any that the processor takes may.
+    """A worker that processes items.
+
+    With `own_options`, the server's, no options of a request may make an item larger than these
+    can. Without them any that the processor takes may.
     """
 
     def __init__(

@@ -56,10 +56,9 @@ def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
-    """Tokenise for tokenizers that read control tokens as plain text and have no offsets
-    (Mistral's).
+    """Tokenise for tokenizers that read control tokens as plain text (Mistral's).
 
-    Only characters of control tokens can be found.
+    They have no offsets, so that only characters of control tokens can be found.
     """
     token_ids: list[int] = []
     if not text.startswith(tokenizer.bos_token):
@@ -413,8 +412,9 @@ class MultiModalProcessor:
         metadata: Metadata | None,
         processor_kwargs: Mapping[str, object],
     ) -> tuple[int, int]:
-        """Return the number of embeddings, and of values in all tensors, that would be made of
-        media on any device, also on the meta device. Raises whatever the processor raises.
+        """Return the number of embeddings, and of values in all tensors, for media on any device.
+
+        That may be the meta device. Whatever the processor raises is passed on.
         """
         tensors, text = self._call(self._processor, modality, media, metadata, processor_kwargs)
         tokens = self.tokenizer.convert_ids_to_tokens(list(self.get_token_ids(modality)))

@@ -356,4 +356,5 @@ def test_threads_share_an_instance(store: ShmStore) -> None:
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert list(store._index.get_members()) == []
+    # Not the leases in the table: a slot that lost a race was freed with its lease in it.
+    assert store._num_leases.total() == 0
