@@ -17,8 +17,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTHON_FOLDERS = ("src", "scripts", "benchmarks", "training", "tests")
-# Folders with docstrings that still have to be rewritten. The list may only become shorter.
-NOT_YET: tuple[str, ...] = ("src", "tests/integration", "tests/unit")
+# Places with docstrings that still have to be rewritten. The list may only become shorter.
+NOT_YET: tuple[str, ...] = (
+    "src/sensorium/__init__.py",
+    "src/sensorium/cli",
+    "src/sensorium/embedded",
+    "src/sensorium/engine",
+    "src/sensorium/grammar",
+    "src/sensorium/layers",
+    "src/sensorium/models",
+    "src/sensorium/multimodal",
+    "src/sensorium/render",
+    "src/sensorium/server",
+    "src/sensorium/types",
+    "src/sensorium/worker",
+    "tests/integration",
+    "tests/unit",
+)
 MAX_COLUMNS = 100
 MIN_WORDS = 4
 # Each of these is a word of daily speech that hides what is meant. The value says what to do.
@@ -42,7 +57,7 @@ def find_problems(root: Path, not_yet: tuple[str, ...] = NOT_YET) -> Iterator[st
     for folder in PYTHON_FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            if not name.startswith(tuple(f"{each}/" for each in not_yet)):
+            if not any(name == each or name.startswith(f"{each}/") for each in not_yet):
                 for line, advice in check_docstrings(path.read_text()):
                     yield f"{name}:{line}: {advice}"
     for path in find_pages(root):

@@ -17,8 +17,7 @@ from sensorium.multimodal.decoding.decoding import resolve_decode_options
 from sensorium.multimodal.decoding.images import decode_image, read_image_size
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.multimodal.processing import layouts as layouts_module
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.multimodal.processing.item_backend import InProcessBackend
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.layouts import SIZED_PROCESSORS, SizeLayouts, has_sized_images
@@ -183,7 +182,7 @@ def test_a_size_is_processed_once_and_few_are_kept(
     small = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}}
     layouts.get(_make_job(small), MediaBytes(_write((56, 84))))
     assert backend.num_started == 2
-    monkeypatch.setattr(layouts_module, "_MAX_CHARACTERS", len(first[0].text) + 1)  # type: ignore[union-attr]
+    monkeypatch.setattr(layouts._layouts, "_capacity", len(first[0].text) + 1)  # type: ignore[union-attr]
     layouts.get(job, MediaBytes(_write((84, 56))))
     layouts.get(job, MediaBytes(_write((84, 56))))
     assert backend.num_started == 3

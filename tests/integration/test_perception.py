@@ -16,8 +16,8 @@ import torch
 
 from sensorium import MediaFetchError, RequestError
 from sensorium.models.loading import load_config
+from sensorium.multimodal.processing.cost_guard import check_processor_kwargs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.processor_options import check_processor_kwargs
 from tests.integration.perceiving import (
     CACHE_TYPES,
     Calls,

@@ -29,6 +29,7 @@ from sensorium.types.errors import (
     EngineLostError,
     InvariantError,
     SensoriumError,
+    StoppingError,
 )
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.prompts import Prompt
@@ -339,7 +340,7 @@ class AsyncEngine:
 
     def _get_client(self) -> CoreClient:
         if self._is_closed:
-            raise CapacityError("the server is stopping")
+            raise StoppingError("the server is stopping")
         if self._client is None:
             raise EngineLostError("the engine is not there: it is being started again")
         return self._client

@@ -90,7 +90,8 @@ class RequestDriver:
 
     def __init__(self, tokenizer: Any, sender: SenderCache) -> None:
         self.outputs = OutputProcessor(tokenizer)
-        self.parallel_sampling = ParallelSampling(self.release)
+        # Not `self.release`: in a reference cycle the sender's memory would wait for the collector.
+        self.parallel_sampling = ParallelSampling(partial(_release, sender))
         self._sender = sender
 
     def start(
@@ -146,7 +147,7 @@ class RequestDriver:
 
     def release(self, items: Sequence[PerceivedItem]) -> None:
         """Let the cache evict items of a request that no longer needs them."""
-        self._sender.release([item.handle for item in items])
+        _release(self._sender, items)
 
     def _deliver(
         self,
@@ -216,6 +217,10 @@ class RequestDriver:
                 current[index] = yield PerceiveAgain(item)
                 if item is not items[index]:
                     self.release([item])
+
+
+def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
+    sender.release([item.handle for item in items])
 
 
 def _make_reports(

@@ -24,7 +24,7 @@ from PIL import Image
 
 from sensorium.multimodal.decoding.images import DECODER_ERRORS, load_pixels
 from sensorium.multimodal.item_codec import PrecomputedEmbeds
-from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import HASH_ALGORITHMS
 

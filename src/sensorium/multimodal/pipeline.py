@@ -1,9 +1,9 @@
-"""From the media of a request to handles in a cache: every item is perceived once.
+"""From the media of a request to handles in a cache: every item is processed once.
 
-Sources are fetched together, named before anything is decoded, and looked up. What no cache has is
-processed: once, whoever asks for it meanwhile. Owns the flights of items that are being processed.
-Safe to use from several threads; a call blocks until all items of its request are there, but gives
-up its thread while sources are fetched if the caller drives it so (`utils.pausing`).
+Sources are fetched together, named before anything is decoded, and looked up. An item that no cache
+has is processed once, even if several requests ask for it meanwhile. Owns the flights of items that
+are being processed. Several threads may use it. A call blocks until all items of its request are
+there, but can give up its thread while sources are fetched (`utils.pausing`).
 
 Invariants:
   1. A hit decodes nothing and calls no processor.
@@ -24,14 +24,13 @@ from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_bytes import MediaBytes
-from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.media_item import MediaBytes, MediaItem, PerceptionOptions
 from sensorium.multimodal.processing.checks import check_unread
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.processing.item_worker import ItemJob, StageTimes, add_times
 from sensorium.multimodal.processing.layouts import SizeLayouts
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
-from sensorium.multimodal.uuid_bindings import BoundSource, UuidBindings, UuidScope
+from sensorium.multimodal.uuids import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import (
     CapacityError,
     FieldPath,
@@ -51,24 +50,23 @@ _Result = FinishedItem | None  # None: the cache has it by now
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceivedItem:
-    """A handle, and what it was made from, should the core have lost the tensors: an `origin`, or
-    tensors that the caller `brought`. `given_hash`: what the caller calls it, where that came with
-    it. `times`: seconds by stage, of what was done for this request. `is_layout_only`: the handle
-    is no cache's, and there are no tensors.
-    """
+    """A handle, and what it was made from, in case the core has lost the tensors."""
 
     handle: ItemHandle
     path: FieldPath  # where the item stands in its prompt, for errors
-    origin: MediaItem | None = None
+    origin: MediaItem | None = None  # the item as the caller gave it
     options: PerceptionOptions = field(default_factory=PerceptionOptions)
-    brought: ProcessedItem | None = None
-    given_hash: str | None = None
-    times: ItemTimes = field(default_factory=dict)
-    is_layout_only: bool = False
+    brought: ProcessedItem | None = None  # tensors that the caller brought
+    given_hash: str | None = None  # the caller's own name for it
+    times: ItemTimes = field(default_factory=dict)  # stage -> seconds, for this request
+    is_layout_only: bool = False  # there are no tensors, and the handle is of no cache
 
 
 class MediaPipeline:
-    """`layouts`: where they may be had without tensors, for whom they are enough."""
+    """The way of media items from their sources to a cache.
+
+    With `layouts`, requests that need no tensors may get layouts alone.
+    """
 
     def __init__(
         self,
@@ -93,8 +91,10 @@ class MediaPipeline:
         self.flights: SingleFlight[str, _Result] = SingleFlight()
 
     def for_warmup(self) -> MediaPipeline:
-        """One that does all that this one does, in the same place, with a cache, sources and names
-        of its own: whatever it perceives, this one neither has nor counts it. Close its `loader`.
+        """Return a pipeline that does the same in the same place, with a cache and names of its
+        own.
+
+        What it processes is neither kept nor counted in this one. The caller closes its `loader`.
         """
         return MediaPipeline(
             cache=ItemTable(0),
@@ -149,7 +149,7 @@ class MediaPipeline:
         return [call.get_result() for call in calls]
 
     def release(self, items: Iterable[PerceivedItem]) -> None:
-        """These may be evicted, as far as their request is concerned. Each once."""
+        """Let the items be evicted, if no other request holds them. Release each once."""
         self.cache.release([item.handle for item in items if not item.is_layout_only])
 
     def perceive_again(
@@ -223,7 +223,9 @@ class _ItemCall:
             stage()
 
     def recognise(self) -> None:
-        """A uuid spares the fetch, if a cache has what it stands for."""
+        """Find the item by its uuid, which spares the fetch if a cache has what the
+        uuid refers to.
+        """
         item, pipeline = self.item, self._pipeline
         if item.uuid is not None and (item.media is None or item.is_remote):
             source = pipeline.uuids.get(item.uuid, modality=item.modality, scope=self._scope)
@@ -259,7 +261,7 @@ class _ItemCall:
             self._join()
 
     def _lay_out(self, layouts: SizeLayouts, job: ItemJob, cancelled: Future[None] | None) -> None:
-        """Where that can be done without the tensors."""
+        """Use the layout alone, if it can be found without the tensors."""
         layout = layouts.get(job, self.source, cancelled=cancelled)
         if layout is not None:
             self._is_layout_only = True
@@ -319,8 +321,9 @@ class _ItemCall:
             raise CapacityError("the cache of processed media is too busy to keep this item")
 
     def _take(self, waiter: Waiter[str, _Result], cancelled: Future[None] | None) -> None:
-        """Leaves the flight when the cache has its result: who comes later finds one or the
-        other.
+        """Take the result of the flight, and leave it when the cache has the result.
+
+        So a later caller finds one or the other.
         """
         pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
         began = time.monotonic()
@@ -328,7 +331,7 @@ class _ItemCall:
             # A flight has a deadline of its own, but may begin anew.
             timeout_s = pipeline.limits.flight_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:  # whose fault it is can't be seen from here
+        except TimeoutError as error:  # the one at fault can't be seen from here
             raise CapacityError("it could not be processed in time") from error
         if not waiter.is_leader:
             self.times.add({"wait": time.monotonic() - began})
@@ -344,7 +347,7 @@ class _ItemCall:
         self._waiter = None
 
     def bind(self) -> None:
-        """Not to what nobody has decoded: it may be damaged, and no cache has it."""
+        """Bind the uuid to its source, unless that was not decoded: it may be damaged."""
         item, uuids = self.item, self._pipeline.uuids
         if item.uuid is not None and self._bound is not None and not self._is_layout_only:
             uuids.bind(item.uuid, self._bound, modality=item.modality, scope=self._scope)

@@ -18,7 +18,7 @@ import torch
 
 from sensorium.multimodal.item_codec import PrecomputedEmbeds, decode_embeds
 from sensorium.multimodal.media_item import MediaItem
-from sensorium.multimodal.uuid_bindings import check_uuid
+from sensorium.multimodal.uuids import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

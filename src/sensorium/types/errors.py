@@ -7,7 +7,8 @@ SensoriumError
 │   ├── FailedRequestError us: a step of the engine, or the work on an item, failed (HTTP 500)
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    no fault: there is no room right now, trying again helps (HTTP 429 / 503)
-│   └── EngineLostError    us: the engine ended while it had the request (HTTP 503)
+│   ├── EngineLostError    us: the engine ended while it had the request (HTTP 503)
+│   └── StoppingError      us: the server is stopping (HTTP 503)
 └── InvariantError   us: a bug; loud
 
 A `RequestError` carries the path of the field that is wrong. Code that looks at one field raises
@@ -140,6 +141,10 @@ class EngineLostError(CapacityError):
     """The engine's process has ended; another one is being started."""
 
 
+class StoppingError(CapacityError):
+    """The server is stopping; another one may serve the same request."""
+
+
 class InvariantError(SensoriumError):
     """A rule of our own was broken. Always a bug of Sensorium."""
 
@@ -154,6 +159,7 @@ _KINDS: dict[str, type[SensoriumError]] = {
         ModelError,
         CapacityError,
         EngineLostError,
+        StoppingError,
         InvariantError,
     )
 }

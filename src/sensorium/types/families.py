@@ -1,7 +1,7 @@
 """The model families that are known and tested, as plain facts.
 
 Free of torch, so that the command line can list them at once. The code that some families need is
-found by `model_type` in `models.families` and `multimodal.processing.family_calls`.
+found by `model_type` in `models.families` and `multimodal.processing.processor`.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sensorium.multimodal.processing.family_calls import PROCESSOR_CALLS
 from transformers import AutoConfig
 
 from sensorium.cli.models import HEADER, format_table, get_rows
 from sensorium.engine.build.catalog import describe_model
 from sensorium.engine.build.options import LoadingOptions
 from sensorium.models.families import ADAPTERS, OWN_ADAPTERS
-from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.processing.processor import PROCESSOR_CALLS, MultiModalProcessor
 from sensorium.types.families import FAMILIES
 from tests.parity.cases import MODALITIES
 

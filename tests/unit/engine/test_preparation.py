@@ -14,7 +14,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.preparation import Preparation
 from sensorium.engine.inputs.renderer import Prepared
 from sensorium.render.chat_options import ChatOptions
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import StoppingError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
@@ -158,7 +158,7 @@ def test_work_that_waits_for_a_host_is_closed_when_its_caller_is_gone(way: str) 
             task.cancel()
         else:
             preparation.close()
-        with pytest.raises(asyncio.CancelledError if way == "leave" else CapacityError):
+        with pytest.raises(asyncio.CancelledError if way == "leave" else StoppingError):
             await task
         await wait_until(lambda: renderer.ended == ["closed"])
         assert renderer.cancelled[0].done()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import HASH_ALGORITHMS
 

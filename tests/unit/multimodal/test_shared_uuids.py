@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.shared_uuids import SharedUuidBindings
-from sensorium.multimodal.uuid_bindings import BoundSource, UuidScope
+from sensorium.multimodal.uuids import BoundSource, SharedUuidBindings, UuidScope
 from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import ProcessedItem
 
 CAT = BoundSource(digest="a" * 64, is_encoded=True)
 DOG = BoundSource(digest="b" * 64, is_encoded=False)
@@ -86,3 +87,19 @@ def test_clients_are_apart(pair: Pair) -> None:
     assert [two.get("u", **scope) for scope in (mine, yours, IMAGE)] == [CAT, None, None]
     two.bind("u", DOG, **yours)
     assert [one.get("u", **scope) for scope in (mine, yours, IMAGE)] == [CAT, DOG, None]
+
+
+def test_a_uuid_that_one_frontend_uses_stays_bound_for_the_others(
+    pair: Pair, stores: tuple[ShmStore, ShmStore]
+) -> None:
+    one, two = pair
+    one.bind("u", CAT, **IMAGE)
+    for number in range(64):  # twice what the store can hold
+        kwargs = {"pixels": torch.zeros(1 << 15, dtype=torch.uint8)}
+        name = f"{number}"
+        item = ProcessedItem(modality="image", mm_hash=name, kwargs=kwargs, layout=None)
+        reference = stores[0].put(item)
+        assert reference is not None
+        stores[0].release(reference)
+        assert one.get("u", **IMAGE) == CAT
+    assert two.get("u", **IMAGE) == CAT

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sensorium.multimodal import text_length
-from sensorium.multimodal.text_length import TextLength
+from sensorium.multimodal import placeholders
+from sensorium.multimodal.placeholders import TextLength
 from sensorium.types.errors import RequestError
 
 
@@ -79,9 +79,9 @@ def test_a_text_that_fits_is_never_refused(
     text = "".join(piece * count for piece, count in runs)
     tokenizer = TOKENIZERS[kind]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_length, "_SHORT_CHARACTERS", 64)
-        patch.setattr(text_length, "_LIKELY_CHARACTERS", 0)
-        patch.setattr(text_length, "_PIECE_CHARACTERS", 512)
+        patch.setattr(placeholders, "_SHORT_CHARACTERS", 64)
+        patch.setattr(placeholders, "_LIKELY_CHARACTERS", 0)
+        patch.setattr(placeholders, "_PIECE_CHARACTERS", 512)
         try:
             TextLength(tokenizer).check(text, context)
         except RequestError:

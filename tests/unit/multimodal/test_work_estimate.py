@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.multimodal.processing.item_backend import estimate_cost_s
 from sensorium.types.errors import RequestError
 from tests.integration.media_bombs import BOMBS

@@ -29,8 +29,7 @@ from sensorium.multimodal.processing.item_handler import make_settings
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.shared_uuids import SharedUuidBindings
-from sensorium.multimodal.uuid_bindings import UuidBindings
+from sensorium.multimodal.uuids import SharedUuidBindings, UuidBindings
 
 _HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
 

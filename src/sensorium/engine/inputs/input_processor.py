@@ -25,12 +25,11 @@ from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
-from sensorium.multimodal.placeholders import expand_text, expand_token_ids
+from sensorium.multimodal.placeholders import TextLength, expand_text, expand_token_ids
+from sensorium.multimodal.processing.cost_guard import check_processor_kwargs
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.processor_options import check_processor_kwargs
-from sensorium.multimodal.text_length import TextLength
-from sensorium.multimodal.uuid_bindings import UuidScope
+from sensorium.multimodal.uuids import UuidScope
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import MissingMediaError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem

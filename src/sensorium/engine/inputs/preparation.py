@@ -24,7 +24,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import StoppingError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
@@ -120,7 +120,7 @@ class Preparation:
                 future = threads.submit(step.run)
             except RuntimeError as error:  # the executor is shut down
                 work.close()
-                raise CapacityError(_STOPPING) from error
+                raise StoppingError(_STOPPING) from error
             try:
                 await self._wait(future)
             except BaseException:  # the caller has left, or all of it stops
@@ -140,10 +140,10 @@ class Preparation:
                 raise
 
     def close(self) -> None:
-        """End the threads without waiting for their work; callers get a `CapacityError`."""
+        """End the threads without waiting for their work; callers get a `StoppingError`."""
         for waiting in self._waiting:
             if not waiting.done():
-                waiting.set_exception(CapacityError(_STOPPING))
+                waiting.set_exception(StoppingError(_STOPPING))
         self._text_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
@@ -158,7 +158,7 @@ class Preparation:
         return self._long_threads if _is_long(prompt) else self._text_threads
 
     async def _wait(self, future: Future[Any]) -> None:
-        """Wait until a future is done. Raise a `CapacityError` when this is closed."""
+        """Wait until a future is done. Raise a `StoppingError` when this is closed."""
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 

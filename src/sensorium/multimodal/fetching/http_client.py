@@ -44,7 +44,7 @@ from sensorium.multimodal.fetching.responses import (
     read_body,
 )
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import RequestError
 
 

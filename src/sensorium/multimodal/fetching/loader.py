@@ -25,8 +25,8 @@ from sensorium.multimodal.fetching.fetch import (
 from sensorium.multimodal.fetching.local_media import decode_data_url, read_local_file
 from sensorium.multimodal.fetching.responses import MODALITIES, ResponseCache
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_bytes import LoadedMedia, MediaBytes
-from sensorium.types.errors import CapacityError, RequestError
+from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
+from sensorium.types.errors import RequestError, StoppingError
 from sensorium.utils.pausing import Pausing, run_through, when_all_end
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class MediaLoader:
         except CancelledError as error:
             if cancelled is not None and cancelled.done():
                 raise
-            raise CapacityError(_CLOSED) from error
+            raise StoppingError(_CLOSED) from error
         finally:  # also when the work is closed while it pauses
             for future in started.values():
                 future.cancel()
@@ -164,7 +164,7 @@ class MediaLoader:
             for file in files:
                 started[(file,)] = self._file_threads.submit(self._read_file, file[0])
         except RuntimeError as error:  # executors and the loop raise this after they were closed
-            raise CapacityError(_CLOSED) from error
+            raise StoppingError(_CLOSED) from error
         if cancelled is not None:
             for future in started.values():
                 cancelled.add_done_callback(_make_cancel(future))

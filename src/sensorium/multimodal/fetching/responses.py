@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from sensorium.multimodal.fetching.fetch import Fetch
-from sensorium.multimodal.media_bytes import MediaBytes
+from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import RequestError
 from sensorium.utils.lru import LruCache
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sensorium.multimodal.pool.channel import Buffer
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import CapacityError, StoppingError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 SHORT_S = 0.5  # a job that is estimated to take more is a long one
@@ -200,7 +200,7 @@ class JobQueue:
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
-        self._fail_all(lambda: CapacityError(_CLOSED))
+        self._fail_all(lambda: StoppingError(_CLOSED))
 
     def _choose(self) -> PoolJob | None:
         has_room = len(self._long_workers) < self._max_long_running
@@ -222,7 +222,7 @@ class JobQueue:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise CapacityError(_CLOSED)
+            raise StoppingError(_CLOSED)
         refusal = self.get_refusal()
         if refusal is not None:
             raise refusal

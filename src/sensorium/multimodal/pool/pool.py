@@ -33,6 +33,7 @@ from sensorium.types.errors import (
     InvariantError,
     RequestError,
     SensoriumError,
+    StoppingError,
 )
 from sensorium.types.multimodal import MultiModalKwargsItem
 
@@ -198,7 +199,7 @@ class Slot:
             self._lose_process()
             self._try_again(job, error)
         except WorkerInterruptedError:
-            job.fail(CapacityError("media can't be processed: the server is stopping"))
+            job.fail(StoppingError("media can't be processed: the server is stopping"))
             raise
         else:
             if isinstance(message, Costly):

@@ -25,13 +25,12 @@ _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
-    """`sizes`: of each dimension, `None` where it may be any from 1 on. `is_mask`: zeros and ones.
-    `is_position`: places among as many as the dimension before the last has, or -1 for none.
-    """
+    """What one tensor of an item must look like."""
 
     dtype: torch.dtype
-    sizes: tuple[int | None, ...]
-    is_mask: bool = False
+    sizes: tuple[int | None, ...]  # of each dimension; None: any size from 1 on
+    is_mask: bool = False  # it holds zeros and ones
+    # It holds places among as many as the dimension before the last has, or -1 for none.
     is_position: bool = False
 
     def check(self, name: str, tensor: object) -> None:
@@ -61,16 +60,13 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemSpec:
-    """`links`: dimensions of two tensors that are equal. `grids`: pairs of a tensor of sizes and
-    the one whose rows these count. `merge_size`: what heights and widths of a grid are multiples
-    of. `yields`: by name, how many embeddings come of how many numbers of a tensor, where they go
-    together.
-    """
+    """What the tensors of an item must look like together."""
 
     tensors: Mapping[str, TensorRule]
-    links: tuple[tuple[_Dimension, _Dimension], ...]
-    grids: tuple[tuple[str, str], ...] = ()
-    merge_size: int = 1
+    links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions of two tensors that are equal
+    grids: tuple[tuple[str, str], ...] = ()  # a tensor of sizes, and that with their rows
+    merge_size: int = 1  # heights and widths of a grid are multiples of it
+    # Tensor -> how many embeddings come of how many of its numbers.
     yields: Mapping[str, tuple[int, int]]
 
     def check(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int | None) -> None:
@@ -99,7 +95,10 @@ class ItemSpec:
 
 
 class ItemSpecs:
-    """Safe to use from several threads. `processor_kwargs`: what every item is processed with."""
+    """The specs of all modalities, which several threads may use.
+
+    They hold for items that are processed with `processor_kwargs`.
+    """
 
     def __init__(
         self, processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any] | None = None
@@ -110,8 +109,9 @@ class ItemSpecs:
         self._lock = Lock()
 
     def check(self, modality: str, kwargs: object, num_embeds: int | None = None) -> None:
-        """A `RequestError` that names the tensor which does not fit. `num_embeds`: what the item's
-        placeholders have room for, where that is known.
+        """Raise `RequestError` with the name of a tensor that does not fit.
+
+        `num_embeds` is the number for which the item's placeholders have room, if that is given.
         """
         if not isinstance(kwargs, Mapping):
             raise RequestError(f"tensors come by name, not as {type(kwargs).__name__}")
@@ -127,7 +127,10 @@ class ItemSpecs:
             return self._specs[modality]
 
     def _make_samples(self, modality: str) -> list[ProcessedItem]:
-        """Some media may be too long or too thin for a processor; not all of it is."""
+        """Return what the processor makes of different media.
+
+        Some media may be too long or too thin for a processor, but not all.
+        """
         samples: list[ProcessedItem] = []
         refusal: RequestError | None = None
         for media in make_varied_media(modality, self._processor.sampling_rate or 0):
@@ -143,7 +146,7 @@ class ItemSpecs:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """What all samples, which are of different sizes, have in common."""
+    """Return what all samples, which are of different sizes, have in common."""
     first = samples[0].kwargs
     tensors = {
         name: _make_rule(samples[0].modality, name, [s.kwargs[name] for s in samples])
@@ -182,9 +185,10 @@ def _make_rule(modality: str, name: str, tensors: Sequence[torch.Tensor]) -> Ten
 
 
 def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
-    """How many of the last dimensions an item's size can't change, if it did not change them: the
-    features of a patch, a tile of colours, bands and frames of a window of sound. Those ahead count
-    tiles, frames and windows.
+    """Return how many of the last dimensions do not depend on the size of an item.
+
+    These are the features of a patch, a tile of colours, bands and frames of a window of sound.
+    Those ahead count tiles, frames and windows.
     """
     if tensor.numel() <= _MAX_SIZES:
         return tensor.ndim
@@ -198,7 +202,7 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
 def _find_links(
     samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
 ) -> tuple[tuple[_Dimension, _Dimension], ...]:
-    """Between masks or positions and what they are about."""
+    """Return the equal dimensions of masks or positions and what they describe."""
     described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
     return tuple(
         ((name, index), (other, other_index))
@@ -213,7 +217,7 @@ def _find_links(
 
 
 def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
-    """Whether a tensor of whole numbers counts the rows of another."""
+    """Return True if a tensor of integers counts the rows of another."""
     grid, tensor = kwargs[name], kwargs[rows]
     is_sizes = grid.dtype in (torch.int32, torch.int64) and 1 <= grid.ndim <= 2
     if not is_sizes or grid.shape[-1] > 3 or name.endswith("mask") or not tensor.ndim:
@@ -222,13 +226,20 @@ def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
 
 
 def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """In floating point: a product of large whole numbers may come out as any other one."""
+    """Return True if the grid counts the rows of the tensor.
+
+    It is computed in floating point, because a product of large integers may overflow to any other
+    number.
+    """
     sizes = grid.double()
     return bool((sizes >= 1).all()) and float(sizes.prod(-1).sum()) == len(tensor)
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
-    """Of the tensor with most numbers: an encoder that packs patches gives a share of them."""
+    """Return the share of embeddings in the largest tensor, if all samples have the same.
+
+    An encoder that packs patches gives such a share.
+    """
     first = samples[0]
     name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())
     pairs = [(s.layout.num_embeds, s.kwargs[name].numel()) for s in samples if s.layout is not None]

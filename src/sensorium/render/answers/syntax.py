@@ -88,6 +88,7 @@ class CallFormat:
     is_used_by: Callable[[Vocabulary, str], bool]
     # Returns the variant of this format for a model with this vocabulary and chat template.
     choose_variant: Callable[[Vocabulary, str], CallFormat] | None = None
+    rank: int = 1  # formats of lower rank are tried first: their marks are the surer ones
     make_id: MakeId = make_call_id
 
 
@@ -96,6 +97,7 @@ class ReasoningFormat:
     """A way in which models mark their reasoning."""
 
     name: str  # on the command line, as in vLLM
+    rank: int = 1  # as for calls
     open: str
     close: str
     # Whether a model with this vocabulary and chat template writes such reasoning.

@@ -28,6 +28,7 @@ from sensorium.types.errors import (
     MediaFetchError,
     MissingMediaError,
     RequestError,
+    StoppingError,
     describe,
     format_path,
 )
@@ -150,11 +151,12 @@ def make_error_response(error: Exception, paths: WirePaths | None = None) -> Err
 
 def _make_capacity_response(error: CapacityError) -> ErrorResponse:
     is_lost = isinstance(error, EngineLostError)
+    reason = "draining" if isinstance(error, StoppingError) else "capacity"
     return ErrorResponse(
         status=503,
         message=str(error),
         code="engine_lost" if is_lost else "no_capacity",
-        reason="engine_lost" if is_lost else "capacity",
+        reason="engine_lost" if is_lost else reason,
         headers={"retry-after": str(error.retry_after_s)},
     )
 

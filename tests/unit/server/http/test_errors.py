@@ -19,6 +19,7 @@ from sensorium.types.errors import (
     MediaFetchError,
     MissingMediaError,
     RequestError,
+    StoppingError,
 )
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_events, serve
 
@@ -140,7 +141,10 @@ def test_a_bug_is_logged_under_the_request_id(
 
 def test_failures_are_counted_by_reason(faulty: RunningServer) -> None:
     before = faulty.metrics.refusals.copy()
-    for error in (RequestError("x"), MediaFetchError("x"), EngineLostError("x"), KeyError("x")):
+    for error in (
+        *(RequestError("x"), MediaFetchError("x"), EngineLostError("x"), KeyError("x")),
+        *(CapacityError("x"), StoppingError("x")),
+    ):
         early.error = error
         faulty.chat()
     faulty.chat(model="other")
@@ -149,6 +153,8 @@ def test_failures_are_counted_by_reason(faulty: RunningServer) -> None:
         "bad_request": 1,
         "media": 1,
         "engine_lost": 1,
+        "capacity": 1,
+        "draining": 1,
         "internal": 1,
         "not_found": 1,
     }

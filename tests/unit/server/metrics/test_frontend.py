@@ -20,7 +20,7 @@ from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import PoolStatistics
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.single_flight import Flight
-from sensorium.multimodal.uuid_bindings import UuidBindings
+from sensorium.multimodal.uuids import UuidBindings
 from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import RequestError

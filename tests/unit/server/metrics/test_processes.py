@@ -41,6 +41,7 @@ print(metrics.get_load())
 print(body.decode())
 """
 HEAVY = ("torch", "numpy", "transformers", "PIL")
+pytestmark = pytest.mark.processes
 SERVING_PARTS = ("frontend", "collect", "metric_set")
 
 
@@ -150,8 +151,6 @@ from sensorium.server.metrics.core import CoreMetrics
 from sensorium.server.metrics.collect import render, Files
 from sensorium.server.metrics.metric_set import get_directory
 from tests.unit.server.metrics.cores import make_core
-
-pytestmark = pytest.mark.processes
 CoreMetrics("tiny").sync(make_core())
 print(render(Files(get_directory()))[0].decode())
 """

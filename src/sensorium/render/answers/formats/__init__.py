@@ -1,18 +1,32 @@
-"""The formats of answers: each in a module of its own, and here in the order of detection.
+"""The formats of answers: a new one is a new module in this folder, and nothing else.
 
-A new format is a new module and its name in one of these lists. Light: the command line lists the
-formats too.
+A module names its formats as `CALLS` and `REASONING`: one of each, or a tuple of them. The modules
+are light, since the command line lists the formats too.
 """
 
 from __future__ import annotations
 
-from sensorium.render.answers.formats import gemma4, hermes, mistral, pythonic, think
+import pkgutil
+from importlib import import_module
+from typing import Any
 
-# The first format that a model uses is taken.
-CALL_FORMATS = (gemma4.CALLS, mistral.CALLS, hermes.CALLS, pythonic.CALLS)
-REASONING_FORMATS = (gemma4.REASONING, mistral.REASONING, think.DEEPSEEK_R1, think.QWEN3)
+from sensorium.render.answers.syntax import CallFormat, ReasoningFormat
 
 AUTO = "auto"
 NONE = "none"
+
+
+def _find_all(name: str) -> list[Any]:
+    """Return all formats that modules have under a name, in the order in which they are tried."""
+    found: list[Any] = []
+    for module in pkgutil.iter_modules(__path__):
+        entry = getattr(import_module(f"{__name__}.{module.name}"), name, ())
+        found += entry if isinstance(entry, tuple) else [entry]
+    return sorted(found, key=lambda entry: (entry.rank, entry.name))
+
+
+# The first format that a model uses is taken.
+CALL_FORMATS: tuple[CallFormat, ...] = tuple(_find_all("CALLS"))
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = tuple(_find_all("REASONING"))
 TOOL_CALL_PARSERS = (AUTO, NONE, *(entry.name for entry in CALL_FORMATS))
 REASONING_PARSERS = (AUTO, NONE, *(entry.name for entry in REASONING_FORMATS))

@@ -398,6 +398,7 @@ def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
 
 CALLS = CallFormat(
     name="gemma4",
+    rank=0,
     tags=(_OPEN,),
     special_tokens=(_OPEN, _CLOSE, _QUOTE),
     reader=Gemma4Call,
@@ -406,6 +407,7 @@ CALLS = CallFormat(
 )
 REASONING = ReasoningFormat(
     name="gemma4",
+    rank=0,
     open=f"{_CHANNEL}thought\n",
     close=_END_OF_CHANNEL,
     is_used_by=lambda vocabulary, template: _CHANNEL in vocabulary or _CHANNEL in template,

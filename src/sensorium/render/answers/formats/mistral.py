@@ -136,6 +136,7 @@ def _choose_variant(vocabulary: Vocabulary, template: str) -> CallFormat:
 
 CALLS = CallFormat(
     name="mistral",
+    rank=0,
     tags=(_OPEN,),
     special_tokens=(_OPEN, _ARGUMENTS, _CALL_ID),
     reader=MistralCall,
@@ -146,6 +147,7 @@ CALLS = CallFormat(
 )
 REASONING = ReasoningFormat(
     name="mistral",
+    rank=0,
     open="[THINK]",
     close="[/THINK]",
     # Mistral's vocabularies had the tag before its models did.

@@ -14,14 +14,14 @@ def _is_used_by(vocabulary: Vocabulary, template: str) -> bool:  # noqa: ARG001
     return _OPEN in template or _CLOSE in template
 
 
-QWEN3 = ReasoningFormat(
+_QWEN3 = ReasoningFormat(
     name="qwen3",
     open=_OPEN,
     close=_CLOSE,
     is_used_by=_is_used_by,
     special_tokens=(_OPEN, _CLOSE),
 )
-DEEPSEEK_R1 = ReasoningFormat(
+_DEEPSEEK_R1 = ReasoningFormat(
     name="deepseek_r1",
     open=_OPEN,
     close=_CLOSE,
@@ -31,3 +31,4 @@ DEEPSEEK_R1 = ReasoningFormat(
     is_assumed=True,
     special_tokens=(_OPEN, _CLOSE),
 )
+REASONING = (_DEEPSEEK_R1, _QWEN3)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneError, FailureLog
 from sensorium.server.metrics.frontend import FrontendMetrics
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import StoppingError
 
 HEADER = "x-request-id"
 WARNING_HEADER = "x-sensorium-warning"  # a field of the request that is probably misspelt
@@ -117,7 +117,7 @@ class ErrorBoundary:
             pass  # nobody reads an answer
         except asyncio.CancelledError:
             if not is_started:
-                stopping = CapacityError("the server is stopping")
+                stopping = StoppingError("the server is stopping")
                 answer = self._failures.report(stopping, scope["state"])
                 await answer.make_response()(scope, receive, send)
         except Exception as error:  # the boundary: nothing may pass it unanswered
