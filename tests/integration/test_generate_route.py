@@ -290,10 +290,10 @@ def test_a_name_that_stood_for_another_item_fails_alone(
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a prompt without tokens": ({"token_ids": []}, "token_ids", "at least 1"),
-    "a token of text": ({"token_ids": [1, "2"]}, "token_ids[1]", "token id"),
-    "a token that is true": ({"token_ids": [True]}, "token_ids[0]", "token id"),
-    "a negative token": ({"token_ids": [1, -1]}, "token_ids[1]", "token id"),
+    "a prompt without tokens": ({"token_ids": []}, "token_ids", "empty"),
+    "a token of text": ({"token_ids": [1, "2"]}, "token_ids[1]", "an integer"),
+    "a token that is true": ({"token_ids": [True]}, "token_ids[0]", "an integer"),
+    "a negative token": ({"token_ids": [1, -1]}, "token_ids[1]", "at least 0"),
     "a token beyond the vocabulary": ({"token_ids": [2**30]}, "token_ids", "vocabulary"),
     "a long prompt": ({"token_ids": [205] * 4000}, "token_ids", "context"),
     "a long id": ({"request_id": "x" * 257}, "request_id", "256"),

@@ -27,7 +27,6 @@ from sensorium.server.http.errors import ErrorResponse, FailureLog, get_phrase
 from sensorium.server.http.middleware.access import Authentication, OriginGuard, OriginPolicy
 from sensorium.server.http.middleware.requests import (
     HEADER,
-    WARNING_HEADER,
     Admission,
     ErrorBoundary,
     RequestIds,
@@ -99,7 +98,7 @@ def _make_middleware(
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*", "authorization", HEADER, TRACE_HEADER],
-            expose_headers=[HEADER, WARNING_HEADER],
+            expose_headers=[HEADER],
         )
         layers.append(cors)
     layers.append(Middleware(ErrorBoundary, failures=failures))
