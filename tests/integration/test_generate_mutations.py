@@ -114,4 +114,5 @@ def test_no_malformed_features_harm_anybody(omni_server: ServerProcess, omni_llm
     assert answers["refused"] >= LEAST, answers
     assert [get_token_ids(post(omni_server, body)) for body in good] == expected
     assert omni_server.get("/health").status_code == 200
-    assert omni_server.get_process_ids() == process_ids
+    # None has died. The pool may have started another one, for items that came together.
+    assert set(process_ids) <= set(omni_server.get_process_ids())
