@@ -186,7 +186,7 @@ class Call(Generic[_Generating]):
 
     @property
     def num_top(self) -> int:
-        """Of how many likely tokens log-probabilities are answered."""
+        """Return how many of the likeliest tokens are answered beside each token."""
         return self.params.logprobs or 0
 
     @property

@@ -38,7 +38,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def decode_json(text: Buffer) -> Any:
-    """Raises what `msgspec.json.decode` raises, and a `RequestError` at too many values."""
+    """Return the value of a JSON text. Raise a `RequestError` if it has too many values."""
     if _count_values(text) > MAX_VALUES:
         raise RequestError(f"the body has more than {MAX_VALUES} values")
     return _decode(text, _MAX_DEPTH)
@@ -81,7 +81,7 @@ def _decode_batch(batch: list[bytes]) -> list[Any]:
 
 
 def _count_values(text: Buffer) -> int:
-    """At least as many as there are, but for one: commas within strings count too."""
+    """Return a bound on the number of values, less one. Commas within strings count too."""
     view = memoryview(text)
     return sum(
         bytes(view[start : start + _COUNT_BYTES]).count(b",")
@@ -90,7 +90,7 @@ def _count_values(text: Buffer) -> int:
 
 
 def _is_flat(text: Buffer) -> bool:
-    """A list of numbers and words."""
+    """Return whether a list holds nothing but numbers, true, false and null."""
     view = memoryview(text)
     start = bytes(view[:64]).index(b"[") + 1
     return _STRUCTURE.search(view, start) is None
@@ -132,7 +132,7 @@ _FIXED = {
 
 
 def check_num_values(text: bytearray, limit: int) -> None:
-    """Raises a `RequestError` at more. What isn't msgpack is left to who decodes it."""
+    """Raise a `RequestError` if there are more values. The decoder refuses what is no msgpack."""
     if len(text) <= limit:  # each takes a byte at least
         return
     position = count = 0
@@ -145,7 +145,7 @@ def check_num_values(text: bytearray, limit: int) -> None:
 
 
 def _get_size(text: bytearray, position: int) -> int:
-    """Of the value that begins here; of a list or map, of its head."""
+    """Return the size of the value that begins here. Of a list or map, that of its head."""
     first = text[position]
     if 0xA0 <= first <= 0xBF:  # a short text
         return 1 + (first & 0x1F)

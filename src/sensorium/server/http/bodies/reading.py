@@ -43,8 +43,9 @@ async def read_body(
     intake: BodyIntake,
     takes_msgpack: bool = False,
 ) -> _Parsed:
-    """`parse` makes of the body's object what the route wants; it runs where the body was decoded,
-    and may raise.
+    """Return what `parse` makes of the body's object.
+
+    It runs where the body was decoded, which may be a thread, and it may raise.
     """
     kind = _get_content_type(request.headers.get("content-type"))
     is_msgpack = takes_msgpack and kind in MSGPACK_TYPES
@@ -61,7 +62,7 @@ async def read_body(
 
 
 def _get_content_type(value: str | None) -> str:
-    """Without one it is taken for JSON."""
+    """Return the content type without parameters. A body without one is taken for JSON."""
     return (value or "application/json").partition(";")[0].strip().lower()
 
 
@@ -120,7 +121,7 @@ def _name_kind(value: object) -> str:
 
 
 def wants_msgpack(request: Request) -> bool:
-    """By the `Accept` header; JSON where it says nothing of it."""
+    """Return whether the `Accept` header asks for msgpack. JSON is the default."""
     accepted = request.headers.get("accept", "")
     kinds = {entry.partition(";")[0].strip().lower() for entry in accepted.split(",")}
     return not kinds.isdisjoint(MSGPACK_TYPES)

@@ -157,7 +157,7 @@ METRICS_PATH = "/metrics"
 
 
 class Authentication:
-    """`keys`: any of them will do. Some routes need none.
+    """A layer that lets in requests with one of the keys. Some routes need none.
 
     A request with a key has the `uuid_scope` of that key in its state: a digest, because the key
     itself is kept nowhere else. With `shares_uuids` it has none.
@@ -199,7 +199,7 @@ class Authentication:
 
 
 def get_uuid_scope(state: Mapping[str, Any]) -> str | None:
-    """Return whose uuids a request uses, by the state of its scope; `None`: those of all."""
+    """Return the scope of a request's uuids, or `None` if all clients share theirs."""
     return state.get("uuid_scope")
 
 

@@ -58,7 +58,7 @@ _METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"
 
 
 class ResponseTimes:
-    """A request whose client left before it was answered has no status, and is not counted."""
+    """A layer that counts and times responses. Without a status, there was no response to count."""
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
         self._app = app
@@ -114,7 +114,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, watch_start)
         except ClientGoneError:
-            pass  # nobody reads an answer
+            pass  # there is no one left to answer
         except asyncio.CancelledError:
             if not is_started:
                 stopping = StoppingError("the server is stopping")
@@ -129,7 +129,7 @@ class ErrorBoundary:
 
 
 def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
-    """One frontend's share, rounded up."""
+    """Return the limit of one frontend: its share, rounded up."""
     return -(-max_concurrent_requests // api_server_count)
 
 

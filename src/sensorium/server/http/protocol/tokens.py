@@ -44,7 +44,7 @@ _State = Annotated[str, Meta(max_length=MAX_STATE_CHARACTERS)]
 
 
 class WireSamplingParams(SamplingFields, frozen=True, kw_only=True):
-    """`SamplingParams` by their names. `null` is as good as absent."""
+    """Sampling parameters by their names. `null` is as good as absent."""
 
 
 class WirePlaceholder(Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class _DerenderRequest(Struct, frozen=True, kw_only=True):
 
 
 class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
-    """`generate_response`, or with `stream` a `generate_chunk`."""
+    """An answer in `generate_response`, or with `stream` a chunk in `generate_chunk`."""
 
     generate_response: WireGenerateResponse | None = None
     prompt_tokens: Annotated[Count | None, Meta(description="How many tokens the prompt has.")] = (
@@ -171,7 +171,7 @@ class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
 
 
 class DerenderCompletionRequest(_DerenderRequest, frozen=True, kw_only=True):
-    """`generate_responses`, one for each prompt, or with `stream` a `generate_chunk` of one prompt.
+    """Answers in `generate_responses`, one per prompt, or with `stream` a `generate_chunk` of one.
 
     `prompt_tokens` and `prompt_token_ids` are lists with one entry per prompt; with `stream`, those
     of this prompt.

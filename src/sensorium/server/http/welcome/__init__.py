@@ -1,8 +1,9 @@
-"""The page at `/`: show the model something, let it hear something, ask, and see where time went.
+"""The pages of the server: the welcome page at `/`, and the documentation at `/docs`.
 
-Files of `pages` as they are, read once. They hold no secret and need no key; what the page asks
-the server for goes through the same routes as everybody's requests. Addresses in them are
-relative: the server may stand behind a proxy, under a path.
+The welcome page lets a visitor show the model a picture or a sound, ask about it, and see where
+time went. The documentation shows the OpenAPI document. Both are files that are read once, load
+nothing from elsewhere, and use the routes that every client uses. The welcome page needs no key.
+Addresses in the files are relative, because the server may stand behind a proxy, under a path.
 
 Browsers ask every time whether a file has changed (`ETag`), so that a new version is never mixed
 with an old one.
@@ -68,7 +69,7 @@ class Page:
     etag: str
 
     def make_response(self, known: str) -> Response:
-        """`known`: the header If-None-Match, or ""."""
+        """Return the page, or 304 if the tags in If-None-Match (`known`) have its own."""
         headers = {**_HEADERS, "etag": self.etag}
         tags = {tag.strip().removeprefix("W/") for tag in known.split(",")}
         if tags & {self.etag, "*"}:
