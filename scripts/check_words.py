@@ -30,7 +30,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/server",
     "src/sensorium/types",
     "src/sensorium/worker",
-    "tests/integration",
     "tests/unit",
 )
 MAX_COLUMNS = 100

@@ -45,7 +45,7 @@ def make_chat(*images: bytes | str, text: str = "What is this?", **fields: Any) 
 
 
 class LocalCore:
-    """A core whose process is this one. A new life begins empty, as a new process would."""
+    """A core that runs in this process. Each restart begins empty, as a new process would."""
 
     def __init__(self, model: str, directory: Path, media: MediaOptions, **options: Any) -> None:
         self.loading = LoadingOptions(model=model)
@@ -112,7 +112,7 @@ class LocalCore:
         return AsyncEngine(inputs, perception, identity=identity, **options), perception
 
     def assert_nothing_is_left(self) -> None:
-        """Of requests: what caches keep is theirs."""
+        """Assert that the core holds nothing of any request. What the caches keep is allowed."""
         scheduler = self.core.scheduler
         assert scheduler.requests == {}
         assert len(self.core.payloads) == 0

@@ -18,15 +18,15 @@ HUGE = 10**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRequest:
-    """`param`: the field in the error; `words`: what its message has to say, in any case."""
+    """A request that must be refused, and the error that must come back."""
 
     name: str
     path: str = CHAT
     content: bytes
     headers: dict[str, str] = field(default_factory=lambda: dict(JSON_HEADERS))
     status: int = 400
-    param: str | None = None
-    words: str = ""
+    param: str | None = None  # the field that the error must name
+    words: str = ""  # a text that the message must contain, in upper or lower case
 
 
 def make_url(content: bytes, kind: str = "image/png") -> str:
@@ -59,7 +59,7 @@ def list_bad_requests() -> list[BadRequest]:
 
 
 def _list_bodies() -> Iterator[BadRequest]:
-    """What can't be read at all: the message says where."""
+    """Yield bodies that can't be decoded at all, for which the message must name the place."""
     bodies = [
         ("an empty body", b"", "empty"),
         ("white space", b" \n ", "empty"),
@@ -93,7 +93,7 @@ def _list_bodies() -> Iterator[BadRequest]:
 
 
 def _list_numbers() -> Iterator[BadRequest]:
-    """Each by its own field."""
+    """Yield numbers that are not allowed; the error must name the field of each."""
     ranges: dict[str, list[str]] = {
         "max_tokens": ["0", "-1", "1.5", "1e400", str(HUGE), "true", '"5"', "[]"],
         "max_completion_tokens": ["0", "-1", "1e400", str(HUGE)],
@@ -114,7 +114,7 @@ def _list_numbers() -> Iterator[BadRequest]:
     for name, values in ranges.items():
         for value in values:
             content = _encode(_GOOD_CHAT)[:-1] + f',"{name}":{value}}}'.encode()
-            # Of numbers that no double holds, the parser says where they stand.
+            # The parser itself refuses numbers that no double can hold, and names the position.
             is_unreadable = value in ("1e400", "-1e400", "null0")
             yield BadRequest(
                 name=f"{name} {value}",
@@ -199,7 +199,7 @@ def _list_prompts() -> Iterator[BadRequest]:
 
 
 def _list_messages() -> Iterator[BadRequest]:
-    """`param` is the whole path, whatever is wrong."""
+    """Yield bad conversations; `param` must be the whole path of the field that is wrong."""
 
     def make_user(**fields: Any) -> list[Any]:
         return [{"role": "user", "content": "hello", **fields}]
@@ -251,7 +251,7 @@ def _list_messages() -> Iterator[BadRequest]:
 
 
 def _list_media() -> Iterator[BadRequest]:
-    """`limit_mm_per_prompt` is two images; nothing may be read from this machine."""
+    """Yield bad media, for a server that takes two images and reads no files of this machine."""
     png = write_image(make_pixels(), "PNG")
     second = "messages[0].content[2]"
     broken: list[tuple[str, str, int, str]] = [

@@ -1,4 +1,4 @@
-"""A person at the page of a server: a real browser without a window, driven by Selenium."""
+"""Drives a real browser without a window (Selenium), as a person would use the server's page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic"),
     *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--window-size=1000,800"),
-    # A microphone that beeps, and is allowed.
+    # The page gets a fake microphone that beeps, and may use it without asking.
     *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
 )
 _TIMEOUT_S = 120.0
@@ -31,14 +31,14 @@ _HAS_BEGUN = (
 
 
 def find_browser() -> tuple[str, str] | None:
-    """Chromium and its driver. `None`: this machine lacks them."""
+    """Return the paths of Chromium and its driver, or `None` if this machine lacks them."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
     return (chromium, driver) if chromium and driver else None
 
 
 class Browser:
-    """Its profile is a new one. Words of methods are those of a person."""
+    """A browser with a new profile. Its methods are named after what a person does."""
 
     def __init__(self, chromium: str, driver: str) -> None:
         options = webdriver.ChromeOptions()
@@ -86,7 +86,7 @@ class Browser:
         self.wait_for_attached(num_before + 1)
 
     def drop(self, path: Path) -> None:
-        """As the window system tells a browser of a file that is dragged over it."""
+        """Drop a file on the page, with the events that a window system would send."""
         num_before = len(self.find_all("#media li"))
         dragged = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
@@ -98,14 +98,14 @@ class Browser:
         wait_until(lambda: len(self.find_all("#media li")) == number, "it is attached", _TIMEOUT_S)
 
     def ask(self, question: str) -> str:
-        """The answer, when it is complete."""
+        """Ask a question, and return the answer when it is complete."""
         num_before = len(self.find_all(".turn"))
         self.find("#question").send_keys(question, Keys.ENTER)
         self.wait_for_answer(num_before + 1)
         return self.get_answer()
 
     def get_answer(self) -> str:
-        """The last one, or what there is of it."""
+        """Return the last answer, or the part of it that has come so far."""
         return self.find_all(".answer")[-1].get_attribute("textContent") or ""
 
     def wait_for_answer(self, num_turns: int) -> None:
@@ -120,7 +120,7 @@ class Browser:
         return self.driver.execute_script(script, *values)
 
     def allow_status(self, status: int) -> None:
-        """Browsers log answers that are errors, whatever a page makes of them."""
+        """Allow this status in the log, where browsers report every response that is an error."""
         self._allowed_status = status
 
     def assert_clean(self) -> None:
@@ -134,4 +134,4 @@ class Browser:
             if event["message"]["method"] == "Network.requestWillBeSent"
         ]
         hosts = {urlsplit(url.removeprefix("blob:")).netloc for url in asked}
-        assert hosts <= {urlsplit(self._origin).netloc, ""}  # "": data
+        assert hosts <= {urlsplit(self._origin).netloc, ""}  # "" is the host of a `data:` URL

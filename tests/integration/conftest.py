@@ -1,4 +1,4 @@
-"""Engines and servers that a whole session shares: what a test leaves behind disturbs the next."""
+"""Engines and servers that all tests of a session share, so each test must leave them idle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def neighbours_of(tiny_model: Callable[[str], str]) -> Callable[[str], Neighbours]:
-    """An engine of the family with good prompts for it."""
+    """Return a function that gives the engine of a family, with good prompts for it."""
 
     @cache
     def make(family: str) -> Neighbours:
@@ -54,7 +54,10 @@ def _perceiving_llms(
 
 @pytest.fixture
 def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], LLM]]:
-    """An engine with a cache of this type, or "off". After the test nothing may be left in it."""
+    """Return a function that gives the engine with a cache type, or with "off".
+
+    After the test nothing of a request may be left in the engines that it used.
+    """
     used: dict[str, LLM] = {}
 
     def get(name: str) -> LLM:
@@ -68,13 +71,13 @@ def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], L
 
 @pytest.fixture(scope="session")
 def media_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that servers may read media from."""
+    """Return the directory that servers may read media from."""
     return tmp_path_factory.mktemp("served-media")
 
 
 @pytest.fixture(scope="session")
 def omni_flags(media_path: Path) -> tuple[str, ...]:
-    """Of servers that answer as `omni_llm` does, in small steps."""
+    """Return the flags of servers that answer as `omni_llm` does, in small steps."""
     return (
         *("--served-model-name", MODEL, "--max-model-len", "2048", "--dtype", "float32"),
         *("--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
@@ -93,7 +96,7 @@ def _end_of_shared_servers() -> Iterator[None]:
 def omni_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
-    """One frontend, with the mirrored cache. It takes images, videos and sounds."""
+    """Run a server with one frontend and the mirrored cache, for images, videos and sounds."""
     with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *omni_flags) as server:
         yield server
 
@@ -102,7 +105,7 @@ def omni_server(
 def shared_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
-    """Two frontends, with a cache in shared memory."""
+    """Run a server with two frontends and a cache in shared memory."""
     flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
     with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *flags) as server:
         yield server
@@ -110,13 +113,13 @@ def shared_server(
 
 @pytest.fixture(scope="session")
 def mini_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The directory that the embedded model is unpacked into."""
+    """Return the directory that the embedded model is unpacked into."""
     return str(tmp_path_factory.mktemp("mini"))
 
 
 @pytest.fixture(scope="module")
 def mini_server(mini_cache: str) -> Iterator[ServerProcess]:
-    """The embedded model, as `sensorium serve` starts it without flags."""
+    """Run the embedded model as `sensorium serve` starts it without flags."""
     with SHARED_SERVERS.use("sensorium-mini", SENSORIUM_CACHE_DIR=mini_cache) as server:
         yield server
 
@@ -136,7 +139,7 @@ def _session_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(_session_browser: Browser) -> Iterator[Browser]:
-    """A real one. It may not ask any host but the server, nor complain of anything."""
+    """Give a real browser. It may ask no host but the server, and log no errors."""
     yield _session_browser
     _session_browser.assert_clean()
 
@@ -145,7 +148,7 @@ def browser(_session_browser: Browser) -> Iterator[Browser]:
 def trusting_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
-    """The same, and it believes the hashes that it is sent."""
+    """Run a server like `shared_server` that trusts the hashes in requests."""
     flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
     with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *flags, "--trust-injected") as server:
         yield server
@@ -159,7 +162,7 @@ def omni_llm(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
 
 
 _NUM_SILENT_PATHS = 100
-# Little room for media: what is not given back is missed soon.
+# The media cache is small, so that room that is not given back is missed soon.
 _SERVER_FLAGS = {
     "lru": ("--mm-processor-cache-gb", "0.004"),
     "shm": ("--api-server-count", "2", "--mm-processor-cache-gb", "0.004"),
@@ -170,7 +173,7 @@ _SERVER_FLAGS = {
 def fault_server(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], str]
 ) -> Iterator[ServerProcess]:
-    """A server that things are done to, and that is idle after each test."""
+    """Run a server for tests that kill or overload it; it must be idle after each of them."""
     with SHARED_SERVERS.use(
         tiny_model("qwen2_5_vl"),
         *("--max-model-len", "4096", "--mm-processor-pool-size", "1"),
@@ -182,7 +185,7 @@ def fault_server(
 
 @pytest.fixture
 def silent_host() -> Iterator[MediaServer]:
-    """Takes every question for a picture and answers none."""
+    """Run a host that accepts every request for a picture and never answers."""
     host = MediaServer()
     for index in range(_NUM_SILENT_PATHS):
         host.on(f"/{index}.png", be_silent)

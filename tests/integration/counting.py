@@ -1,4 +1,4 @@
-"""What a test did to a server, in the words of its metrics."""
+"""Counts what a test asked of a server, under the names of the server's metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ CHAT = "/v1/chat/completions"
 
 
 class Tally:
-    """By name and labels as `ServerProcess.get_metrics` has them. Threads may share it."""
+    """Expected counts, with the keys of `ServerProcess.get_metrics`. Safe for threads."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = Lock()
 
     def add_answer(self, messages: list[Message], answer: Answer) -> None:
-        """A chat that was answered. Its completions must all have found the same prefix."""
+        """Count a chat that was answered.
+
+        All of its completions must have found the same prefix in the cache.
+        """
         num_choices = len(answer.choices)
         num_prompt_tokens = answer.usage.prompt_tokens
         lengths = [len(choice.token_ids) for choice in answer.choices]
@@ -66,7 +69,7 @@ class Tally:
             self._counts[f'vllm:request_success_total{{finished_reason="{reason}"}}'] += 1
 
     def add_refusal(self, reason: str) -> None:
-        """A chat that was not answered."""
+        """Count a chat that was refused."""
         with self._lock:
             self._counts[f'sensorium:refused_requests_total{{reason="{reason}"}}'] += 1
             self._counts[_make_http_name("4xx")] += 1
@@ -74,8 +77,10 @@ class Tally:
     def compare(
         self, before: Mapping[str, float], after: Mapping[str, float]
     ) -> dict[str, tuple[float, float]]:
-        """What differs: what was counted, and what the test did. Every series of a family that has
-        been told of counts, so that nothing is counted under a wrong label.
+        """Return the series that differ: name -> what the server counted, and what the test did.
+
+        All series of each metric that the test counted are compared, so that a count under a wrong
+        label is found.
         """
         families = {name.partition("{")[0] for name in self._counts}
         names = {name for name in after if name.partition("{")[0] in families}
@@ -93,7 +98,10 @@ def _make_http_name(status: str) -> str:
 
 
 def _is_of_chats(name: str) -> bool:
-    """Other routes are asked by the test itself; other levels of caches are told as they are."""
+    """Return whether a series depends only on the chats that a `Tally` counts.
+
+    The test itself calls other routes, and a `Tally` counts no cache but the encoder's.
+    """
     if name.startswith("http_requests_total"):
         return f'handler="{CHAT}"' in name
     return "sensorium:cache_" not in name or 'level="encoder"' in name

@@ -1,8 +1,8 @@
-"""Decodes files that do damage and files that are damaged, in a process of its own, and prints what
-happened: a crash of a decoder ends this process, and with it the test that started it.
+"""Decodes harmful files and damaged files in a process of its own, and prints the results.
 
-The harmful files come packed from the process that made them, so that making them takes no memory
-of this one.
+If a decoder crashes, it ends this process only, and the test that started it fails. Another
+process makes the harmful files and sends them here, so that making them takes no memory of this
+one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CEILING_MB = 256
 
 
 def try_to_decode(modality: str, data: bytes, limits: MediaLimits) -> str:
-    """An empty string if it was decoded, or why it was not."""
+    """Return an empty string if the data was decoded, or else the reason why it was not."""
     try:
         decode(
             modality,
@@ -53,7 +53,7 @@ def try_bomb(modality: str, data: bytes) -> dict[str, object]:
 
 
 def damage(data: bytes, generator: np.random.Generator) -> bytes:
-    """Cut short, with a piece missing, with a piece twice, or with some bytes changed."""
+    """Return the data cut short, without a piece, with a piece twice, or with changed bytes."""
     kind = generator.integers(5)
     start, end = sorted(generator.integers(0, len(data) + 1, 2).tolist())
     if kind == 0:
@@ -63,7 +63,7 @@ def damage(data: bytes, generator: np.random.Generator) -> bytes:
     if kind == 2:
         return data[:end] + data[start:]
     changed = bytearray(data)
-    # Headers steer decoders, so half of the changes are there.
+    # Decoders follow the headers, so half of the files with changed bytes are changed there only.
     most = len(data) if kind == 3 else min(len(data), 200)
     for place in generator.integers(0, most, generator.integers(1, 9)).tolist():
         changed[place] = int(generator.choice([0, 1, 0x7F, 0x80, 0xFF, generator.integers(256)]))
@@ -95,9 +95,13 @@ def try_damaged(num_of_each: int, seed: int) -> dict[str, object]:
 
 
 def main(num_of_each: int, seed: int) -> None:
-    """The last bomb is tried below a ceiling."""
+    """Decode the harmful and the damaged files, and print the results as JSON.
+
+    The last harmful file comes at the end, because it is decoded under a limit of memory that
+    stays in force.
+    """
     for modality, kinds in (("image", make_images()), ("video", make_videos())):
-        for data in kinds.values():  # libraries are loaded before the count begins
+        for data in kinds.values():  # loads the libraries before memory is measured
             try_to_decode(modality, data, SMALL)
     bombs = []
     while header := sys.stdin.buffer.read(16):

@@ -1,4 +1,4 @@
-"""Render here, generate there, derender here again: what a client of two servers does."""
+"""Renders on one server, generates on another, and derenders on the first one again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DERENDER = "/v1/chat/completions/derender"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How a request travels. `has_kwargs`: whether pixels go with it."""
+    """The encoding in which a request is sent and answered."""
 
     is_msgpack: bool = False
     is_streamed: bool = False
-    has_kwargs: bool = True
+    has_kwargs: bool = True  # the processed pixels are sent with it
 
 
 def render(server: ServerProcess, body: dict[str, Any], route: Route) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def render(server: ServerProcess, body: dict[str, Any], route: Route) -> dict[st
 def post_generate(
     server: ServerProcess, rendered: dict[str, Any], route: Route, **fields: Any
 ) -> httpx.Response:
-    """The request as `render` gave it, in the same encoding."""
+    """Send a request as `render` returned it, in the same encoding."""
     body = {**rendered, **fields}
     if not route.is_msgpack:
         return server.post(_GENERATE, body)
@@ -52,7 +52,7 @@ def post_generate(
 
 
 def generate(server: ServerProcess, rendered: dict[str, Any], route: Route) -> Any:
-    """The answer, or the list of its chunks."""
+    """Return the answer, or the list of its chunks if it is streamed."""
     if not route.is_streamed:
         answer = post_generate(server, rendered, route)
         answer.raise_for_status()
@@ -68,7 +68,7 @@ def generate(server: ServerProcess, rendered: dict[str, Any], route: Route) -> A
 def derender(
     server: ServerProcess, generated: Any, body: dict[str, Any], *, num_prompt_tokens: int
 ) -> dict[str, Any]:
-    """What a chat would have answered: its choices, and what it counts."""
+    """Return what a chat would have answered: its choices and its usage."""
     common = {"chat_request": body, "prompt_tokens": num_prompt_tokens}
     if not isinstance(generated, list):
         answer = server.post(_DERENDER, {"generate_response": generated, **common})
@@ -107,7 +107,7 @@ def _derender_stream(
 
 
 def chat(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
-    """The same, by one server."""
+    """Return the choices and the usage of a chat that one server answers alone."""
     answer = server.post("/v1/chat/completions", body)
     answer.raise_for_status()
     return {

@@ -1,5 +1,6 @@
-"""Load for servers that things happen to: clients that ask, stay, leave or don't read, what each of
-them was told, and what the server's processes still hold afterwards.
+"""Load for servers with injected faults: clients that ask, wait, disconnect or don't read.
+
+It also has what each client received, and what the server's processes still hold afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.support.waiting import wait_until, wait_until_async
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 120.0
-# What must be nothing when nobody asks for anything.
+# Gauges that must be 0 while there are no requests.
 LIVE_GAUGES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -36,14 +37,12 @@ LIVE_GAUGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What one client was told. `status` None: its connection broke before there was one.
-    `is_whole`: it ended as an answer has to, with an error or without.
-    """
+    """The response that one client received."""
 
-    status: int | None
+    status: int | None  # None: the connection broke before the status came
     text: str = ""
     error: dict[str, Any] | None = None
-    is_whole: bool = False
+    is_whole: bool = False  # it ended as a response has to, with an error or without
     local_port: int | None = None
 
     @property
@@ -52,7 +51,7 @@ class Reply:
 
     @property
     def is_lost_clearly(self) -> bool:
-        """It was told that the engine went away: by the status, or by an event."""
+        """Whether the server reported by the status, or by an event, that the engine was lost."""
         return self.is_whole and self.error is not None and self.error["code"] == "engine_lost"
 
 
@@ -68,7 +67,7 @@ def make_body(
     stream: bool = False,
     **extras: Any,
 ) -> dict[str, Any]:
-    """Greedy, and as long as it is told to be."""
+    """Return a greedy chat request with an answer of exactly `max_tokens` tokens."""
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": image}} for image in images
     ]
@@ -84,12 +83,12 @@ def make_body(
 
 
 class Client:
-    """One connection of its own, and what came over it so far: `num_events` of a stream."""
+    """A client with a connection of its own."""
 
     def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
         self._url = server.get_url(CHAT)
         self._body = body
-        self.num_events = 0
+        self.num_events = 0  # of the stream, so far
         self.local_port: int | None = None
 
     async def ask(self) -> Reply:
@@ -141,7 +140,7 @@ def make_reply(status: int, content: bytes, local_port: int | None = None) -> Re
 
 
 class Crowd:
-    """Clients that ask at the same time, inside one event loop."""
+    """Clients that send their requests at the same time, inside one event loop."""
 
     def __init__(self, server: ServerProcess, bodies: Iterable[dict[str, Any]]) -> None:
         self.server = server
@@ -149,7 +148,7 @@ class Crowd:
         self._tasks = [asyncio.create_task(client.ask()) for client in self.clients]
 
     async def wait_until_streaming(self) -> None:
-        """Until every client that streams has had more than a beginning."""
+        """Wait until every streaming client has received more than the first event."""
         streaming = [client for client in self.clients if client._body["stream"]]
         await wait_until_async(
             lambda: all(client.num_events > 1 or self._is_done(client) for client in streaming),
@@ -163,7 +162,7 @@ class Crowd:
         await asyncio.to_thread(wait_until, is_running, f"{num} requests run", WAIT_S)
 
     async def wait_until_taken(self) -> None:
-        """Until each client's request runs, or has ended."""
+        """Wait until each client's request runs, or has ended."""
 
         def is_taken() -> bool:
             # In this order: a request that ends between the two is missed, not counted twice.
@@ -196,7 +195,7 @@ def ask_all(server: ServerProcess, bodies: Sequence[dict[str, Any]]) -> list[Rep
 async def open_raw(
     server: ServerProcess, body: bytes, *, announced: int | None = None, **options: Any
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection by hand; `announced` is the length that its head tells."""
+    """Open a connection and send a request; `announced` replaces the true content length."""
     address = urlsplit(server.get_url())
     reader, writer = await asyncio.open_connection(address.hostname, address.port, **options)
     length = len(body) if announced is None else announced
@@ -209,7 +208,7 @@ async def open_raw(
     return reader, writer
 
 
-# What is left afterwards.
+# ---- what is left afterwards
 
 
 def get_live(server: ServerProcess) -> dict[str, float]:
@@ -250,7 +249,7 @@ def count_threads(pid: int) -> int:
 
 
 def wait_until_files_are(pid: int, num: int) -> None:
-    """Connections that were closed take a moment to go."""
+    """Wait until a process has at most `num` open files; closed connections take a moment."""
     last = 0
 
     def is_back() -> bool:
@@ -276,7 +275,7 @@ def _read_links(pid: int) -> list[str]:
 
 
 def has_connection(pid: int, server_port: int, client_port: int) -> bool:
-    """Whether the server's end of this connection is among the process's files."""
+    """Return whether the server's end of this connection is among the process's files."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         words = line.split()
         local, remote = (int(word.rpartition(":")[2], 16) for word in words[1:3])

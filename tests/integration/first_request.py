@@ -1,7 +1,7 @@
-"""A script: what the first requests of a frontend still have to initialise, as JSON.
+"""A script that prints as JSON what a frontend's first requests still have to initialise.
 
-Builds the frontend as its process does, with or without warm-up, and renders conversations that it
-reads from a file, by their names. Run in a fresh interpreter: modules are imported once.
+It builds the frontend as its process does, with or without warm-up, and renders named conversations
+from a file. It runs in a fresh interpreter, because a module is imported only once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
 
-# The route that renders conversations; `None`: the engine is asked without one.
+# The route that renders conversations; `None`: the engine is called without HTTP.
 ROUTE: str | None = "/v1/chat/completions/render"
 Counts = dict[str, Any]
 
 
 def watch(counts: Counts) -> Callable[[], None]:
-    """Counts from now on; what is returned adds the modules that came since."""
+    """Begin to count, and return a function that adds the modules imported since."""
     import jinja2
     from transformers import AutoProcessor, AutoTokenizer
 
@@ -55,7 +55,7 @@ def count_calls(owner: Any, name: str, counts: Counts, key: str) -> None:
 
 
 async def render(engine: Any, app: Any, messages: Any) -> int:
-    """The number of tokens."""
+    """Render a conversation, and return its number of tokens."""
     if ROUTE is not None:
         return len((await ask(app, ROUTE, {"messages": messages}))["token_ids"])
     from sensorium.engine.inputs.chat_batch import Chat
@@ -68,7 +68,7 @@ async def render(engine: Any, app: Any, messages: Any) -> int:
 
 
 async def ask(app: Any, path: str, body: Any) -> Any:
-    """One request, without a client that would import modules of its own."""
+    """Send one request without an HTTP client, which would import modules of its own."""
     content = json.dumps(body).encode()
     left = asyncio.Event()
     received: list[dict[str, Any]] = [{"type": "http.request", "body": content}]

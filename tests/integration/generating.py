@@ -1,4 +1,4 @@
-"""Requests of tokens and processed media, as another frontend would send them."""
+"""Requests with token ids and processed media, as another frontend would send them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def render(
     has_layouts: bool = True,
     **fields: Any,
 ) -> Body:
-    """A body for msgpack: items are bytes. `rename` makes the hashes; `fields` of the prompt."""
+    """Return a rendered request as a body for msgpack, with its items as bytes.
+
+    `rename` makes new hashes of the true ones. `fields` are fields of the prompt.
+    """
     chat = Chat(messages=messages, options=ChatOptions(), fields=fields)  # type: ignore[arg-type]
     processed = llm.renderer.render(chat, SamplingParams(), skip_mm_cache=True).processed
     features: dict[str, dict[str, list[Any]]] = {
@@ -65,12 +68,12 @@ def render(
 
 
 def without_items(body: Body) -> Body:
-    """The server is said to have them."""
+    """Return the body without its items, as a client sends it if the server has them."""
     return {**body, "features": {**body["features"], "kwargs_data": None}}
 
 
 def as_json(value: Any) -> Any:
-    """Bytes become base64."""
+    """Return the value with bytes as base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, dict):
@@ -89,7 +92,7 @@ def post(
 
 
 def generate(server: ServerProcess, body: Body, **options: Any) -> tuple[int, ...]:
-    """The tokens of the first choice."""
+    """Return the tokens of the first choice."""
     return get_token_ids(post(server, body, **options))
 
 
@@ -99,7 +102,7 @@ def get_token_ids(response: httpx.Response) -> tuple[int, ...]:
 
 
 def read_events(response: httpx.Response) -> list[Any]:
-    """Without the last one, which says that it is."""
+    """Return the events of a stream, without the `[DONE]` at its end."""
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"

@@ -58,7 +58,7 @@ def make_jpeg() -> bytes:
 
 
 def make_webp(mode: bytes) -> bytes:
-    """Of the extended, the lossless and the lossy kind: of 16 million, 16384 and 16383 squared."""
+    """Make an extended, lossless or lossy file with a side of 16 million, 16384 or 16383."""
     content = {
         b"VP8X": bytes(4) + b"\xff" * 6,
         b"VP8L": b"\x2f" + struct.pack("<I", 0x0FFFFFFF) + bytes(5),
@@ -78,7 +78,7 @@ def make_notes(name: bytes, prefix: bytes) -> bytes:
 
 
 def make_vp8() -> bytes:
-    """SseChunks that are larger than the header of the container says."""
+    """Make a video with frames that are larger than the container's header states."""
     data = write_video(make_clip(3), "webm", "libvpx")
     start = data.index(b"\x9d\x01\x2a") + 3
     return replace_at(data, start, struct.pack("<HH", 0x3FFF, 0x3FFF))
@@ -93,7 +93,7 @@ def make_mp3_with_cover() -> bytes:
 
 
 def make_mp4_with_table() -> bytes:
-    """A kilobyte that lists sixty million samples of one byte."""
+    """Make a video of a kilobyte that lists sixty million samples of one byte."""
     data = write_video(make_clip(6))
     for name, skipped, content in [
         (b"stsz", 4, struct.pack(">II", 1, TABLE_LENGTH)),

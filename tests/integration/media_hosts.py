@@ -1,7 +1,7 @@
-"""Hosts on 127.0.0.1 that behave as told, and a network in which public names lead to them.
+"""Hosts on 127.0.0.1 with chosen behaviours, and a network in which public names lead to them.
 
-No test dials another address: the network's `connect` writes down the address that it was asked
-for, and goes to the server instead.
+No test connects to another address: the network's `connect` records the address that it was asked
+for, and connects to the server instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Behaviour = Callable[["Visit"], None]
 
 
 class Visit:
-    """One connection to the server, after its request's head has come."""
+    """One connection to the server, after the head of its request has come."""
 
     def __init__(self, connection: socket.socket, head: bytes, stopping: threading.Event) -> None:
         self._connection = connection
@@ -45,18 +45,17 @@ class Visit:
             self.send(chunk)
 
     def reset(self) -> None:
-        """Ends the connection with RST instead of FIN."""
+        """End the connection with RST instead of FIN."""
         linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
 class MediaServer:
-    """Answers each path with its behaviour; `visits` are in the order of their requests. A
-    `greeting` is all that a visitor gets, whatever it says."""
+    """A server that answers each path with the behaviour that was set for it."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self.visits: list[Visit] = []
-        self.greeting: Behaviour | None = None
+        self.visits: list[Visit] = []  # in the order of their requests
+        self.greeting: Behaviour | None = None  # if set, it answers all that is sent
         self._behaviours: dict[str, Behaviour] = {}
         self._tls = tls
         self._stopping = threading.Event()
@@ -102,10 +101,11 @@ class MediaServer:
 
 
 class Network:
-    """`names`: for each host the answers to successive look-ups; the last one is repeated."""
+    """A network in which names have chosen addresses and every connection goes to one server."""
 
     def __init__(self, server: MediaServer, names: dict[str, list[Sequence[str]]]) -> None:
         self._server = server
+        # host -> the answers to successive look-ups; the last one is repeated
         self._names = names
         self.looked_up: list[str] = []
         self.connected: list[tuple[str, int]] = []
@@ -122,8 +122,11 @@ class Network:
         return await connect_socket("127.0.0.1", self._server.port, timeout_s)
 
     def loader(self, **options: object) -> MediaLoader:
-        """A loader on this network; `options` are those of `MediaLimits`, and `ssl_context`,
-        `clock`, `shares` or `response_cache_bytes` of the loader."""
+        """Return a loader on this network.
+
+        `options` are those of `MediaLimits`, and `ssl_context`, `clock`, `shares` or
+        `response_cache_bytes` of the loader.
+        """
         names = ("ssl_context", "clock", "shares", "response_cache_bytes")
         own = {name: options.pop(name) for name in names if name in options}
         limits = MediaLimits(**options)  # type: ignore[arg-type]
@@ -131,7 +134,7 @@ class Network:
 
 
 def reply(status: int, body: bytes = b"", **headers: str) -> Behaviour:
-    """An answer as it should be; `headers` with `_` for `-`, and an empty value for none."""
+    """Return a correct response. `headers` have `_` for `-`; an empty value removes one."""
     fields = {"Content-Length": str(len(body)), "Content-Type": "image/png"}
     fields |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [f"HTTP/1.1 {status} Whatever", *(f"{k}: {v}" for k, v in fields.items() if v)]
@@ -143,5 +146,5 @@ def say(answer: bytes) -> Behaviour:
 
 
 def be_silent(visit: Visit) -> None:
-    """As long as the server is there."""
+    """Send nothing until the server is closed."""
     visit.stopping.wait()

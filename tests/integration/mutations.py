@@ -1,7 +1,7 @@
-"""Bad features: what a good request for generation becomes, systematically and at random.
+"""Makes bad requests for generation out of a good one, systematically and at random.
 
-Every mutation is wrong by construction, with one exception that is told: a byte of an item's frame
-may change nothing that counts (`is_same_item`).
+Every mutation is wrong by construction, with one exception: a changed byte in an item's frame may
+leave the item as it was (`is_same_item`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _SIZES = {"float32": 4, "int64": 8, "int32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """`content`: the body as it is sent. `item`: one of its items, where only that was changed."""
+    """A bad request and its name."""
 
     name: str
-    content: bytes
+    content: bytes  # the body as it is sent
     is_msgpack: bool
-    item: bytes | None = None
+    item: bytes | None = None  # the changed item, if nothing else was changed
 
 
 def set_at(body: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at the path. Big items are shared."""
+    """Return a copy with another value at the path. All other values are shared."""
     if not path:
         return value
     changed = copy.copy(body)
@@ -42,7 +42,7 @@ def set_at(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def encode(body: Any, *, is_msgpack: bool) -> bytes:
-    """JSON has base64 for bytes, as msgspec writes them."""
+    """Return the encoded body. In JSON, bytes become base64, as msgspec writes them."""
     return (msgspec.msgpack if is_msgpack else msgspec.json).encode(body)
 
 
@@ -50,7 +50,7 @@ def encode(body: Any, *, is_msgpack: bool) -> bytes:
 
 
 def mutate_metadata(body: Body) -> Iterator[tuple[str, Body]]:
-    """Of a body with items of several modalities, which the server has all."""
+    """Change the metadata of a body with items of several modalities, all cached by the server."""
     features = body["features"]
     for name in ("mm_hashes", "mm_placeholders"):
         for value in _WRONG_TYPES:
@@ -177,7 +177,7 @@ def _mutate_tokens(body: Body) -> Iterator[tuple[str, Body]]:
 
 
 def mutate_tensors(item: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names, dtypes, shapes and values of an item's tensors, and its layout."""
+    """Change names, dtypes, shapes and values of an item's tensors, and its layout."""
     whole = msgspec.msgpack.decode(item)
     for name, tensor in whole["tensors"].items():
         for key, value in _mutate_tensor(tensor):
@@ -258,7 +258,7 @@ def truncate(item: bytes, rng: random.Random, count: int) -> Iterator[tuple[str,
 
 
 def flip_frame(item: bytes, rng: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
-    """Bytes of all but the numbers: other numbers would be another item, as good as this one."""
+    """Change bits of an item, but not of its numbers: with other numbers it would be valid."""
     whole = msgspec.msgpack.decode(item)
     own = bytearray(item)
     places = set(range(len(item)))
@@ -272,14 +272,14 @@ def flip_frame(item: bytes, rng: random.Random, count: int) -> Iterator[tuple[st
 
 
 class _Item(msgspec.Struct):
-    """Keys that nobody knows are passed over, whatever they are."""
+    """An item as the server reads it: unknown keys are ignored."""
 
     tensors: dict[str, Any]
     layout: Any = None
 
 
 def is_same_item(item: bytes, other: bytes) -> bool:
-    """Whether two items have the same tensors, and the second no layout that is another."""
+    """Return whether both items have the same tensors, and the other the same layout or none."""
     try:
         ours, theirs = (msgspec.msgpack.decode(entry, type=_Item) for entry in (item, other))
     except (msgspec.MsgspecError, UnicodeDecodeError):

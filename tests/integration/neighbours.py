@@ -1,4 +1,4 @@
-"""Good requests beside a bad one: they must not notice it."""
+"""Runs good requests beside a bad one, which must not change their answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Change = Callable[[dict[str, torch.Tensor]], MultiModalKwargsItem]
 
 
 def make_prompt(family: str, *images: object, text: str = "what is this?") -> dict[str, Any]:
-    """Text behind as many markers as there are images."""
+    """Return a prompt of one marker for each image, followed by the text."""
     return {"prompt": MARKERS[family] * len(images) + text, "multi_modal_data": {"image": images}}
 
 
@@ -41,7 +41,7 @@ def make_good_prompts(family: str) -> list[Any]:
 
 
 class Neighbours:
-    """An engine, good prompts for it, and their tokens when nobody disturbs them."""
+    """An engine, good prompts for it, and their tokens when no bad request runs beside them."""
 
     def __init__(self, llm: LLM, prompts: list[Any]) -> None:
         self.llm = llm
@@ -49,7 +49,7 @@ class Neighbours:
         self._expected = get_token_ids(llm.generate(prompts, PARAMS, use_tqdm=False))
 
     def fail(self, bad_prompt: Any, params: SamplingParams = PARAMS) -> str:
-        """The error of a bad prompt that runs between the good ones."""
+        """Return the error of a bad prompt that runs between the good ones."""
         self._clear_caches()
         prompts = [self._prompts[0], bad_prompt, *self._prompts[1:]]
         all_params = [PARAMS, params, *[PARAMS] * (len(prompts) - 2)]
@@ -62,7 +62,7 @@ class Neighbours:
         return str(bad.error)
 
     def fail_with_tensors(self, prompt: Any, change: Change) -> str:
-        """The error of a prompt whose processed tensors are changed on their way into the core."""
+        """Return the error of a prompt if its tensors are changed on their way into the core."""
         self._clear_caches()
         ids = [self.llm._add(self._prompts[0], PARAMS)]
         error: RequestError | None = None
@@ -90,7 +90,7 @@ class Neighbours:
         return request_id
 
     def _clear_caches(self) -> None:
-        """So that the neighbours are encoded and computed together with the bad request."""
+        """Clear the caches, so that good and bad requests are encoded and computed together."""
         self.llm.core.scheduler.encoder_cache.clear_cache()
         self.llm.core.scheduler.kv_cache.clear_cache()
 

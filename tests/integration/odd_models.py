@@ -1,4 +1,4 @@
-"""Tiny random models of types that are in no list: some are right for the engine, some are not."""
+"""Makes tiny random models of unlisted types. The engine can run only some of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiny_models.building import (
 
 
 def make_vipllava(directory: Path) -> str:
-    """A model of an unlisted type that needs no code of its own, for images."""
+    """Make a model for images of an unlisted type that needs no code of its own."""
     tokenizer = make_tokenizer([*CHATML_TOKENS, "<image>"], extra={"image_token": "<image>"})
     config = tf.VipLlavaConfig(
         vision_config={"model_type": "clip_vision_model", **tower_values()},
@@ -44,7 +44,7 @@ def make_vipllava(directory: Path) -> str:
 
 
 def make_vibevoice_asr(directory: Path) -> str:
-    """A model that adds random numbers to what it hears: no two runs of it are equal."""
+    """Make a model that adds random numbers to its audio input, so that no two runs are equal."""
     tokens = ["<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"]
     tokenizer = make_tokenizer([*CHATML_TOKENS, *tokens])
     id_of = tokenizer.convert_tokens_to_ids
@@ -73,7 +73,7 @@ def make_vibevoice_asr(directory: Path) -> str:
 
 
 def make_gemma4_unified(directory: Path) -> str:
-    """A model that attends to pictures in both directions, as Gemma 4 does."""
+    """Make a model that attends to pictures in both directions, as Gemma 4 does."""
     names = {
         "boi_token": "<|image>",
         "eoi_token": "<image|>",

@@ -1,6 +1,4 @@
-"""Engines that perceive through each kind of cache, what their parts were asked to do, and what a
-request must not leave behind.
-"""
+"""Engines with each kind of media cache, counts of their work, and checks that they are idle."""
 
 from __future__ import annotations
 
@@ -23,9 +21,10 @@ from tests.support.engine import assert_nothing_is_left, get_token_ids
 from tests.support.media import write_image
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-MARKER = "<image>"  # of LLaVA
+MARKER = "<image>"  # LLaVA's marker of an image
 CACHE_TYPES = ("lru", "shm")
-# Large enough for all that a file of tests sends; the shared store is reserved as a whole.
+# Large enough for all media of one test module. The shared store reserves its memory at once, so
+# it should not be larger.
 OPTIONS: dict[str, dict[str, Any]] = {
     "lru": {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 0.02},
     "shm": {"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 0.02},
@@ -37,7 +36,7 @@ _seeds = count(1)
 
 
 def make_new_image() -> Image.Image:
-    """One that no cache has seen."""
+    """Return an image that is in no cache."""
     return make_image(60, 60, seed=next(_seeds))
 
 
@@ -59,7 +58,7 @@ def generate(llm: LLM, *prompts: Any, params: SamplingParams = GREEDY) -> list[t
 
 
 def forget_outputs(llm: LLM) -> None:
-    """What was computed from media; the processor cache keeps what it has."""
+    """Clear what was computed from media. The processor cache keeps what it has."""
     llm.core.scheduler.encoder_cache.clear_cache()
     llm.core.scheduler.kv_cache.clear_cache()
 
@@ -85,7 +84,7 @@ def get_statistics(llm: LLM) -> CacheStatistics:
 
 
 class QueryCount:
-    """Queries and hits of the main cache since this was made."""
+    """Counts of the main cache's queries and hits since this object was made."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -104,7 +103,7 @@ class QueryCount:
 
 
 class Calls:
-    """How often media was decoded, an item processed, and the model's own processor called."""
+    """Counts how often media was decoded, an item processed, and the model's processor called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         self._lock = threading.Lock()
@@ -132,14 +131,14 @@ class Calls:
         monkeypatch.setattr(target, attribute, call)
 
     def take(self) -> dict[str, int]:
-        """Since the last time."""
+        """Return the counts since the last call of this method."""
         with self._lock:
             taken, self.counts = dict(self.counts), Counter()
         return taken
 
 
 class Gate:
-    """Items wait in here before they are processed, until it is opened."""
+    """A gate before the processing of items, which waits until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._is_open = threading.Event()
@@ -158,7 +157,7 @@ class Gate:
 
 
 class Outcomes:
-    """What functions return or raise, each in a thread of its own."""
+    """The results or errors of functions that run in a thread each."""
 
     def __init__(self, functions: Sequence[Callable[[], Any]]) -> None:
         self.results: list[Any] = [None] * len(functions)
@@ -183,7 +182,7 @@ class Outcomes:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing of a request is left: in the core, in the caches of both sides, in the flights."""
+    """Assert that nothing of a request is left in the core, the caches or the shared work."""
     assert_nothing_is_left(llm)
     for pipeline in (llm.perception.pipeline, llm.perception.readonly):
         assert pipeline.flights.statistics().num_waiting == 0
@@ -199,5 +198,5 @@ def assert_idle(llm: LLM) -> None:
 
 
 def get_num_leases(store: ShmStore) -> int:
-    """Of this process."""
+    """Return the number of leases that this process holds."""
     return store._num_leases.total()

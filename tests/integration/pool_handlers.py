@@ -1,4 +1,4 @@
-"""What the workers of `test_pool.py` run. Imports nothing heavy: a worker starts within 0.2 s."""
+"""The work of the workers in `test_pool.py`, without slow imports: a worker starts in 0.2 s."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 
 class OddError(MediaFetchError):
-    """A kind that the parent has never heard of."""
+    """A kind of error that the parent does not know."""
 
 
 class Servant:
-    """A job is a word and an argument. `settings` is a directory for notes to the test."""
+    """A handler of jobs. A job is the name of a `do_` method and its argument."""
 
     def __init__(self, settings: bytes) -> None:
-        self._directory = Path(settings.decode())
+        self._directory = Path(settings.decode())  # the files in it tell the test what was done
         self._max_cost_s = 0.0
 
     def __call__(
@@ -65,7 +65,7 @@ class Servant:
         return argument
 
     def do_sleep_once(self, argument: str, _: memoryview) -> str:
-        """A minute in the first process that gets it, no time in the next."""
+        """Sleep for a minute in the first process that gets this job, and not in the next ones."""
         is_first = not list(self._directory.glob("sleeping-*"))
         (self._directory / f"sleeping-{os.getpid()}").touch()
         if is_first:
@@ -73,7 +73,7 @@ class Servant:
         return argument
 
     def do_wait_for(self, argument: str, _: memoryview) -> str:
-        """Until the test makes a file of that name, or for a minute."""
+        """Wait until the test makes a file of that name, but for a minute at most."""
         (self._directory / f"sleeping-{os.getpid()}").touch()
         ends_at = time.monotonic() + 60.0
         while not (self._directory / argument).exists() and time.monotonic() < ends_at:
@@ -81,7 +81,7 @@ class Servant:
         return argument
 
     def do_be_long(self, argument: str, block: memoryview) -> str:
-        """Work of a minute by its own estimate, which ends when the test makes a file."""
+        """Estimate a minute of work, and if that is allowed, wait until the test makes a file."""
         if self._max_cost_s < 60.0:
             (self._directory / f"costly-{argument}").touch()
             raise CostlyJobError(60.0)
@@ -116,7 +116,7 @@ class Servant:
     def do_checksum(self, _: str, block: memoryview) -> int:
         from zlib import crc32
 
-        block[:1] = block[:1]  # it is writable
+        block[:1] = block[:1]  # checks that the block is writable
         return crc32(block)
 
     def do_tensors(self, argument: str, _: memoryview) -> tuple[bytes, dict[str, Any]]:
@@ -130,7 +130,7 @@ class Servant:
         return torch.get_num_threads()
 
     def do_decode(self, header: str, block: memoryview) -> tuple[bytes, dict[str, Any]]:
-        """Tensors that came as the input go back as they are."""
+        """Return the tensors of the input as they are."""
         from sensorium.multimodal.item_codec import decode_block
 
         return b"", dict(decode_block(bytes.fromhex(header), block))

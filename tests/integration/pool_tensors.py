@@ -1,4 +1,4 @@
-"""Tensors of every kind that a processor gives, the same ones in the test and in the worker."""
+"""Makes tensors of every kind that a processor returns, equal in the test and in the worker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""JSON schemas by the hundred, from a seed: of every kind that can be followed, and bounded, so
-that a model that knows nothing comes to an end.
+"""Makes random JSON schemas from seeds, with every keyword that a grammar can follow.
+
+Their values are bounded, so that a model with random weights comes to an end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _COMPACT = {"whitespace_flexible": False}
 
 
 def make_schema(seed: int) -> Schema:
-    """Three of four are written without blanks, which a random model would love too much."""
+    """Return a schema. Three of four allow no spaces, which a random model might write forever."""
     maker = _Maker(random.Random(seed))
     schema = maker.make(depth=0)
     options = {} if seed % 4 == 0 else {"x-guidance": _COMPACT}
@@ -28,7 +29,7 @@ class _Maker:
     def make(self, depth: int) -> Schema:
         leaves = [self._integer, self._string, self._pattern, self._enum, self._const]
         if self._rng.random() < 0.3:
-            leaves.append(self._number)  # a model may write digits for ever
+            leaves.append(self._number)  # rare, because a model may write digits without end
         if depth >= 2:
             return self._rng.choice(leaves)()
         nests = [self._object, self._object, self._array, self._tuple, self._any_of, self._ref]
@@ -68,7 +69,7 @@ class _Maker:
     def _const(self) -> Schema:
         return {"const": self._rng.choice(("a b", 7, None, False, {"d": [1, {"e": 2}]}))}
 
-    # ---- what holds others
+    # ---- schemas that contain others
 
     def _object(self, depth: int) -> Schema:
         names = self._rng.sample(_WORDS, self._rng.randint(0, 3))
@@ -115,10 +116,13 @@ class _Maker:
         return {"anyOf": [self.make(depth + 1) for _ in range(self._rng.randint(2, 3))]}
 
     def _ref(self, depth: int) -> Schema:
-        """A definition that others may name too. One of three holds itself, and ends by chance."""
+        """Return a reference to one of three definitions. The last one contains itself.
+
+        A model that follows it ends by chance.
+        """
         name = f"def{self._rng.randint(0, 2)}"
         if name not in self.defs:
-            self.defs[name] = {}  # named while it is made
+            self.defs[name] = {}  # the definition may refer to itself while it is made
             self.defs[name] = self._make_definition(name, depth)
         return {"$ref": f"#/$defs/{name}"}
 

@@ -1,4 +1,4 @@
-"""Prompts that were rendered elsewhere, made from what a processor gives here."""
+"""Prompts as another server would render them, made with the processor of this engine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _numbers = count()
 
 
 def make_hash() -> str:
-    """One that no cache has seen."""
+    """Return a hash that is in no cache."""
     return f"rendered-elsewhere-{next(_numbers)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """What another frontend would have made of a prompt of images."""
+    """A prompt with images, as another frontend would have rendered it."""
 
     token_ids: tuple[int, ...]
-    own_hashes: list[str]  # that our own frontend gives the images
+    own_hashes: list[str]  # the hashes that this engine's frontend gives the images
     ranges: list[PlaceholderRange]
     kwargs: list[MultiModalKwargsItem]
     layouts: list[ItemLayout]

@@ -2,10 +2,11 @@
 
     python stand_in_child.py core|frontend FOLDER DESCRIPTOR
 
-It writes what it hears to FOLDER/events, a JSON object a line, and behaves as FOLDER/core or
-FOLDER/frontend says: lines of `fail`, `die`, `hang`, `busy`, `deaf`, each with the number of the
-first life that it is about. Only the outermost things are made up here: the connection, its end and
-what follows from that are the server's own.
+It writes each message that it receives to FOLDER/events, one JSON object per line. The files
+FOLDER/core and FOLDER/frontend set its behaviour. A line is one of `fail`, `die`, `hang`, `busy`
+and `deaf`, with the number of the first life (start of the process) that it applies to. Only the
+work of the processes is replaced: the connection to the parent and all that follows from its end
+are the server's own code.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ STOPPED = threading.Event()
 
 def note(who: str, event: str, **more: Any) -> None:
     line = json.dumps({"who": who, "pid": os.getpid(), "event": event, **more}) + "\n"
-    with (FOLDER / "events").open("a") as file:  # appended in one piece
+    with (FOLDER / "events").open("a") as file:  # one write, so that lines don't mix
         file.write(line)
 
 
@@ -73,7 +74,7 @@ def work(behaviours: set[str]) -> NoReturn:
 
 
 def write_metrics(life: int) -> None:
-    """The first life says that a request runs; later ones leave that as they find it."""
+    """Write that one request runs, in the first life; later lives do not touch the gauge."""
     write_as(CORE)
     gauge = MetricSet("a-model").gauge("vllm:num_requests_running")
     if life == 1:

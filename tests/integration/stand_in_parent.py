@@ -1,9 +1,9 @@
-"""The real supervisor over children that compute nothing.
+"""Runs the real supervisor with children that compute nothing.
 
     python stand_in_parent.py FOLDER OPTIONS GRACE_S
 
-OPTIONS are fields of `ServeOptions` as JSON; it ends as `sensorium serve` does. GRACE_S: how long
-processes may take to end, beyond their requests.
+OPTIONS are fields of `ServeOptions` as JSON. GRACE_S is how many seconds processes may take to end
+after their requests. The exit status and the message of an error are those of `sensorium serve`.
 """
 
 from __future__ import annotations

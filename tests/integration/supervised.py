@@ -1,4 +1,4 @@
-"""A supervisor with stand-in children, as a test sees it: from outside."""
+"""Runs a supervisor with stand-in children in another process, and observes it from outside."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from tests.support.waiting import wait_until
 
-HANG_S = 60.0  # only against hangs
+HANG_S = 60.0  # longer than anything takes unless it hangs
 _PARENT = str(Path(__file__).parent / "stand_in_parent.py")
 Event = dict[str, Any]
 
 
 class Supervised:
-    """`folder` also holds the private directory that the server makes."""
+    """A supervisor in another process, with the events that its children have written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.temporary = folder / "t"
+        self.temporary = folder / "t"  # the server makes its private directory in it
         self.temporary.mkdir()
         self._parent: subprocess.Popen[str] | None = None
 
@@ -30,7 +30,7 @@ class Supervised:
         (self.folder / kind).write_text("".join(f"{line}\n" for line in lines))
 
     def start(self, *, grace_s: float = HANG_S, **options: Any) -> None:
-        """With much patience, so that nobody is killed who is only slow."""
+        """Start the supervisor. Its time limits are long, so that no slow process is killed."""
         loading = {"model": "a-model"}
         given = {"loading": loading, "port": 0, "shutdown_timeout": HANG_S, **options}
         with (self.folder / "stderr").open("w") as stderr:
@@ -49,7 +49,7 @@ class Supervised:
         return self._parent
 
     def read_until_ready(self) -> list[str]:
-        """The lines on stdout up to the one that says so."""
+        """Return the lines on stdout up to the one with "is ready"."""
         lines: list[str] = []
         assert self.parent.stdout is not None
         for line in self.parent.stdout:
@@ -59,7 +59,7 @@ class Supervised:
         raise AssertionError(f"it ended before it was ready: {self.get_stderr()}")
 
     def end(self) -> int:
-        """Wait for its end; its status."""
+        """Wait until the supervisor ends, and return its exit status."""
         return self.parent.wait(HANG_S)
 
     def get_stderr(self) -> str:
@@ -79,7 +79,7 @@ class Supervised:
         return {event["pid"] for event in self.get_events(event="Start")}
 
     def check_nothing_is_left(self) -> None:
-        """Not one of all the children that ever were, and no file."""
+        """Wait until none of all its children is alive, and no file is left."""
         wait_until(lambda: not any(map(is_alive, self.get_child_ids())))
         wait_until(lambda: not list(self.temporary.iterdir()))
 
@@ -95,5 +95,5 @@ class Supervised:
 
 
 def is_alive(process_id: int) -> bool:
-    """Zombies count too: somebody has forgotten them."""
+    """Return whether a process exists. A zombie does: its parent has not collected its status."""
     return Path(f"/proc/{process_id}").exists()

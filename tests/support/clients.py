@@ -1,4 +1,4 @@
-"""Conversations with every kind of media, as clients send them, and what came back."""
+"""Makes conversations with every kind of media, sends them, and reads the answers."""
 
 from __future__ import annotations
 
@@ -68,13 +68,16 @@ def make_text_part(text: str = "What is this?") -> Part:
 
 
 def ask(*parts: Part | str) -> list[Message]:
-    """One message of the user."""
+    """Return a conversation of one user message with these parts."""
     content = [make_text_part(part) if isinstance(part, str) else part for part in parts]
     return [{"role": "user", "content": content}]
 
 
 def make_conversations(seed: int = 0) -> dict[str, list[Message]]:
-    """One of each modality, and of several at once. Those of different seeds share no media."""
+    """Return a conversation for each modality and for mixtures: name -> messages.
+
+    Conversations of different seeds share no media.
+    """
     first, second, third = (make_image_part(10 * seed + index) for index in range(3))
     video, audio = make_video_part(seed), make_audio_part(seed)
     return {
@@ -89,13 +92,13 @@ def make_conversations(seed: int = 0) -> dict[str, list[Message]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A choice as a client sees it. Choices that differ in their logprobs only are equal."""
+    """A choice as a client receives it. Choices that differ only in logprobs are equal."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: Any
-    # Of the chosen tokens. Their last digits depend on the requests that share a step.
+    # Those of the chosen tokens. The last digits depend on the requests that share a step.
     logprobs: tuple[float, ...] = field(default=(), compare=False)
 
 
@@ -119,7 +122,7 @@ class Answer:
         return int(self.usage.prompt_tokens_details.cached_tokens)
 
     def get_hits(self, level: str) -> list[Any]:
-        """What the trace says of each media item at this level."""
+        """Return the trace's entry for this cache level, for each media item."""
         return [item[level] for item in self.trace["items"]]
 
 
@@ -128,19 +131,19 @@ _KINDS = ("image_url", "video_url", "input_audio")
 
 
 def get_media(messages: list[Message]) -> list[Part]:
-    """The parts with media, in their order."""
+    """Return the parts with media, in their order."""
     parts = [part for message in messages for part in message["content"]]
     return [part for part in parts if part["type"] in _KINDS]
 
 
 def get_content(part: Part) -> bytes:
-    """Of media that travels within the request."""
+    """Return the bytes of media that is sent within the request."""
     value = part[part["type"]]
     return base64.b64decode(value["data"] if "data" in value else value["url"].partition(",")[2])
 
 
 def chat(client: OpenAI, messages: list[Message], /, **fields: Any) -> Answer:
-    """Whole. `extra_body` has the fields that OpenAI does not know."""
+    """Send a chat and return the whole answer. `extra_body` has fields that are not OpenAI's."""
     fields = {**GREEDY, **fields}
     extra = {**_OURS, **fields.pop("extra_body", {})}
     found: Any = client.chat.completions.create(
@@ -173,7 +176,7 @@ class _Growing:
 
 
 def stream_chat(client: OpenAI, messages: list[Message], /, **fields: Any) -> Answer:
-    """The same, put together from its chunks."""
+    """Send a chat like `chat`, streamed, and return the answer joined from its chunks."""
     fields = {**GREEDY, **fields}
     extra = {**_OURS, **fields.pop("extra_body", {})}
     chunks: Any = client.chat.completions.create(

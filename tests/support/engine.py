@@ -16,13 +16,13 @@ from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
 from sensorium.types.transfer import Transfer
 
 MAX_STEPS = 5000
-# Tokens that a KV cache has beside those of the longest request: with one of these it is just too
-# small for the requests that share it, and somebody is preempted.
+# How many tokens a KV cache has beside those of the longest request. With one of these numbers it
+# is just too small for the requests that share it, so that one of them is preempted.
 ROOMS = (16, 0, 7, 3, 12, 23, 29, 38, 47, 61, 80)
 
 
 class Trace:
-    """Every step that an engine's worker runs from now on."""
+    """A record of every step that an engine's worker runs from now on."""
 
     def __init__(self, llm: LLM) -> None:
         self.steps: list[SchedulerOutput] = []
@@ -50,7 +50,7 @@ class Trace:
 
     @property
     def preempted_ids(self) -> set[str]:
-        """Requests that were taken from the worker and given to it again."""
+        """Return the requests that were taken from the worker and given to it again."""
         return {request_id for request_id, count in self._num_starts.items() if count > 1}
 
     @property
@@ -64,7 +64,7 @@ class Trace:
 
     @property
     def num_split_items(self) -> Counter[str]:
-        """By modality, how often a step ended between two embeddings of one item."""
+        """Count how often a step ended between two embeddings of one item: modality -> count."""
         requests = self.requests
         count: Counter[str] = Counter()
         for step in self.steps:
@@ -83,7 +83,7 @@ def make_llm(directory: str, **options: Any) -> LLM:
 
 @cache
 def make_probe(directory: str) -> LLM:
-    """Make an engine that is asked for its sizes only, once for each model."""
+    """Return an engine from which only sizes are read. It is made once for each model."""
     return make_llm(directory, block_size=1)
 
 
@@ -98,7 +98,7 @@ def run_staggered(
     *,
     steps_between: int = 3,
 ) -> list[RequestOutput]:
-    """Each prompt arrives some steps after the one before it; outputs in the order of arrival."""
+    """Run prompts that arrive some steps after each other. Return outputs in that order."""
     params_of = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     request_ids: list[str] = []
     outputs: dict[str, RequestOutput] = {}
@@ -120,7 +120,7 @@ def get_token_ids(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def get_largest_item(llm: LLM, prompts: Sequence[Any]) -> int:
-    """The most embeddings that an item of these prompts has."""
+    """Return the number of embeddings of the largest item in these prompts."""
     params = SamplingParams(max_tokens=1)
     processed = [process_with_tensors(llm, "any", prompt, params)[0] for prompt in prompts]
     features = [feature for entry in processed for feature in entry.request.mm_features]
@@ -128,7 +128,7 @@ def get_largest_item(llm: LLM, prompts: Sequence[Any]) -> int:
 
 
 def get_kv_bytes(llm: LLM, num_tokens: int) -> int:
-    """The memory with which an engine like this one holds `num_tokens` tokens."""
+    """Return the bytes of KV cache in which an engine like this one holds `num_tokens` tokens."""
     runner: Any = llm.core.runner
     block_size = llm.config.block_size
     num_blocks = -(-num_tokens // block_size) + 1  # and the null block
@@ -141,7 +141,7 @@ def get_kv_bytes(llm: LLM, num_tokens: int) -> int:
 def process_with_tensors(
     llm: LLM, request_id: str, prompt: Any, params: SamplingParams
 ) -> tuple[ProcessedRequest, dict[str, MultiModalKwargsItem]]:
-    """A request that is ready, and the tensors of its media by hash: nothing of it is cached."""
+    """Return a processed request and the tensors of its media by hash, without caching any."""
     processed = llm.input_processor.process(request_id, prompt, params, skip_mm_cache=True)
     handles = [item.handle for item in processed.items]
     llm.perception.readonly.cache.release(handles)
@@ -160,7 +160,7 @@ def assert_nothing_is_left(llm: LLM) -> None:
     No request, no block in use, no encoder entry that is referenced or was never computed, no
     tensors of media, no text; and the worker has forgotten every request.
     """
-    llm.core.step()  # the worker learns with the next step who has left
+    llm.core.step()  # the next step lists the requests that the worker must drop
     runner: Any = llm.core.runner
     scheduler = llm.core.scheduler
     encoder_cache = scheduler.encoder_cache.statistics()

@@ -1,4 +1,4 @@
-"""Small files of every format that is decoded, made by the libraries that write them."""
+"""Makes small files of every format that is decoded, with libraries that write these formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples = npt.NDArray[np.float32]
 
 
 def make_pixels(height: int = 24, width: int = 40, *, seed: int = 0) -> Pixels:
-    """Smooth colours, which lossy formats keep."""
+    """Return a picture of smooth colours, which lossy formats preserve."""
     generator = np.random.default_rng(seed)
     coarse = generator.integers(0, 256, (3, 4, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
@@ -61,7 +61,7 @@ def write_av_sound(samples: Samples, kind: str, codec: str, *, rate: int = RATE)
 
 
 def make_clip(num_frames: int = 12, height: int = 32, width: int = 48) -> Pixels:
-    """Each frame has a grey of its own, by which it is known again after lossy coding."""
+    """Return frames of different greys, by which they can be identified after lossy coding."""
     clip = np.empty((num_frames, height, width, 3), dtype=np.uint8)
     clip[:] = get_grey(np.arange(num_frames))[:, None, None, None]
     return clip
@@ -96,7 +96,7 @@ def write_video(
 
 
 def make_png(width: int, height: int, *extra_chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG that has a header and no pixels."""
+    """Return a PNG that has a header and no pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), *extra_chunks, (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(_make_chunk(*chunk) for chunk in chunks)

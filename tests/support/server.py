@@ -1,4 +1,4 @@
-"""A real server for tests: `sensorium serve`, or `render`, as a user starts it, on this machine."""
+"""Runs real servers for tests: `sensorium serve` or `render`, as a user starts them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 480.0  # on a machine that others use too
+START_TIMEOUT_S = 480.0  # long, because the machine may be busy
 _MOST_ALIVE = 2  # shared servers of one test process: each takes up to 2 GiB
-# The default of 4 GiB in shared memory takes seconds to reserve, and is for the whole machine.
+# The default of 4 GiB in shared memory takes seconds to reserve, and all processes of the machine
+# share that memory.
 _CACHE_FLAG, _CACHE_GB = "--mm-processor-cache-gb", "0.5"
 _COMMAND = "from sensorium.cli import main; main()"
 _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
 
 class ServerProcess:
-    """A server process of its own, and what it has printed so far."""
+    """A server in a process of its own, with the lines that it has printed so far."""
 
     def __init__(self, model: str, *flags: str, command: str = "serve", **variables: str) -> None:
         """Start the server. `variables` are added to the environment of this process."""
@@ -46,7 +47,7 @@ class ServerProcess:
             start_new_session=True,
         )
         self.flags = flags
-        self.lines: list[str] = []  # of both streams
+        self.lines: list[str] = []  # of stdout and stderr
         self.url: str | None = None
         self.first_metrics = ""
         self._is_said = threading.Condition()
@@ -83,7 +84,7 @@ class ServerProcess:
                 self._is_said.wait(0.5)
 
     def _print_stacks(self) -> None:
-        """Make the processes of a server that does not start say where they are, and end."""
+        """Make the processes of a server that does not start print their stacks, and end."""
         for pid in get_descendants(self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGABRT)  # `faulthandler` prints the stack of every thread
@@ -113,7 +114,7 @@ class ServerProcess:
         return httpx.get(self.get_url(path), timeout=60.0, **options)
 
     def note_first_metrics(self) -> None:
-        """What it says before anybody has asked for anything."""
+        """Keep the metrics of the server before its first request."""
         self.first_metrics = self.get("/metrics").text
 
     def reset_caches(self) -> None:
@@ -138,7 +139,7 @@ class ServerProcess:
         return samples
 
     def get_process_ids(self) -> list[int]:
-        """The parent and all below it."""
+        """Return the ids of the parent process and of all its descendants."""
         return [self.process.pid, *get_descendants(self.process.pid)]
 
     def find_children(self, word: str) -> list[int]:
@@ -152,13 +153,13 @@ class ServerProcess:
         return [pid for pid in found if pid not in forked]
 
     def stop(self, timeout_s: float = 60.0) -> int:
-        """As an operator does; the exit status."""
+        """Stop the server as an operator does, and return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """The exit status, when it has ended."""
+        """Wait until the server has ended, and return its exit status."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -168,7 +169,7 @@ class ServerProcess:
         return status
 
     def kill(self) -> None:
-        """Everything, whatever state it is in."""
+        """Kill all processes of the server, whatever state they are in."""
         for pid in reversed(self.get_process_ids()):
             kill(pid)
         self.process.wait(30)
@@ -184,7 +185,7 @@ class ServerProcess:
 def serve(
     model: str, *flags: str, command: str = "serve", **variables: str
 ) -> Iterator[ServerProcess]:
-    """Run a server for the one who asks, beside at most one that is shared and idle."""
+    """Run a server for one test. At most one idle shared server stays alive beside it."""
     SHARED_SERVERS.make_room()
     server = ServerProcess(model, *flags, command=command, **variables)
     try:
@@ -199,7 +200,7 @@ def serve(
 class SharedServers:
     """Servers that stay alive between the test modules that use them.
 
-    Few are alive at once: another one takes the place of the idle server that was used longest ago.
+    Few are alive at once: a new one replaces the idle server that was used longest ago.
     """
 
     def __init__(self) -> None:
@@ -209,7 +210,7 @@ class SharedServers:
 
     @contextmanager
     def use(self, model: str, *flags: str, **variables: str) -> Iterator[ServerProcess]:
-        """Give a server with these flags, which is started if there is none."""
+        """Give a server with these flags. It is started if there is none."""
         key = (model, *flags, *(f"{name}={value}" for name, value in variables.items()))
         server = self._servers.pop(key, None)
         if server is None or server.process.poll() is not None:
@@ -254,7 +255,7 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

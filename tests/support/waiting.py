@@ -1,4 +1,4 @@
-"""Waiting for facts: one place, patient, with a limit against hangs only."""
+"""Waits until a condition holds, with a limit so long that it is reached only by a hang."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-PATIENCE_S = 240.0  # on a machine that others use too
-_SHORTEST_S, _LONGEST_S = 0.002, 0.05  # between two looks, which become rarer
+PATIENCE_S = 240.0  # long, because the machine may be busy
+_SHORTEST_S, _LONGEST_S = 0.002, 0.05  # pauses between two checks; they become longer
 
 
 def wait_until(
@@ -23,7 +23,7 @@ def wait_until(
 async def wait_until_async(
     condition: Callable[[], bool], what: str = "it happened", timeout_s: float = PATIENCE_S
 ) -> None:
-    """Do the same without holding up the event loop."""
+    """Wait like `wait_until`, without blocking the event loop."""
     for pause_s in _get_pauses(what, timeout_s):
         if condition():
             return
@@ -31,7 +31,7 @@ async def wait_until_async(
 
 
 def _get_pauses(what: str, timeout_s: float) -> Iterator[float]:
-    """Yield how long to wait before the next look. Fail when the time is over."""
+    """Yield how long to wait before the next check. Fail when the time is over."""
     deadline = time.monotonic() + timeout_s
     pause_s = _SHORTEST_S
     while time.monotonic() < deadline:

@@ -1,1 +1,1 @@
-"""One test for each attack that a neighbour paid for in version 0.1."""
+"""One test for each attack that slowed down or failed other clients' requests in version 0.1."""

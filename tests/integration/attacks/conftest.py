@@ -1,4 +1,4 @@
-"""Puts the attacks themselves, which the benchmark uses too, on the path."""
+"""Adds the folder of the attacks, which the benchmark uses too, to the import path."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Client libraries of others, in an environment of their own, against the default server."""
+"""Tests of other projects' client libraries, which have their own virtual environment."""

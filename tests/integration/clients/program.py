@@ -1,7 +1,7 @@
-"""Asks a server through one client library, and prints what came of it as JSON.
+"""Asks a server through one client library, and prints the results as JSON.
 
 Run by the interpreter of the clients' own environment: `program.py URL CLIENT CASE`. It imports
-nothing of ours, and a library only when it is asked for.
+nothing of Sensorium, and only the library that CLIENT names.
 """
 
 from __future__ import annotations
