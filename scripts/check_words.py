@@ -28,7 +28,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/models",
     "src/sensorium/render",
     "src/sensorium/server",
-    "src/sensorium/types",
     "src/sensorium/worker",
     "tests/unit",
 )

@@ -1,9 +1,9 @@
 """Checks values from outside against a type, and names the first mistake by its path.
 
-msgspec converts and checks; this module adds what it leaves out: `1.0` is an integer, as JSON has
+msgspec converts and checks. This module adds what it leaves out: `1.0` is an integer, as JSON has
 one kind of number; the key of a mapping is a part of the path; and messages are plain words.
 
-Both cost nothing while a value is right: they begin where msgspec has refused it.
+A correct value costs nothing extra: the additions begin where msgspec has refused a value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"
 
 
 def check(value: Any, kind: type[_Checked]) -> _Checked:
-    """Return a value as its type has it. Raise a `RequestError` with the path of a mistake."""
+    """Return a value converted to its type. Raise a `RequestError` with the path of a mistake."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -72,7 +72,7 @@ def _with_integers(value: Any, hint: Any) -> Any:
 
 
 def _list_members(hint: Any) -> list[Any]:
-    """Return the types of a union, without what is only said about them."""
+    """Return the types of a union, without the annotations on them."""
     if get_origin(hint) is Annotated:
         return _list_members(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -81,7 +81,7 @@ def _list_members(hint: Any) -> list[Any]:
 
 
 def _choose_member(value: Any, hint: Any) -> Any:
-    """Return the member of a type that a list or a mapping belongs to, or `None`."""
+    """Return the member of a union that a list or a mapping may belong to, or `None`."""
     for member in _list_members(hint):
         origin = get_origin(member)
         if isinstance(value, list) and origin in (list, tuple):
@@ -105,7 +105,7 @@ def _explain(message: str, value: Any, hint: Any) -> RequestError:
         message = message[: place.start()]
         steps = [name or index for name, index in _STEP.findall(place[2])]
         path, value, hint = _follow(value, hint, steps)
-        if place[1]:  # a key of the mapping there
+        if place[1]:  # the mistake is a key of the mapping at this path
             key_hint, _ = get_args(_choose_member(value, hint))
             path = (*path, next(str(key) for key in value if not _is_right(key, key_hint)))
     missing = _MISSING.match(message)
@@ -115,8 +115,9 @@ def _explain(message: str, value: Any, hint: Any) -> RequestError:
 
 
 def _follow(value: Any, hint: Any, steps: list[str]) -> tuple[FieldPath, Any, Any]:
-    """Go down the steps of msgspec's path. Return the path with the keys that msgspec does not
-    name, and the value and the type at its end.
+    """Go down the steps of msgspec's path, and return where they lead.
+
+    Return the path with the keys that msgspec does not name, and the value and the type at its end.
     """
     path: list[str | int] = []
     for step in steps:

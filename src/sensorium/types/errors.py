@@ -169,7 +169,7 @@ _KINDS: dict[str, type[SensoriumError]] = {
 class ErrorRecord:
     """An error as plain values, which can be sent to another process."""
 
-    kind: str = RequestError.__name__  # the name of its class, or of the nearest one above
+    kind: str = RequestError.__name__  # the name of its class, or of the nearest known base
     message: str
     path: FieldPath = ()
     missing: tuple[str, ...] = ()  # of a `MissingMediaError`

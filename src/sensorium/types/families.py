@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One row of the list of families."""
+    """One model family, and what is known about it."""
 
     model_type: str  # as in the checkpoint's config
     name: str

@@ -119,12 +119,12 @@ class ItemLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedItem:
-    """One media item after its processor."""
+    """One media item as its processor has made it."""
 
     modality: str
     mm_hash: str
     kwargs: MultiModalKwargsItem
-    layout: ItemLayout | None  # None: it was injected so, for prompts that are expanded already
+    layout: ItemLayout | None  # None: injected without one, for prompts that are already expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

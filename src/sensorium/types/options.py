@@ -55,7 +55,7 @@ class Option:
     most: float | None = None
     choices: tuple[str, ...] = ()
     metavar: str = ""
-    default_text: str = ""  # what the default means, where its value does not tell
+    default_text: str = ""  # the default in words, where its value explains nothing
     server_default: str = ""  # what a server chooses instead, if it does
     flag: str = ""  # empty: the command line has none
     unit: int = 1  # what 1 on the command line stands for

@@ -39,7 +39,7 @@ class MediaItemReport:
     modality: str
     mm_hash: str
     is_processor_hit: bool  # a cache had it, so that it was not processed for this request
-    transfer: str  # what was sent: "tensors", "shared" (a place in shared memory) or "none"
+    transfer: str  # what was sent: "tensors", "shared" (a reference to shared memory) or "none"
     times: ItemTimes = field(default_factory=dict)  # of what was done for this request
     mm_index: int | None = None  # its place among the prompt's items, once that is known
     prompt_end: int | None = None  # where its placeholders end, once that is known
@@ -67,7 +67,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """What one completion has got since the last delta."""
+    """The part of one completion that is new since the last delta."""
 
     index: int
     text: str  # may lag behind `token_ids`: it comes when nothing that follows can change it
@@ -79,7 +79,7 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDelta:
-    """What a streamed request has got since the last delta.
+    """The part of a streamed request that is new since the last delta.
 
     The texts of all deltas of a completion, joined, are its text in `final`.
     """

@@ -40,8 +40,8 @@ class RenderedPrompt(TypedDict, total=False):
     mm_kwargs: Mapping[str, Sequence[Any]]  # tensors by name, or `None` if they are cached
     # An `ItemLayout`, or `None`. With one, later prompts of text can use the item too.
     mm_layouts: Mapping[str, Sequence[Any]]
-    # The hashes come from elsewhere. Their sender must not name what others read, so they are
-    # renamed, unless the engine was configured to trust them.
+    # The hashes come from another machine. Its items must not replace items that others use, so
+    # they are renamed, unless the engine was configured to trust the hashes.
     is_external: bool
     cache_salt: str
     uuid_scope: str

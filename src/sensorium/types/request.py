@@ -64,18 +64,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreOutput:
-    """What one request has got in a step. The output with a `finish_reason` is its last."""
+    """The results of a step for one request. The output with a `finish_reason` is its last."""
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # Those of the next prompt tokens; the first token of a prompt has none.
+    # The log-probabilities of the next prompt tokens; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token of the caller that ended it
     error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
-    # These two only in the last output, and in each that a stop string may make the last.
+    # The next two are set only in the last output, and in each that a stop string may make the
+    # last.
     encoder_hits: tuple[int, ...] = ()  # indices of items with an encoder output in the cache
     times: CoreTimes | None = None

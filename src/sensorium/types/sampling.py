@@ -1,4 +1,4 @@
-"""How the next token is chosen and when to stop, as the caller asks for it.
+"""The parameters with which a caller controls how tokens are chosen and when to stop.
 
 Names are those of OpenAI's API and vLLM.
 
@@ -31,8 +31,8 @@ GREEDY_TEMPERATURE = 1e-5  # below this, dividing float32 logits overflows; it m
 class TokenBans:
     """Tokens and sequences of tokens that are never generated."""
 
-    # None of them is completed, also where the prompt begins it. One of a single token is never
-    # chosen.
+    # No sequence is ever completed, even if the prompt has its beginning. A sequence of one token
+    # is a token that is never chosen.
     sequences: tuple[tuple[int, ...], ...] = ()
     first_token_ids: tuple[int, ...] = ()  # none of them is the first new token
 
@@ -363,7 +363,7 @@ def _make_rule(
 
 
 def _as_tuple(value: object) -> object:
-    """Return text and lists as tuples and `None` as the empty one; the rules refuse the rest."""
+    """Return text and lists as tuples, and `None` as an empty one; the rules refuse the rest."""
     if value is None:
         return ()
     if isinstance(value, str):
@@ -401,7 +401,7 @@ def _as_structured(value: Mapping[Any, Any]) -> StructuredOutputsParams:
 
 
 def _as_bias(value: object) -> object:
-    """Return a copy with integer keys, which JSON makes strings, and `None` as the empty one.
+    """Return a copy with integer keys, which are strings in JSON. `None` becomes an empty one.
 
     The rules refuse what is no mapping of token ids.
     """
@@ -451,8 +451,9 @@ def _is_text(value: object) -> bool:
 
 
 def _is_word(value: object) -> bool:
-    """Return whether a text is not blank and has no half of a surrogate pair, which no tokenizer
-    takes.
+    """Return whether a value is text that is not blank and that a tokenizer takes.
+
+    No tokenizer takes half of a surrogate pair.
     """
     is_filled = isinstance(value, str) and bool(value.strip())
     return is_filled and not any("\ud800" <= c <= "\udfff" for c in str(value))

@@ -31,9 +31,10 @@ class ScheduledRequest:
     request_id: str
     num_computed_tokens: int
     num_new_tokens: int
-    # Appended to the block tables in the worker; they replace these if the request is (re)started.
+    # The worker appends them to the request's block tables, or replaces the tables with them if the
+    # request is started in this step.
     new_block_ids: BlockIds
-    is_sampled: bool  # the step reaches the last token, so that a next one is chosen
+    is_sampled: bool  # the step computes the last token, so that the next one is chosen
     encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
@@ -46,7 +47,7 @@ class StartedRequest:
 
     request: EngineCoreRequest
     output_token_ids: tuple[int, ...] = ()  # tokens that it had generated before
-    # The model computes it as longer than `Limits.long_after`, until it stops.
+    # The model computes it as one of more than `Limits.long_after` tokens, until it stops.
     is_long: bool = False
 
 
@@ -74,7 +75,7 @@ class StepMode(str, Enum):
     DECODE_GRAPH = "decode_graph"  # one graph
     SEGMENT_GRAPHS = "segment_graphs"  # graphs with attention between them
     EAGER_NO_GRAPHS = "eager_no_graphs"  # there are none on this device, for this model, or at all
-    EAGER_LARGE_BATCH = "eager_large_batch"  # more requests or tokens than the largest graph has
+    EAGER_LARGE_BATCH = "eager_large_batch"  # more requests or tokens than in the largest graph
     EAGER_SPANS = "eager_spans"  # tokens of an item see each other in both directions
     EAGER_INPUTS = "eager_inputs"  # the decoder gets more than embeddings (DeepStack)
 
@@ -91,8 +92,8 @@ class ModelRunnerOutput:
     failed_encodes: Mapping[str, str]  # encoder key -> reason
     # request id -> why it was left out of the step, or has no usable result
     failed_requests: Mapping[str, RequestError] = field(default_factory=dict)
-    # request id -> an entry for each token of the step that is followed by another one of the
-    # prompt, for requests that want them
+    # request id -> one entry for each token in the step that another prompt token follows, for
+    # requests that ask for them
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     encode_s: float = 0.0  # how long the encoders took, measured by the host
     mode: StepMode | None = None  # None: nothing was computed
@@ -107,4 +108,4 @@ class KVCacheGroup:
     """Layers that share a block table, because they need the same positions."""
 
     num_blocks: int
-    window: int | None = None  # they attend to so many last positions; None: to all
+    window: int | None = None  # how many of the last positions they attend to; None: all

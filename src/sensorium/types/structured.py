@@ -1,6 +1,7 @@
-"""What the text of an answer must look like, as the caller says it; names as in vLLM.
+"""The constraints that a caller may put on the text of an answer, with the names of vLLM.
 
-Only the words: `sensorium.grammar` knows what they mean, and whether they can be met.
+Only types and lengths are checked here. `sensorium.grammar` interprets the constraints, and refuses
+those that can't be met.
 """
 
 from __future__ import annotations
@@ -12,23 +13,21 @@ from typing import Any
 
 from sensorium.types.errors import RequestError
 
-# Compiling takes time and memory that grow faster than the text, expressions' most of all.
-_PATH = ("structured_outputs",)  # where it stands among the sampling parameters
+_PATH = ("structured_outputs",)  # the field's name among the sampling parameters
+# Compiling takes time and memory that grow faster than the text, for regular expressions most of
+# all.
 MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**18, "grammar": 2**17}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of them. `json`: a JSON schema, as an object or as its text (kept as text);
-    `json_object`: any JSON object; `regex`: the whole answer matches it; `choice`: the answer is
-    one of these texts; `grammar`: a context-free grammar, Lark's or GBNF.
-    """
+    """A constraint on the text of an answer. Exactly one of the fields is given."""
 
-    json: str | Mapping[str, Any] | bool | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema; it is kept as text
+    json_object: bool | None = None  # the answer is any JSON object
+    regex: str | None = None  # an expression that the whole answer matches
+    choice: Sequence[str] | None = None  # the answer is one of these texts
+    grammar: str | None = None  # a context-free grammar in Lark's form or GBNF
 
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping | bool):
@@ -48,7 +47,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The name of the one that was given."""
+        """The name of the field that was given."""
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
     def _check_types(self) -> None:

@@ -17,7 +17,7 @@ class ShmReference:
     """The place of an item in the shared-memory store."""
 
     slot: int
-    generation: int  # of the slot, which is used again after an eviction
+    generation: int  # a number that changes when the slot is used again after an eviction
 
 
 Payload = MultiModalKwargsItem | ShmReference
@@ -25,7 +25,7 @@ Payload = MultiModalKwargsItem | ShmReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorUpdate:
-    """The changes that the core's half of the mirrored cache must make: first the evictions."""
+    """The changes for the core's half of the mirrored cache, which makes the evictions first."""
 
     epoch: int  # the life of the core that the frontend believes to be connected to
     sequence: int  # the number of this message in that life, from 0
@@ -37,7 +37,7 @@ class MirrorUpdate:
 class Transfer:
     """The media that is sent with one request."""
 
-    # mm_hash -> payload; the core is believed to have the other items of the request.
+    # mm_hash -> payload. The frontend expects the core to have the other items of the request.
     payloads: Mapping[str, Payload] = field(default_factory=dict)
     update: MirrorUpdate | None = None
 
@@ -46,9 +46,9 @@ class Transfer:
 class MissingItems:
     """The core's answer to a request that it did not take because it lacks media.
 
-    If the frontend believed in another epoch, it starts anew with the core's. Then the hashes are
-    all those of the request, and there may be none: the message was not applied, and has to be made
-    again.
+    If the frontend has another epoch than the core, it starts anew with the core's epoch. Then
+    `mm_hashes` are all hashes of the request, which may be none. The message was not applied, and
+    has to be made again.
     """
 
     mm_hashes: tuple[str, ...]  # the items to send
