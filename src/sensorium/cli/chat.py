@@ -1,4 +1,4 @@
-"""`sensorium chat`: one question with media and its streamed answer, or a conversation."""
+"""The command `sensorium chat`: one question with media and its answer, or a conversation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _EXAMPLES = """examples:
   sensorium chat                            (with sensorium-mini)
   sensorium chat "What is this?" --image cat.png
 """
-_TRANSFERS = {  # how an item came to the engine -> words
+_TRANSFERS = {  # `MediaItemReport.transfer` -> words
     "tensors": "sent to the engine",
     "shared": "read from shared memory",
     "none": "the engine had it",
@@ -215,7 +215,7 @@ def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> list[
 
 
 def _describe_media(output: RequestOutput) -> list[str]:
-    """Return a line for each media item, about the cache that served it."""
+    """Return a line for each media item about its caches, and one about the encoder cache."""
     counts: Counter[str] = Counter()
     lines = []
     for item in output.mm_items:

@@ -1,4 +1,4 @@
-"""`sensorium demo`: asks about samples twice; the second time, caches have the media."""
+"""The command `sensorium demo`, which asks about samples twice to show what caches save."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class _Console(Console):
 
 
 class Screen:
-    """Writes text and draws media on the terminal."""
+    """A screen that writes text and draws media on the terminal."""
 
     def __init__(self, *, has_color: bool = True) -> None:
         # rich finds out which colors there are, and obeys NO_COLOR. Without a color system there is
@@ -51,7 +51,7 @@ class Screen:
         return bool(has_color) and console.width >= _MIN_WIDTH and console.encoding == "utf-8"
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Write a line."""
+        """Write a line of text."""
         self._console.print(Text(make_printable(text), style), soft_wrap=True)
 
     def write(self, text: str) -> None:

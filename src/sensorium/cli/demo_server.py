@@ -65,7 +65,7 @@ class DemoServer:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # a terminal's signals are for this process
+            start_new_session=True,  # so that a terminal sends its signals to this process only
             text=True,
             errors="replace",
         )
@@ -123,9 +123,9 @@ class DemoClient:
     def ask(
         self, media: Sequence[SampleMedia], question: str, *, on_text: Callable[[str], None]
     ) -> Answer:
-        """Ask a question, and pass the answer to `on_text` as it grows.
+        """Ask a question, pass the pieces of the answer to `on_text`, and return the whole answer.
 
-        A `DemoRefusedError` is raised before any of it.
+        A `DemoRefusedError` is raised before the first piece.
         """
         content = [_make_part(item) for item in media]
         if question:

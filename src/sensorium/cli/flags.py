@@ -45,7 +45,7 @@ MODEL_HELP = (
 )
 ENGINE_GROUPS = (LoadingOptions, EngineOptions, MediaOptions, MediaLimits)
 _URL_SCHEMES = ("http:", "https:", "data:", "file:")
-_MAX_INTEGER = 2**63 - 1  # what another process can be sent
+_MAX_INTEGER = 2**63 - 1  # the largest number that can be sent to another process
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _COUNT = re.compile(r"(\w+)=(\d+)")
@@ -100,7 +100,7 @@ def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
 
 
 def _parse(each: Option, text: str) -> Any:
-    """Return what a word on the command line means, or explain why it means nothing."""
+    """Return the value of an option from its text, or raise an error with the reason."""
     value = _PARSERS[each.kind](text)
     if each.kind not in ("integer", "number"):
         return value
@@ -309,7 +309,7 @@ def read_media(source: str) -> bytes | str:
 
 
 def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> None:
-    """Let a command take MODEL and other words, all of which argparse sees as optional."""
+    """Let a command take MODEL and other words. For argparse all of them are optional."""
     command.add_argument("words", nargs="*", metavar=f"MODEL {name}", help=help_text)
 
 
@@ -338,7 +338,7 @@ def split_prompts(words: list[str]) -> tuple[str, list[str]]:
 
 
 def hint_at_question(words: list[str]) -> str:
-    """Return what to add to an error, if the only word may have been meant as a question."""
+    """Return a hint to add to an error if the only word was perhaps meant as a question."""
     if len(words) != 1 or "/" in words[0] or words[0] == EMBEDDED_MODEL or Path(words[0]).is_dir():
         return ""
     return (

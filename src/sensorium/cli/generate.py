@@ -1,4 +1,4 @@
-"""`sensorium generate`: prompts as they are, batched."""
+"""The command `sensorium generate`, which continues prompts in a batch, without a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sensorium models`: the families that are known, or what one model takes and needs.
+"""The command `sensorium models`, which lists the known families or describes one model.
 
 The list is printed without torch and Transformers, which take seconds to import.
 """

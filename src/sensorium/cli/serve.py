@@ -1,4 +1,4 @@
-"""`sensorium serve` and `sensorium render`: the HTTP server, with and without an engine."""
+"""The commands `sensorium serve` and `sensorium render`: a server with or without an engine."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _get_model(arguments: argparse.Namespace) -> str:
 
 
 def _choose_media(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of media that a server chooses, if the user does not."""
+    """Return the options of media that a server uses if the user gives no others."""
     num_frontends = getattr(arguments, "api_server_count", 1)
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
