@@ -1,4 +1,4 @@
-"""From messages to a prompt: text with one marker per media item, the media beside it as it came.
+"""Turns messages into a prompt: text with one marker per media item, and the unchanged media.
 
 Nothing here opens a URL, a file or a picture.
 """

@@ -1,4 +1,4 @@
-"""The options that make a prompt of a conversation, with the names of vLLM and Transformers."""
+"""The options for rendering a conversation, with the names of vLLM and Transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from sensorium.types.errors import RequestError
 
 _TEMPLATE, _KWARGS = ("chat_template",), ("chat_template_kwargs",)
-# Variables that the template gets in any case.
+# Variables that the renderer sets, so that a caller may not.
 _RESERVED = frozenset(
     {
         "messages",
@@ -68,7 +68,7 @@ class ChatOptions:
 
 
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
-    """Return the text of a template that was given as such, or as the path of a file.
+    """Return a template that was given as text, as the path of a file or by its name.
 
     Only for callers who may read this machine's files.
     """

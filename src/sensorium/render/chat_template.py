@@ -1,6 +1,6 @@
-"""A model's chat template: which one is meant, the forms of content that it takes, and its text.
+"""Chooses a model's chat template, finds the forms of content that it takes, and renders it.
 
-The forms are found by asking the template, with a probe.
+The forms are found by rendering a probe with the template.
 
 Templates are the model's code and run in Transformers' sandbox. They see roles, text and tool
 calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
@@ -20,7 +20,7 @@ from sensorium.render.messages import Content, Message
 from sensorium.types.errors import RequestError
 
 _PROBE = "probe7f3a"
-# What comes before a message of the role when a template is asked about it.
+# role -> the roles of the messages before it in a probe
 _BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_ERROR = 300
@@ -37,8 +37,8 @@ class ChatTemplate:
         self.source = source
         self._markers = dict(markers)  # modality -> the text that stands for an item
         self._special_tokens = dict(special_tokens)
-        # (role, form of content) -> whether the template takes it. Threads may ask the same twice,
-        # with the same answer.
+        # (role, form of content) -> whether the template takes it. Two threads may compute the same
+        # entry, with the same result.
         self._answers: dict[tuple[str, _Form], bool] = {}
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
@@ -57,7 +57,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses this conversation: {reason}") from error
 
     def learn(self, modalities: Sequence[str]) -> None:
-        """Ask all that a usual conversation asks: text of every role, and items of users."""
+        """Find out which forms the template takes: text of every role, and media of users."""
         for role in _ROLES:
             for form in ("string", "text"):
                 self._takes(role, form)
@@ -110,7 +110,7 @@ class ChatTemplate:
         )
 
     def _takes(self, role: str, form: _Form) -> bool:
-        """Return whether content in this form comes out of the template as it should.
+        """Return whether the template renders content in this form correctly.
 
         The form is a string, a list with a part of text, or the same with the placeholder of an
         item before it.
@@ -144,7 +144,10 @@ class ChatTemplate:
 
 
 def _make_placeholders(modality: str) -> tuple[_Part, ...]:
-    """Return what templates look for: the type, also a key named like it, or OpenAI's type."""
+    """Return the forms of a media part that templates expect.
+
+    These are the type alone, the type with a key of the same name, and OpenAI's type.
+    """
     kind = ("type", modality)
     url = f"{modality}_url"
     return (kind,), (kind, (modality, "")), (("type", url), (url, ""))
@@ -153,7 +156,7 @@ def _make_placeholders(modality: str) -> tuple[_Part, ...]:
 def find_template(
     processor: Any, tokenizer: Any, options: ChatOptions, modalities: Collection[str]
 ) -> str:
-    """Return the caller's template, else the processor's own, else its tokenizer's.
+    """Return the caller's template, or else the processor's, or else the tokenizer's.
 
     `modalities` are those of the conversation.
     """
@@ -164,7 +167,7 @@ def find_template(
     if options.chat_template is not None:
         return named.get(options.chat_template, options.chat_template)
     if type(processor).__name__ == "SmolVLMProcessor" and "video" in modalities:
-        # Its checkpoints' templates know no videos: the class brings one that it takes instead.
+        # The templates of its checkpoints have no videos. The class uses its own instead.
         template: str = sys.modules[type(processor).__module__].DEFAULT_CHAT_TEMPLATE
         return template
     if named:

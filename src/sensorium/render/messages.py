@@ -1,4 +1,4 @@
-"""A conversation as it came over the wire or from a script, checked: roles, contents, tool calls.
+"""Checks the messages of a conversation: their roles, contents and tool calls.
 
 Content parts may have OpenAI's shapes, or those that users of Transformers and vLLM write. Media is
 passed on as it came: a URL stays the caller's own string, and pixels are not touched.
@@ -36,8 +36,8 @@ class Message:
     """A message that was checked."""
 
     role: str
-    content: Content | None  # `None` where an assistant only called tools
-    fields: Mapping[str, Any] = field(default_factory=dict)  # others that a template may read
+    content: Content | None  # `None` if an assistant only called tools
+    fields: Mapping[str, Any] = field(default_factory=dict)  # other fields that a template may read
 
 
 def parse_messages(messages: object) -> tuple[Message, ...]:
@@ -134,7 +134,8 @@ def get_media(messages: Sequence[Message]) -> dict[str, list[MediaItem]]:
 def parse_part(part: object) -> str | MediaItem:
     """Return the text or the media of a part, or raise a `RequestError` with the field's path.
 
-    The item's own path is left empty: a part does not know where it stands (see `get_media`).
+    The item's own path is left empty, because the part's position is unknown here. `get_media`
+    fills it in.
     """
     if isinstance(part, str):
         return part
@@ -178,7 +179,7 @@ def _get_media(kind: str, part: Mapping[str, Any]) -> tuple[str, object]:
 
 
 def _get_url(value: object) -> str | None:
-    """OpenAI's object with a `url`, or the URL itself."""
+    """Return the URL of OpenAI's object with a `url`, or of a plain string."""
     if value is None or isinstance(value, str):
         return value or None
     if not isinstance(value, Mapping):
@@ -192,14 +193,14 @@ def _get_input_audio(value: object) -> bytes | str | None:
     if not isinstance(value, Mapping):
         raise RequestError(f"must be an object with data, not {type(value).__name__}")
     if value.get("format") is not None:
-        _get_string(value, "format")  # checked only: the file itself tells its format
+        _get_string(value, "format")  # checked but not used: the format is found from the file
     if value.get("data") is None:
         return None
     return _decode(value, "data")
 
 
 def _get_embeds(value: object) -> PrecomputedEmbeds | None:
-    """A tensor in process, or the base64 of `decode_embeds`' msgpack."""
+    """Return embeddings that were given as a tensor, or as base64 for `decode_embeds`."""
     if value is None or isinstance(value, PrecomputedEmbeds):
         return value
     if not isinstance(value, str | torch.Tensor):
@@ -225,7 +226,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _make_file_url(path: str | os.PathLike[str]) -> str:
-    """Whether it may be read is decided where media is fetched."""
+    """Return the `file:` URL of a path. Whether it may be read is checked when it is fetched."""
     text = os.fspath(path)
     try:
         return text if text.startswith("file:") else Path(text).absolute().as_uri()

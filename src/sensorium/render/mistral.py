@@ -1,7 +1,7 @@
-"""Conversations for tokenizers of mistral-common (Voxtral), which make tokens of them at once.
+"""Renders conversations with tokenizers of mistral-common (Voxtral), directly to tokens.
 
-There is no text between. A sound becomes one marker token, which is expanded later like those of
-any prompt of tokens.
+There is no text in between. A sound becomes one marker token, which is expanded later like those
+of any prompt of tokens.
 """
 
 from __future__ import annotations

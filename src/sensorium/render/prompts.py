@@ -1,8 +1,8 @@
 """Prompts as one typed value, and how a caller's mapping is read into it.
 
-A caller may give text, token ids or a mapping (`types.prompts`). `read_prompt` looks at it once:
-whatever is wrong with it is a `RequestError` with the path of the field. Everything behind it
-works with an `EnginePrompt` and checks no types any more.
+A caller may give text, token ids or a mapping (`types.prompts`). `read_prompt` checks it once, and
+raises a `RequestError` with the path of a field that is wrong. All later code works with an
+`EnginePrompt` and checks no types any more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTION_TYPES: dict[str, type] = {
 
 
 class PromptOptions(TypedDict, total=False):
-    """The fields that go with a prompt of any kind, read: those that were given."""
+    """The fields that any kind of prompt may have. Those that were not given are missing."""
 
     mm_processor_kwargs: Mapping[str, Any]
     media_io_kwargs: Mapping[str, Any]
@@ -50,14 +50,14 @@ class PromptOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedMedia:
-    """Media that was processed elsewhere, as it came: `rendered_prompt` checks it by the model."""
+    """Media that was processed elsewhere, unchecked; `rendered_prompt` checks it later."""
 
     # modality -> one entry per item
     mm_hashes: Mapping[str, Any]
     mm_placeholders: Mapping[str, Any] = field(default_factory=dict)
     mm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     mm_layouts: Mapping[str, Any] = field(default_factory=dict)
-    # The hashes came over the wire. Their sender must not name what others read.
+    # The hashes came over the wire, so they must not replace items that others use.
     is_external: bool = False
 
 
@@ -106,7 +106,7 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
 
 
 def read_options(fields: Mapping[str, Any]) -> PromptOptions:
-    """Return the fields that go with a prompt of any kind, as far as they were given."""
+    """Return those fields that any kind of prompt may have and that were given."""
     _check_types(fields, _OPTION_TYPES)
     given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
     return cast(PromptOptions, given)
@@ -150,7 +150,7 @@ def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
         raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
     if max_model_len is not None:
         check_length(len(ids), max_model_len)
-    if set(map(type, ids)) == {int} and min(ids) >= 0:  # in a hundredth of the time
+    if set(map(type, ids)) == {int} and min(ids) >= 0:  # a hundred times faster than the loop
         return list(ids)
     for token_id in ids:
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)

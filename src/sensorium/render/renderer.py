@@ -1,4 +1,4 @@
-"""Makes prompts of conversations: the chat template's text, and the media as it came.
+"""Turns conversations into prompts: the chat template's text, and the unchanged media.
 
 Invariants:
   1. The n-th marker of a modality in the text stands for the n-th item of that modality.
@@ -22,7 +22,7 @@ from sensorium.render.mistral import MistralTemplate
 from sensorium.render.prompts import EnginePrompt
 from sensorium.types.errors import FieldPath, RequestError
 
-_MAX_TEMPLATES = 16  # callers may bring their own with every request
+_MAX_TEMPLATES = 16  # bounded, because each request may have a template of its own
 
 
 class ChatRenderer:
@@ -47,7 +47,7 @@ class ChatRenderer:
     ) -> EnginePrompt:
         """Return the prompt of a conversation.
 
-        Raise a `RequestError` with the path of a field, or with what the template refuses.
+        Raise a `RequestError` with the path of a field, or with the template's reason for refusing.
         `check_length` raises one if a text is too long to be tokenised. It is called only where
         the conversation becomes tokens here; a text is checked where it is tokenised.
         """
@@ -72,7 +72,7 @@ class ChatRenderer:
     def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:
         """Find out what the templates take before the first conversation comes.
 
-        The conversations are of text alone, and with an item of one modality.
+        This covers conversations of text alone, and with items of one modality.
         """
         if self._mistral is not None:
             return

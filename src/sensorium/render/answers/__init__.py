@@ -1,1 +1,1 @@
-"""From the text of an answer to what it holds: reasoning, content, tool calls."""
+"""Splits the text of an answer into reasoning, content and tool calls."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class ToolCallDelta(Struct, frozen=True, kw_only=True):
-    """What one tool call has got since the last delta."""
+    """The part of one tool call that is new since the last delta."""
 
     index: int  # among the calls of the answer
     id: str | None = None  # in the first delta of a call only
@@ -18,7 +18,7 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerDelta(Struct, frozen=True, kw_only=True):
-    """What new text has brought; empty if all of it is held back."""
+    """The parts of an answer that new text has completed; empty if all text is held back."""
 
     reasoning: str = ""
     content: str = ""
@@ -49,7 +49,7 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
     @property
     def demanded_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that a demanded call may call."""
+        """The tools that may be called if the request demands a call."""
         choice = self.tool_choice
         if isinstance(choice, str):
             return self.tools

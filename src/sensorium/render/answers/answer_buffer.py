@@ -1,4 +1,4 @@
-"""Collects what new text has brought until it is taken, and numbers the calls."""
+"""Collects the parts of an answer until they are taken, and numbers the calls."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ MakeId = Callable[[], str]
 
 
 class AnswerBuffer:
-    """The reasoning, the content and the calls that were not taken yet.
-
-    `make_id` makes ids for calls that have none from the model. `names` are the names of all tools.
-    Of all calls the first `max_calls` are given out; the others are read and dropped.
-    """
+    """The reasoning, the content and the calls that were not taken yet."""
 
     def __init__(
         self,
         *,
-        make_id: MakeId,
-        names: frozenset[str] = frozenset(),
-        max_calls: int | None = None,
+        make_id: MakeId,  # for calls to which the model gave no id
+        names: frozenset[str] = frozenset(),  # of all tools
+        max_calls: int | None = None,  # calls after these are read and dropped
         num_begun: int = 0,
     ) -> None:
         self.num_begun = num_begun  # all calls so far
@@ -62,7 +58,7 @@ class AnswerBuffer:
             self._arguments.setdefault(index, []).append(text)
 
     def take(self) -> AnswerDelta:
-        """Return what there is, and forget it."""
+        """Return all parts that were not taken yet, and forget them."""
         calls = tuple(
             ToolCallDelta(
                 index=index,

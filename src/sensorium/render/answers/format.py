@@ -1,4 +1,4 @@
-"""A model's way to answer: found by its name, or from its chat template and its vocabulary."""
+"""Finds the format of a model's answers by name, or from its chat template and vocabulary."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Format = TypeVar("Format", CallFormat, ReasoningFormat)
 class AnswerFormat:
     """The way in which a model writes its answers. It starts a reader for each completion.
 
-    Without a format of calls none are read, unless a request demands one: such a call is written
-    and read as Hermes' calls.
+    If the model has no format of tool calls, no calls are read. Only a call that a request demands
+    is written and read, in the format of Hermes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AnswerFormat:
         return AnswerReader(context, calls=self._get_calls(context), reasoning=self._reasoning)
 
     def resume(self, context: AnswerContext, state: Any) -> AnswerReader:
-        """Go on from a reader's state. Raise a `RequestError` if it can't be one."""
+        """Return a reader that goes on from a state. Raise a `RequestError` if that is invalid."""
         calls, reasoning = self._get_calls(context), self._reasoning
         read = read_state(state, calls=calls, reasoning=reasoning)
         return AnswerReader(context, calls=calls, reasoning=reasoning, state=read)
@@ -124,11 +124,11 @@ def make_answer_format(
     reasoning_parser: str = formats.AUTO,
     max_string_length: int | None = None,
 ) -> AnswerFormat:
-    """Return how this model writes its answers.
+    """Return the format of this model's answers.
 
-    `template` is the text of the model's chat template, or of all that it has. Strings that a
-    schema of a tool leaves free get at most `max_string_length` characters. Raise a `RequestError`
-    that lists the names if one is unknown.
+    `template` is the text of the model's chat template, or of all templates that it has. Strings
+    without a bound in a tool's schema get at most `max_string_length` characters. Raise a
+    `RequestError` that lists the known parsers if one is unknown.
     """
     vocabulary = Vocabulary.of(tokenizer)
     _check_name("tool_call_parser", tool_call_parser, formats.TOOL_CALL_PARSERS)

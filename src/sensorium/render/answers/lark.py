@@ -12,12 +12,12 @@ Schema = Mapping[str, Any] | bool
 
 
 class Lark:
-    """A grammar to which rules are added."""
+    """A grammar in Lark's form, to which rules are added one by one."""
 
     def __init__(
         self, special_tokens: Mapping[str, int], *, max_string_length: int | None = None
     ) -> None:
-        self._special_tokens = special_tokens  # text -> id, the only way to name it in a grammar
+        self._special_tokens = special_tokens  # text -> id; a grammar can only name the id
         self.max_string_length = max_string_length  # of strings that a schema leaves free
         self._rules: dict[str, str] = {}
 
@@ -71,8 +71,8 @@ class Lark:
         An entry is an expression, and whether it is required; others may be left out.
         """
         between = self.write_text(separator)
-        rest = ""  # what may follow an entry
-        first = ""  # the same where none came before
+        rest = ""  # an expression for the entries after this one
+        first = ""  # the same if there was no entry before
         for body, is_required in reversed(entries):
             after = f"{body} {rest}"
             if is_required:

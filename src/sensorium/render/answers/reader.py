@@ -47,7 +47,7 @@ class ReaderState(Struct, kw_only=True):
 class AnswerReader:
     """A reader of one answer, which may have reasoning and calls of these formats.
 
-    Without a format of calls none are read.
+    Without a format of calls no calls are read.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class AnswerReader:
 
     @property
     def state(self) -> Any:
-        """Plain data of bounded size, from which another reader can go on."""
+        """The state as plain data of bounded size, from which another reader can go on."""
         self._state.num_calls = min(self._buffer.num_begun, _MAX_CALLS)
         return msgspec.to_builtins(self._state)
 
     def add(self, text: str) -> AnswerDelta:
-        """Read more text. What may still become something else is held back."""
+        """Read more text, and return what is certain. Text that may begin a tag is held back."""
         position = 0
         while position < len(text):
             length = self._take_plain_run(text, position)

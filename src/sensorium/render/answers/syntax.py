@@ -1,4 +1,4 @@
-"""What formats of answers have in common: descriptions, readers of JSON, and parts of grammars.
+"""The common parts of answer formats: descriptions, readers of JSON, and parts of grammars.
 
 A format of tool calls is a `CallFormat`, one of reasoning is a `ReasoningFormat`. A `CallReader`
 takes one character at a time, so that an answer is read the same however it is cut. Its fields are
@@ -31,9 +31,9 @@ NAME = r"[\w.\-]{1,128}"
 
 
 class Step(Enum):
-    """What a character did to a call.
+    """The effect of a character on a call.
 
-    If text is still held back when a call ends, it was no call, and becomes content.
+    If text is still held back when a call ends, it was not a call, and becomes content.
     """
 
     ON = auto()  # the call goes on
@@ -44,7 +44,8 @@ class Step(Enum):
 class CallReader(Struct):
     """A reader of one tool call, or of one list of calls."""
 
-    opening: ShortText = ""  # the text before the call, which becomes content if it is no call
+    # The tag and the whitespace before it, which become content if this is not a call.
+    opening: ShortText = ""
 
     @classmethod
     def begin(cls, tag: str, opening: str) -> CallReader:  # noqa: ARG003
@@ -88,7 +89,7 @@ class CallFormat:
     is_used_by: Callable[[Vocabulary, str], bool]
     # Returns the variant of this format for a model with this vocabulary and chat template.
     choose_variant: Callable[[Vocabulary, str], CallFormat] | None = None
-    rank: int = 1  # formats of lower rank are tried first: their marks are the surer ones
+    rank: int = 1  # formats of lower rank are tried first, because their marks are more certain
     make_id: MakeId = make_call_id
 
 
@@ -162,10 +163,10 @@ _HEAD = re.compile(
 
 
 class CallObject(Struct):
-    """One object `{"name": …, "arguments": {…}}`.
+    """A reader of one object `{"name": …, "arguments": {…}}`.
 
-    Arguments that come after the name are given out as they are written. Other orders are held back
-    until the object ends.
+    Arguments that come after the name are given out as they are written. If they come before the
+    name, they are held back until the object ends.
     """
 
     scan: JsonScan
@@ -193,7 +194,7 @@ class CallObject(Struct):
         return self.scan.count_plain(text, start) if is_free else 0
 
     def _is_broken(self, character: str) -> bool:
-        """Return whether JSON has no such character here, outside of strings."""
+        """Return whether a character outside of strings can't belong to the object."""
         if self.scan.depth == 0:
             return character != "{" and not character.isspace()
         return character == "<"
@@ -236,7 +237,7 @@ def _load(text: str) -> Any:
 
 
 def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of the arguments, an object. A tool that declares none takes none."""
+    """Return the schema of a tool's arguments. A tool that declares no parameters takes none."""
     declared = tool["function"].get("parameters") or {"properties": {}}
     return {**declared, "type": "object"}
 

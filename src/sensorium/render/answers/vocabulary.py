@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer of any kind."""
+"""Finds the special tokens of a tokenizer of any kind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Vocabulary:
         return text in self.special_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, with that of special ones."""
+        """Return the text of tokens, including special tokens."""
         if self.tokenizer is None:
             return ""
         text: str = self.tokenizer.decode(list(token_ids))

@@ -25,7 +25,7 @@ def _find_all(name: str) -> list[Any]:
     return sorted(found, key=lambda entry: (entry.rank, entry.name))
 
 
-# The first format that a model uses is taken.
+# In the order of detection: the first format that a model uses is chosen.
 CALL_FORMATS: tuple[CallFormat, ...] = tuple(_find_all("CALLS"))
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = tuple(_find_all("REASONING"))
 TOOL_CALL_PARSERS = (AUTO, NONE, *(entry.name for entry in CALL_FORMATS))

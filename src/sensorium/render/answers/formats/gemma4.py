@@ -51,8 +51,8 @@ _BARE_KEY = re.compile(r"[\w\-. ]*\w")
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COMMA = ' "," '
-# A text must not hold the token that ends it. It has nothing that begins like a special token, and
-# where characters are counted, nothing that may begin so.
+# A text must not contain the token that ends it. So it has no "<|", with which special tokens
+# begin, and no "<" at all where its characters are counted.
 _TEXT = r"([^<]|<+[^<|])*"
 _CHARACTER = "[^<]"
 _Place = Literal["head", "key", "value", "text", "string", "after", "end"]
@@ -163,7 +163,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
                 self._step_text(later, buffer)
 
     def _step_string(self, character: str, buffer: AnswerBuffer) -> None:
-        """Read a string as JSON has it, which some calls have instead of a text."""
+        """Read a string in the form of JSON, which some calls have instead of a text."""
         text = json.dumps(character)[1:-1] if character < " " else character
         buffer.add_arguments(text)
         if character == '"' and not self.is_escaped:
@@ -194,7 +194,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.LAST
 
     def _break_off(self, character: str) -> Step:
-        """End the arguments unfinished, because what follows is no value."""
+        """End the arguments although they are not complete, because no value follows."""
         self.place, self.word = "end", ""
         return self._close(character)
 
@@ -328,7 +328,7 @@ class _ArgumentsGrammar:
         return self._lark.add_new("text", f"{self._quote} /{text}/ {self._quote}")
 
     def _get_most(self, least: int, share: int) -> int | None:
-        """Return the bound of what the schema leaves free; `None` where answers are not bounded."""
+        """Return a bound where the schema has none, or `None` if answers are not bounded."""
         limit = self._lark.max_string_length
         return None if limit is None else max(least, limit // share, 1)
 
@@ -377,7 +377,7 @@ def _get_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _resolve(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the schema that a reference leads to, or one for anything if it leads nowhere."""
+    """Return the schema that a reference names, or `True` (any value) if there is none."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -69,7 +69,8 @@ def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
 
 
 def _is_used_by(vocabulary: Vocabulary, template: str) -> bool:  # noqa: ARG001
-    return _OPEN in template and "<function=" not in template  # which only looks like these calls
+    # A template with "<function=" has another format with the same tag.
+    return _OPEN in template and "<function=" not in template
 
 
 CALLS = CallFormat(

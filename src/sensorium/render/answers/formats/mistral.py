@@ -125,7 +125,7 @@ def _write_named(lark: Lark, tools: Tools, is_single: bool) -> str:
 
 
 def _make_id() -> str:
-    """Return an id of the form that Mistral's templates insist on."""
+    """Return an id in the form that Mistral's templates require: nine letters and digits."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
@@ -150,7 +150,8 @@ REASONING = ReasoningFormat(
     rank=0,
     open="[THINK]",
     close="[/THINK]",
-    # Mistral's vocabularies had the tag before its models did.
+    # A tag in the vocabulary proves nothing: older vocabularies have it, and their models don't
+    # use it.
     is_used_by=lambda vocabulary, template: (
         vocabulary.mistral_version >= 13 or "[THINK]" in template
     ),

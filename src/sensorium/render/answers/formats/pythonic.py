@@ -104,7 +104,7 @@ def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
     """Give out the calls in this code, or return `False` if it has anything but calls of tools."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes that are none in Python
+            warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
             module = ast.parse(source)
         calls = [_read_call(node, source) for node in _find_calls(module)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -215,6 +215,6 @@ CALLS = CallFormat(
     start_tags=(_OPEN_LIST,),
     reader=PythonicCall,
     write_calls=_write_calls,
-    # The names of other tags mean a format that is not known here.
+    # A template with other tags of calls means another format.
     is_used_by=lambda _, template: "tool_code" in template and "<tool_call>" not in template,
 )
