@@ -25,7 +25,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/grammar",
     "src/sensorium/layers",
     "src/sensorium/models",
-    "src/sensorium/server",
     "src/sensorium/worker",
     "tests/unit",
 )

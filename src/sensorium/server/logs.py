@@ -1,4 +1,4 @@
-"""How all processes of a server log: on stderr, as text or JSON lines, with the process's name."""
+"""Sets up the logs of a server's process: text or JSON lines on stderr, with the process's name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 from sensorium.server.options import LogFormat, LogLevel
 
 logger = logging.getLogger(__name__)
-# Libraries log when something is wrong. uvicorn would also announce each of its starts, which the
-# supervisor does here; its access log is used as it is.
+# The level of libraries. At a lower one uvicorn would announce each of its starts, which the
+# supervisor does already. uvicorn's access log is used as it is.
 _QUIET = logging.WARNING
 # The parent prints the resolved options of the engine for people, so its log lines are left out.
 _PRINTED_ELSEWHERE = "sensorium.engine.build.builder"
@@ -21,10 +21,10 @@ _ACCESS_LOGGER = "uvicorn.access"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A handler that writes to stderr and ignores that it can't be written.
+    """A handler that writes to stderr and ignores failures to write.
 
-    A disk that is full, or a terminal that is gone, costs the line and nothing else. No error is
-    written after it, and none reaches the request that logs.
+    If a disk is full or a terminal is gone, the line is lost. No error is written about it, and
+    none reaches the request that logs.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -33,7 +33,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats lines for people.
+    """A formatter of lines for people.
 
     `2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text`
     """
@@ -45,7 +45,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats one JSON object a line.
+    """A formatter that writes one JSON object per line.
 
     The fields that a call gives as `extra={"fields": {...}}` are put beside the text.
     """

@@ -25,7 +25,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """How a server listens, whom it serves, how much it takes on, and what it logs."""
+    """The options of a server: its address, its clients, its limits, and its logs."""
 
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -255,12 +255,12 @@ class ServeOptions:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return what requests may call the model; answers bear the first of these names."""
+        """Return the names of the model in requests. Answers have the first of them."""
         return self.served_model_name or (self.model,)
 
     @property
     def model_label(self) -> str:
-        """Return the model and what clients may call it, for people."""
+        """Return the model and its names for clients, in words."""
         if self.model_names == (self.model,):
             return self.model
         return f"{self.model} as {', '.join(self.model_names)}"

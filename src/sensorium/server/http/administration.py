@@ -1,4 +1,4 @@
-"""The routes for those who run the server: models, health, load, metrics and caches."""
+"""The routes for operators of the server: models, health, load, metrics and caches."""
 
 from __future__ import annotations
 

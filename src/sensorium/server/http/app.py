@@ -1,7 +1,7 @@
-"""The HTTP application: its routes, and the layers that every request passes on its way to them.
+"""Makes the HTTP application: its routes, and the layers that every request passes before them.
 
-From the outside in: an id, the time of the response, CORS, the answer to every error, the origin,
-the API key, the limit of requests.
+The layers from the outside in: the request id, the time of the response, CORS, the response to
+errors, the check of the origin, the API key, and the limit of concurrent requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_app(
     *,
     answers: AnswerFormat = PLAIN,
 ) -> Starlette:
-    """Return the application over an engine. `answers` is how answers of the model are read."""
+    """Return the application for an engine. `answers` is the format of the model's answers."""
     context = Context(
         engine=engine,
         answers=answers,
@@ -78,7 +78,7 @@ def make_app(
 
 
 def _get_body_limits(options: ServeOptions) -> BodyLimits:
-    # One body of the allowed size must fit, whatever else was asked for.
+    # One body of the allowed size must always fit, even if the option is smaller.
     max_unfinished_mb = max(options.max_unfinished_bodies_mb, options.max_body_mb)
     return BodyLimits(
         max_bytes=options.max_body_mb * _MEBIBYTE,
@@ -122,7 +122,7 @@ def _make_middleware(
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Answer what the router itself refuses: unknown routes and methods."""
+    """Respond to requests that the router itself refuses: unknown routes and methods."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = error.headers if isinstance(error, HTTPException) else None
     words = f"{get_phrase(status)}: {request.method} {request.url.path[:200]}"

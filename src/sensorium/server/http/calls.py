@@ -1,7 +1,7 @@
-"""One call of a route, from its HTTP request to the requests of the engine.
+"""Follows one call of a route, from its HTTP request to the requests of the engine.
 
-`read_call` is the one way in: it receives the body, checks it, and keeps what later errors and the
-response need. `Call` is a call that generates, with its prompts and the clocks that measure them.
+All calls begin with `read_call`: it receives the body, checks it, and keeps what later errors and
+the response need. A `Call` is a call that generates, with its prompts and a clock for each.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ Work = tuple[Sequence[Prompt | Chat], SamplingParams]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every handler has at hand."""
+    """The parts of the server that every handler uses."""
 
     engine: AsyncEngine
-    answers: AnswerFormat  # how answers of the model are read
+    answers: AnswerFormat  # the format of the model's answers
     options: ServeOptions
     metrics: FrontendMetrics
     failures: FailureLog
@@ -105,10 +105,10 @@ async def read_call(
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     takes_msgpack: bool = False,
 ) -> tuple[_Request, _Prepared]:
-    """Receive and check the body of a request. Return it, and what `prepare` makes of it.
+    """Receive and check a request. Return it, and the result of `prepare` for it.
 
     `prepare` may run in a thread, and may raise. `adapt` changes the body before it is checked.
-    `find_paths` tells where the fields stand that errors of the engine are about.
+    `find_paths` returns the places of fields for errors of the engine.
     """
 
     def parse(body: dict[str, Any]) -> tuple[_Request, _Prepared, str | None]:
@@ -176,13 +176,14 @@ class Call(Generic[_Generating]):
     prompts: Sequence[Prompt | Chat]
     params: SamplingParams
     arrived: float
-    model: str  # what the answer calls the model
+    model: str  # the model's name in the answer
     created: int  # seconds since 1970
     has_trace: bool
-    # All requests of this call have it in common in the core, and no others.
+    # All requests of this call have this group in the core, and no other requests do.
     group: str = field(default_factory=lambda: uuid.uuid4().hex)
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # index of a prompt that ended
-    clocks: dict[int, RequestClock] = field(default_factory=dict)  # index of a prompt that began
+    # Index of a prompt that has ended -> its output, and of one that has begun -> its clock.
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    clocks: dict[int, RequestClock] = field(default_factory=dict)
 
     @property
     def num_top(self) -> int:
@@ -242,7 +243,7 @@ class Call(Generic[_Generating]):
         deltas = self.context.engine.stream(
             self.prompts[index], self.params, request_id=request_id, group=self.group
         )
-        end: FinishReason | None = FinishReason.ABORT  # of a request that is given up here
+        end: FinishReason | None = FinishReason.ABORT  # the reason if the loop below is left early
         try:
             async for delta in deltas:
                 for entry in delta.deltas:
@@ -298,7 +299,7 @@ class Call(Generic[_Generating]):
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether a request was not taken, as opposed to taken and not finished."""
+    """Return whether the engine refused a request, and did not fail after accepting it."""
     is_refused = isinstance(error, RequestError | CapacityError)
     return is_refused and not isinstance(error, FailedRequestError | EngineLostError)
 
@@ -306,7 +307,7 @@ def _is_refused(error: Exception) -> bool:
 def set_uuid_scope(
     prompts: Sequence[Prompt | Chat], http_request: Request
 ) -> Sequence[Prompt | Chat]:
-    """Return the prompts with the scope of the client's uuids: its API key, where it has one."""
+    """Return the prompts with the scope of the client's uuids, which its API key determines."""
     scope = get_uuid_scope(http_request.scope["state"])
     return prompts if scope is None else [_with_scope(prompt, scope) for prompt in prompts]
 
@@ -341,6 +342,6 @@ def check_n(n: int, max_n: int, *, path: str) -> None:
 
 
 def get_prompt_fields(request: GeneratingRequest) -> TextPrompt:
-    """Return the fields that go with a prompt, whatever its kind."""
+    """Return the fields of a request that any kind of prompt may have."""
     values = ((name, getattr(request, name)) for name in _PROMPT_FIELDS)
     return cast(TextPrompt, {name: value for name, value in values if value is not None})

@@ -1,8 +1,8 @@
-"""Builds the choices of answers: from a piece of a completion to the shapes of the wire.
+"""Builds the choices of answers, in the shapes of the wire, from pieces of completions.
 
-A `Piece` is all of a completion, or what is new of it in a stream. It comes from the engine, or
-from tokens that another server has generated (`server.http.derender`). Whatever it comes from, and
-whichever route asks, choices are built here.
+A `Piece` is a whole completion, or the new part of it in a stream. It comes from the engine, or
+from tokens that another server has generated (`server.http.derender`). The choices of all routes
+are built here.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sensorium.server.http.protocol.answers import (
 )
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
 
-_LEAST = -9999.0  # JSON has no infinity
+_LEAST = -9999.0  # in place of minus infinity, which JSON can't write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """All of a completion, or what is new of it in a stream."""
+    """A whole completion, or the new part of it in a stream."""
 
     index: int
     token_ids: TokenIds
-    answer: AnswerDelta  # the text; for a chat, with reasoning and calls of tools apart
+    answer: AnswerDelta  # the text; for a chat, split into content, reasoning and calls
     num_tool_calls: int = 0  # so far
     finish_reason: str | None  # `None` as long as it goes on
     stop_reason: str | int | None
@@ -55,9 +55,9 @@ def make_piece(
     offset: int = 0,
     is_first: bool = True,
 ) -> Piece:
-    """Return a piece of what the engine gave. The answer is its text, unless it was read already.
+    """Return the piece for an output of the engine. Its answer is the text, unless one is given.
 
-    A completion that was ended with the others of its prompt has no reason of its own.
+    A completion without a reason of its own was ended together with the others of its prompt.
     """
     reason = entry.finish_reason
     if reason is None and isinstance(entry, CompletionOutput):
@@ -97,8 +97,10 @@ def make_completion_choice(
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET,
     prompt_token_ids: TokenIds | UnsetType = UNSET,
 ) -> CompletionChoice:
-    """Return a choice for `/v1/completions`. `echo` is the text of the prompt, and `logprobs` those
-    of prompt and answer, if they were asked for.
+    """Return a choice for `/v1/completions`.
+
+    `echo` is the text of the prompt, and `logprobs` are those of prompt and answer, if the request
+    asked for them.
     """
     return CompletionChoice(
         index=index,
@@ -115,7 +117,7 @@ def make_completion_choice(
 def make_logprobs(
     token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None, *, num_top: int
 ) -> ChatLogprobs | None:
-    """Return the log-probabilities of tokens in the shape of a chat, which the others come from."""
+    """Return the log-probabilities of tokens in the shape of a chat, the source of other shapes."""
     if entries is None:
         return None
     rows = zip(token_ids, entries, strict=True)
@@ -151,8 +153,8 @@ def make_completion_logprobs(
         made.text_offset.append(offset)
         offset += len(first_token)
     for entry in logprobs.content:
-        # The likeliest and the chosen one, as OpenAI does. Of different tokens with the same text
-        # the likelier one stands for both.
+        # The likeliest tokens and the chosen one, as in OpenAI's answers. If several tokens have
+        # the same text, the likeliest of them stands for all.
         top: dict[str, float] = {}
         for other in entry.top_logprobs:
             top.setdefault(other.token, other.logprob)
@@ -166,7 +168,7 @@ def make_completion_logprobs(
 
 
 def count_characters(logprobs: ChatLogprobs | None) -> int:
-    """Return how far these tokens move the offset of the next one."""
+    """Return how many characters these tokens add to the offset of the next token."""
     return 0 if logprobs is None else sum(len(entry.token) for entry in logprobs.content)
 
 
@@ -206,7 +208,7 @@ def make_usage(outputs: Iterable[RequestOutput]) -> Usage:
 def count_usage(
     num_prompt_tokens: int, num_completion_tokens: int, *, num_cached_tokens: int | None = None
 ) -> Usage:
-    """Return a usage. How much was cached is not known before the end of a request."""
+    """Return a usage. The number of cached tokens is known only at the end of a request."""
     is_known = num_cached_tokens is not None
     return Usage(
         prompt_tokens=num_prompt_tokens,

@@ -1,10 +1,9 @@
-"""Makes responses of errors: a status, and OpenAI's error object. Counts and logs them.
+"""Turns errors into responses with a status and OpenAI's error object, and counts and logs them.
 
-Where in a client's request the field stands that an error of the engine is about.
-
-The engine calls fields by its own names: `multi_modal_data.image[1]` is the second image of a
-prompt. Only HTTP can tell which field of the request that was, or which of the ways to ask for
-structured output the client has used. Fields of a conversation have the same names in both.
+An error of the engine names a field by the engine's own name: `multi_modal_data.image[1]` is the
+second image of a prompt. Only the HTTP layer can translate that to the field of the request, since
+it depends on the route and on the way in which the client asked for structured output. `WirePaths`
+does so. Fields of a conversation have the same names in both.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ _INTERNAL_TEXT = "the server failed; its log has the reason under this request's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WirePaths:
-    """The places of one request. It holds no media: an error may come late."""
+    """The places of fields in one request. It holds no media, since it lives until the end."""
 
-    # What the model reads. Errors that name no field are about it.
+    # The field with the model's input. Errors that name no field are about it.
     input: FieldPath
-    # The text or the tokens of the prompt, where that is another field than `input`.
+    # The field with the text or the tokens of the prompt, if it is not `input`.
     prompt: FieldPath | None = None
     # modality -> the places of its items, in their order
     media: Mapping[str, Sequence[FieldPath]] = field(default_factory=dict)
-    # The field that says what the answer must look like, if it isn't `structured_outputs`.
+    # The field that constrains the answer, if it isn't `structured_outputs`.
     structured: FieldPath | None = None
     # field of the engine -> the place of that field
     fields: Mapping[str, FieldPath] = field(default_factory=dict)
@@ -77,7 +76,7 @@ class WirePaths:
 
 
 class ApiError(Exception):
-    """A refusal of the HTTP layer itself. `reason` is its label in the metrics."""
+    """A refusal by the HTTP layer itself. `reason` is its label in the metrics."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorResponse:
-    """An error as a client gets it, with what the metrics and the log make of it."""
+    """An error as a client gets it, and how it is counted and logged."""
 
     status: int
     message: str
@@ -184,7 +183,7 @@ def _make_request_response(error: RequestError, paths: WirePaths | None) -> Erro
 
 
 class FailureLog:
-    """The one place through which errors go: it counts them, and logs those that are bugs."""
+    """The one place that counts errors, logs those that are bugs, and makes their responses."""
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics

@@ -34,7 +34,7 @@ _PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A URL of the server, as the table of routes and the document have it."""
+    """A URL of the server, with all that the table of routes and the document need."""
 
     method: str
     path: str
@@ -42,7 +42,7 @@ class Route:
     tag: str = ""
     summary: str = ""  # a route without one is not in the document
     request: type[msgspec.Struct] | None = None  # the body
-    answers: tuple[type[msgspec.Struct], ...] = ()  # one of them; none: any object
+    answers: tuple[type[msgspec.Struct], ...] = ()  # the answer is one of them; empty: any object
     answers_list: bool = False  # the answer is a list of them
     chunk: type[msgspec.Struct] | None = None  # of a stream
     errors: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Route:
     answers_msgpack: bool = False
     needs_engine: bool = False  # a server that only renders refuses it
     is_counted: bool = False  # it counts among the requests that are served at once
-    name: str = ""  # of the operation; by default, it is made from the handler and the path
+    name: str = ""  # of the operation; by default it is made from the handler and the path
 
     @property
     def operation_id(self) -> str:

@@ -1,4 +1,4 @@
-"""Every URL of the server, in one table. The application and its document are made from it."""
+"""The table of all URLs, from which the application and the OpenAPI document are made."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ from sensorium.server.http.tokens.rendering import (
 )
 from sensorium.server.http.welcome import PAGE_PATHS, get_page
 
-_LOCAL_ERRORS = (400, 401, 404, 408, 413, 429, 500)  # of what needs neither media nor an engine
+# The errors of routes that need neither media nor an engine.
+_LOCAL_ERRORS = (400, 401, 404, 408, 413, 429, 500)
 _ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)
 
 
@@ -149,7 +150,7 @@ COUNTED_PATHS = frozenset(route.path for route in ROUTES if route.is_counted)
 
 
 class _AppRoute(StarletteRoute):
-    """A route that takes exactly its method, and that middleware can see in the scope."""
+    """A route that takes exactly its methods, and that middleware finds in the scope."""
 
     def __init__(self, path: str, endpoint: Any, methods: set[str]) -> None:
         super().__init__(path, endpoint)
@@ -190,7 +191,7 @@ def make_routes(context: Context) -> list[StarletteRoute]:
 
 
 def _is_there(route: Route, context: Context) -> bool:
-    """Return whether a server has a route: one that only renders has no caches of an engine."""
+    """Return whether the server has a route. A server that only renders has no engine's caches."""
     return not (context.options.is_render_only and route.needs_engine and not route.is_counted)
 
 
@@ -203,8 +204,8 @@ def _make_route(route: Route, context: Context) -> StarletteRoute:
 
 
 async def _refuse(request: Request) -> Response:
-    """Refuse what a server without an engine can't do, and say where to go."""
-    # 404, not 501: clients repeat what a server failed at, and this one never will.
+    """Refuse a request that needs an engine, with a hint to a server that has one."""
+    # 404, not 501: clients repeat requests after a server error, which would never help here.
     raise ApiError(
         f"{request.url.path}: this server only renders, no model runs here. Ask a server that "
         "was started with `sensorium serve`",

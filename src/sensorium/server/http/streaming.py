@@ -1,8 +1,8 @@
 """Answers a call that generates: whole, or as server-sent events.
 
-The status goes out with the first event: what fails before it is answered as an error; what fails
-later is an event with the error, and the end. Chunks come first, then usage and trace where they
-were asked for.
+The status is sent with the first event. A failure before it is answered with an error status. A
+later failure becomes an event with the error, which ends the stream. Chunks come first, then usage
+and trace if the request asked for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Chunk = TypeVar("_Chunk", bound=Envelope)
 
 
 class AnswerMaker(Protocol[_Chunk]):
-    """Makes the answer of one call, whole or in chunks. It keeps the state of a stream."""
+    """A maker of the answer of one call, whole or in chunks. It keeps the state of a stream."""
 
     def make_answer(self, outputs: Sequence[RequestOutput]) -> Envelope: ...
 
@@ -141,7 +141,7 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await _send_body(send, event)
-        except Exception as error:  # the status is out, so whatever it is becomes an event
+        except Exception as error:  # the status is sent, so every error becomes an event
             await _send_body(send, b"data: " + self._make_error_body(error) + b"\n\n")
         await _send_body(send, DONE, more_body=False)
 

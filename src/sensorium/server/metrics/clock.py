@@ -1,4 +1,4 @@
-"""One HTTP request's times and counts, from its arrival to its end.
+"""Measures the times and counts of one HTTP request, from its arrival to its end.
 
 A request for several completions is one request. Its latencies are counted once, with the times of
 the first completion in the core; its completions are counted one by one, each with its reason. Only

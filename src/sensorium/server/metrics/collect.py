@@ -85,8 +85,8 @@ def render(source: Source) -> tuple[bytes, str]:
 def clear_gauges(writer: str, directory: Path) -> None:
     """Set the gauges of a process that has ended to 0.
 
-    Its files keep their layout: a reader may be in the middle of them, and the next process of this
-    name goes on with them.
+    Its files keep their layout, because a reader may be reading them, and the next process of this
+    name continues them.
     """
     path = get_path(directory, "gauge_livesum", writer)
     if not _get_size(path):
@@ -100,7 +100,7 @@ def clear_gauges(writer: str, directory: Path) -> None:
 
 
 class _WithAliases:
-    """Metrics with those that have another name under that name too."""
+    """A source that also gives metrics with an alias under that alias."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -218,7 +218,7 @@ async def log_load(metrics_directory: Path) -> None:
     while True:
         await asyncio.sleep(_PAUSE_S)
         try:
-            # In a thread: there are many files, and nothing else may wait for them.
+            # In a thread, because reading many files would delay the event loop.
             text = await asyncio.to_thread(line.take, time.monotonic())
         except Exception:  # a server must not end because of a line in its log
             logger.warning("the metrics could not be read", exc_info=True)

@@ -20,7 +20,7 @@ _SYNC_S = 0.25
 
 
 class CoreMetrics:
-    """Writes the metrics of a core."""
+    """A writer of the metrics of a core."""
 
     def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics = MetricSet(model_name)
@@ -53,7 +53,7 @@ class CoreMetrics:
             self.sync(core)
 
     def sync(self, core: EngineCore) -> None:
-        """Write everything else. It has to be called once when the core is ready."""
+        """Write all other metrics. This must also be called once when the core is ready."""
         self._synced = self._clock()
         if not self._is_described:
             self._describe(core)

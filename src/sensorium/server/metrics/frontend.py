@@ -20,7 +20,7 @@ _IN_FLIGHT = "sensorium:http_requests_in_flight"
 
 
 class FrontendMetrics:
-    """Writes the metrics of a frontend. There is one per process, used on the event loop only."""
+    """A writer of a frontend's metrics. Each process has one, used on the event loop only."""
 
     def __init__(self, model_name: str) -> None:
         self._metrics = MetricSet(model_name)
@@ -41,10 +41,10 @@ class FrontendMetrics:
         self._metrics.counter("sensorium:refused_requests_total", reason).inc()
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count a response.
+        """Count a response and its time.
 
-        `handler` is the path of a route as it was declared. Paths that no route takes must not
-        become series of their own, so they have none.
+        `handler` is the path of a route as it was declared. All paths that no route takes share one
+        name, so that they don't become series of their own.
         """
         kind = f"{status // 100}xx"
         self._metrics.counter("http_requests_total", handler, method, kind).inc()
@@ -63,10 +63,10 @@ class FrontendMetrics:
         started = time.monotonic() if arrived is None else arrived
         return RequestClock(self._metrics, arrived=started, params=params)
 
-    # ---- what others count
+    # ---- counts of other parts
 
     def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
-        """Write what the parts of this frontend have counted, which takes microseconds.
+        """Write the counts of the other parts of this frontend, which takes microseconds.
 
         It is called after each request and about once a second.
         """
@@ -83,8 +83,8 @@ class FrontendMetrics:
     def _sync_caches(self, caches: Caches) -> None:
         """Write the frontend's side of the caches of media.
 
-        What a store in shared memory holds and evicts is the same for all frontends, so the core
-        writes it once.
+        The contents and evictions of a store in shared memory are the same for all frontends, so
+        the core writes them once.
         """
         sender, totals = caches.sender.statistics(), self._totals
         totals.follow("vllm:mm_cache_queries_total", sender.num_queries)
@@ -125,7 +125,7 @@ class FrontendMetrics:
         ):
             self._totals.follow("sensorium:pool_jobs_total", count, outcome)
 
-    # ---- reading, of all processes
+    # ---- reading the metrics of all processes
 
     def render(self) -> tuple[bytes, str]:
         """Return the body and the content type of `GET /metrics`."""

@@ -1,7 +1,7 @@
-"""Where the metrics of all processes lie: anonymous memory that the parent makes first.
+"""Makes the anonymous memory in which all processes write their metrics.
 
-`prometheus_client` writes mapped files in a directory. On a disk that fills up, the first touch of
-a page that has no block ends the process with SIGBUS. So the files here are links to anonymous
+`prometheus_client` writes memory-mapped files in a directory. If the disk is full, the first access
+to a page that has no block ends the process with SIGBUS. So the files here are links to anonymous
 memory (`memfd_create`), which is reserved when it is made, has no name and needs no disk.
 
 Owns the descriptors. The links lead through `/proc/PID/fd` of the process that made them, so that
@@ -40,7 +40,7 @@ def get_path(directory: Path, kind: str, writer: str) -> Path:
 
 
 class MetricMemory:
-    """Makes a directory with the files of all `writers`, or raises an `OSError`."""
+    """A directory with the files of all `writers`. Making it may raise an `OSError`."""
 
     def __init__(self, directory: Path, writers: Iterable[str]) -> None:
         self.directory = directory
@@ -55,7 +55,7 @@ class MetricMemory:
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Let go of the memory; it is freed when no process has it mapped."""
+        """Close the memory. It is freed when no process has it mapped any more."""
         self._stack.close()
 
     def __enter__(self) -> Self:

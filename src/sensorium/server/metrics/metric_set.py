@@ -24,7 +24,7 @@ _Metric = Counter | Gauge | Histogram
 
 
 def use_directory(directory: Path, *, writer: str) -> None:
-    """Let the metrics that this process makes from now on lie there, in the files of `writer`.
+    """Make this process write its metrics from now on in a directory, in the files of `writer`.
 
     Only one process at a time may write under a name.
     """
@@ -104,20 +104,20 @@ if TYPE_CHECKING:
 
 
 class Totals:
-    """Counters that follow numbers which other parts count since their start.
+    """Counters that follow the totals that other parts count from their start.
 
-    What came since the last look is added to the counter.
+    The increase since the last call is added to the counter.
     """
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
-        self._seen: dict[tuple[str, ...], int] = {}  # name and labels -> total at the last look
+        self._seen: dict[tuple[str, ...], int] = {}  # name and labels -> total at the last call
 
     def follow(self, name: str, total: int, *label_values: str, is_foreign: bool = False) -> None:
         """Bring a counter up to `total`.
 
-        With `is_foreign`, others counted before this process did. Then only what comes after the
-        first look is added.
+        With `is_foreign`, earlier processes have counted a part of the total. Then only the
+        increase after the first call is added.
         """
         key = (name, *label_values)
         seen = self._seen.get(key, total if is_foreign else 0)
@@ -132,7 +132,7 @@ class Totals:
         self.set_contents(level, statistics)
 
     def follow_look_ups(self, level: str, statistics: CacheStatistics) -> None:
-        """Write how often a level of caching was asked, and how often it had an answer."""
+        """Write the queries and hits of a level of caching."""
         self.follow("sensorium:cache_queries_total", statistics.num_queries, level)
         self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
 

@@ -1,4 +1,4 @@
-"""What a server prints when it starts: its resolved options, and where it can be reached."""
+"""Prints what a user sees when a server starts: its resolved options and its address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = Sequence[tuple[str, str]]
 
 
 class Announcer:
-    """Writes lines for people to stdout, or entries to the log if that is made of JSON."""
+    """A writer of lines for people on stdout, or of log entries if the log is JSON."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
@@ -25,7 +25,7 @@ class Announcer:
         self._announce(f"Sensorium {__version__}: loading {self._options.model}", fields={})
 
     def announce_core(self, description: Rows) -> None:
-        """Announce the engine, or what a server without an engine has in its place."""
+        """Announce the engine, or the description of a server without an engine."""
         rows = [*description, *describe_media(self._options)]
         text = "the engine is ready" if self._has_json else format_rows(rows)
         self._announce(text, fields={"engine": dict(rows)})

@@ -1,4 +1,4 @@
-"""The parent's hold on one child process: it starts the child, talks with it and sees its end."""
+"""Starts one child process, exchanges messages with it, and detects its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sensorium.server.processes.control import FromChild, decode_line, encode_li
 logger = logging.getLogger(__name__)
 _MAX_LINE_BYTES = 2**24
 _END_S = 5.0  # from the end of a child's connection to that of its process
-# How patient a `RestartPolicy` is.
+# The defaults of a `RestartPolicy`.
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 MAX_TRIES = 5
@@ -67,11 +67,11 @@ class ChildProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Use `spawn` instead."""
+        """Do not call this; use `spawn` instead."""
         self.name = name
         self._process = process
         self._connection = connection  # another descriptor of what the streams read and write
-        self._rest = b""  # what was read from it
+        self._rest = b""  # bytes that were read from the socket, after the stream was closed
         self._reader = reader
         self._writer = writer
 
@@ -145,14 +145,15 @@ class ChildProcess:
             await asyncio.wait_for(self._process.wait(), _END_S)
         self.kill()
         status = await self._process.wait()
-        self._writer.close()  # not before: a child that lives takes it for the parent's end
+        self._writer.close()  # only now: a living child would take it for the end of the parent
         self._connection.close()
         return describe_status(status)
 
     def kill(self) -> None:
         """Kill the process if it lives.
 
-        `Process.kill` is not used: it may take the status away from the task that waits for it.
+        `Process.kill` is not used, because it may collect the exit status that another task waits
+        for.
         """
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -169,9 +170,9 @@ def describe_status(status: int) -> str:
 
 
 class RestartPolicy:
-    """Decides when a process that has died is started again, and when no more. It has no clock.
+    """A rule for when a process that has ended is started again, or given up. It has no clock.
 
-    Pauses double with each end. A process that lived for `settled_s` begins with the first again.
+    The pauses double with each end. After a process that lived for `settled_s`, they begin anew.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class RestartPolicy:
         self._num_ends = 0
 
     def note_end(self, *, lived_s: float) -> float | None:
-        """Return the seconds until the next start, or `None` if it was tried often enough."""
+        """Count an end. Return the seconds until the next start, or `None` to give up."""
         if lived_s >= self._settled_s:
             self._num_ends = 0
         self._num_ends += 1

@@ -51,7 +51,7 @@ class FrontendGone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """No request is in flight any more, and the core has to end."""
+    """An order to the core to end, because no request is in flight any more."""
 
 
 class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -59,7 +59,7 @@ class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     options: ServeOptions
     index: int  # of the frontend in its server, from 0
-    identity: str  # is never used again by another frontend
+    identity: str  # no other frontend ever gets the same
     listen_fd: int  # a TCP socket that is bound
     socket_dir: str
     shm_fd: int | None = None
@@ -86,7 +86,7 @@ class CoreResumed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """The frontend takes no new requests, finishes those in flight, and ends."""
+    """An order to take no new requests, finish those in flight, and end."""
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True):
@@ -152,7 +152,7 @@ class Channel(Generic[Message]):
         while (end := self._received.find(b"\n")) < 0:
             try:
                 chunk = self._connection.recv(_CHUNK_BYTES)
-            except ConnectionError:  # it ended before everything we sent was read
+            except ConnectionError:  # the parent ended before it had read all that was sent
                 return None
             if not chunk:
                 return None
@@ -178,7 +178,7 @@ class Channel(Generic[Message]):
             try:
                 while (message := self.receive()) is not None:
                     on_message(message)
-            except Exception:  # no other code sees what happens in this thread
+            except Exception:  # no other code would notice a failure in this thread
                 logger.exception("a message of the parent could not be obeyed")
                 on_failure()
             else:
@@ -214,7 +214,7 @@ def receive_start(channel: Channel[Any], kind: type[Start]) -> Start:
 def follow_parent(
     channel: Channel[Message], on_message: Callable[[Message], object], *, socket_dir: str
 ) -> None:
-    """Obey the parent from now on, and end with it.
+    """Handle the parent's messages from now on, and end when the parent ends.
 
     This happens in a thread, so that nothing the main thread does can delay the end. A child that
     can't read its parent's messages ends too, and is started again.
@@ -238,7 +238,7 @@ def end_with_parent(socket_dir: str) -> None:
 def report_failure(channel: Channel[Any], error: BaseException) -> None:
     """Send the parent the reason why this process can't start.
 
-    Only a bug of ours is logged with a traceback.
+    Only a bug of Sensorium is logged with a traceback.
     """
     if isinstance(error, InvariantError) or not isinstance(error, SensoriumError):
         logger.error("this process can't start", exc_info=error)

@@ -1,4 +1,4 @@
-"""Builds what the process of a core runs, from the parent's first message."""
+"""Builds the core and its loop from the parent's first message."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from sensorium.utils.process import listen_for_long_work
 
 
 def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
-    """Load the model, and return the loop of the core and what frontends have to know of it."""
+    """Load the model, and return the loop of the core and its description for frontends."""
     adopt_library_logs()
     options = start.options
-    # Progress bars would tear lines of JSON apart.
+    # Progress bars would break lines of JSON.
     loading = replace(options.loading, use_tqdm_on_load=options.log_format == "text")
     with blame_checkpoint(options.model):
         checkpoint = read_checkpoint(loading)
@@ -75,7 +75,7 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
     pulse = Pulse.attach(start.pulse_fd)
     call_before_blocks(built.adapter.model, pulse.beat)
     listen_for_long_work(pulse.note_long_work)
-    pulse.beat()  # from here on silence counts
+    pulse.beat()  # from now on the parent watches the signs of life
     return CoreLoop(
         built.core,
         start.endpoint,
@@ -126,8 +126,8 @@ def describe_core(
 def _describe_kv_cache(built: Core) -> str:
     """Return the size of the KV cache in words.
 
-    The first block of a group is never given out. The tokens are those that all layers have room
-    for; groups with a window keep the last of them only.
+    The first block of a group is never given out. The number of tokens is that for which all layers
+    have room; groups with a window keep only the last of them.
     """
     config = built.config
     counts = [group.num_blocks - 1 for group in config.groups]

@@ -33,24 +33,24 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """The loop of a core, and what the parent asks of it. `handle` runs in another thread."""
+    """The loop of a core, controlled by the parent's messages. `handle` runs in another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: CoreLoop | None = None
 
     def handle(self, message: ToCoreProcess) -> None:
-        """Obey a message of the parent."""
+        """Do what a message of the parent demands."""
         with self._lock:
             if isinstance(message, FrontendGone) and self._loop is not None:
                 self._loop.forget_frontend(message.identity)
             elif isinstance(message, Stop) and self._loop is not None:
                 self._loop.stop()
-            elif isinstance(message, Stop):  # in the middle of loading, which can't be asked to end
+            elif isinstance(message, Stop):  # loading can't be interrupted
                 os._exit(0)
 
     def run(self, loop: CoreLoop) -> None:
-        """Run the loop until `Stop`. Afterwards nothing is asked of it any more."""
+        """Run the loop until `Stop`. Later messages do not reach it any more."""
         with self._lock:
             self._loop = loop
         try:
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End this process at once: taking torch down takes time, and only memory is left."""
+    """End this process at once. A normal exit of torch takes time and would only free memory."""
     logging.shutdown()
     os._exit(status)
 

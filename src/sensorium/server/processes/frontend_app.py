@@ -1,4 +1,4 @@
-"""Builds what the process of a frontend runs, and runs it: uvicorn on one event loop."""
+"""Builds a frontend from the parent's first message, and runs it with uvicorn."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ _REFUSING_S = 10  # for errors to clients that are still waiting at the end of a
 # just when its client uses it again.
 _KEEP_ALIVE_S = 75
 _MOST_FILES = 65_536  # more than any frontend serves; each one costs the kernel memory
-_RESERVED_FILES = 1024  # for what is no connection: pipes, shared memory, media that is fetched
+_RESERVED_FILES = 1024  # for other files than connections: pipes, shared memory, media hosts
 Messages = asyncio.Queue[ToFrontend]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendApp:
-    """What a frontend is made of, before it serves."""
+    """The parts of a frontend, before it serves."""
 
     engine: AsyncEngine
     perception: Perception
     answers: AnswerFormat
-    info: CoreInfo | None = None  # stands for that of a core, if the server has none
+    info: CoreInfo | None = None  # in place of a core's, if the server has no core
 
 
 def build_frontend_app(start: StartFrontend) -> FrontendApp:
@@ -121,7 +121,7 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
     )
     if options.warmup:
         report_step("warming up")
-        warm_up(engine.renderer)  # before the pool starts: this process is warmed, not the pool
+        warm_up(engine.renderer)  # before the pool starts, so that this process itself is warmed up
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
@@ -146,7 +146,7 @@ def _make_answer_format(
 
 
 def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
-    """Return whether pools can load while the core and the frontends do, and delay neither."""
+    """Return whether there are enough CPU cores for all processes to load at the same time."""
     num_cores = 0 if options.is_render_only else 1
     num_processes = num_cores + options.api_server_count * (1 + pool_size)
     return (os.cpu_count() or 1) >= num_processes
@@ -192,12 +192,12 @@ async def _serve(
     def on_started() -> None:
         report_serving()
         if perception.pool is not None:
-            perception.pool.start()  # unless it was; until it is there, this process does its work
+            perception.pool.start()  # if it was not; until it is ready, this process does its work
 
     config = make_config(
         options, SyncBeforeEnd(make_app(engine, options, metrics, answers=app.answers), sync)
     )
-    config.load()  # before the core is there, not after
+    config.load()  # early, while the core still loads
     server = _Server(config, on_started)
     try:
         if app.info is not None:
@@ -228,7 +228,7 @@ async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
 async def _obey(
     messages: Messages, engine: AsyncEngine, server: uvicorn.Server, shutdown_timeout_s: float
 ) -> None:
-    """Obey the messages of the parent while the server runs."""
+    """Handle the messages of the parent while the server runs."""
     ends: list[asyncio.Task[None]] = []
     while True:
         message = await messages.get()
@@ -259,7 +259,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
     """Return the settings of uvicorn."""
     return uvicorn.Config(
         app,
-        loop="none",  # it is there already
+        loop="none",  # the event loop runs already
         http=make_http_protocol(
             head_timeout_s=options.head_timeout,
             max_connections=raise_file_limit(),
@@ -275,9 +275,9 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
 
 
 class SyncBeforeEnd:
-    """Brings the metrics up to date before a client has its whole answer.
+    """A layer that brings the metrics up to date before the last part of an answer is sent.
 
-    A client that then asks for them, at any frontend, sees its request in them.
+    So a client that then reads the metrics, from any frontend, finds its request in them.
     """
 
     def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
@@ -325,10 +325,10 @@ def raise_file_limit() -> int:
 
 
 def make_render_info(options: ServeOptions, checkpoint: Checkpoint) -> CoreInfo:
-    """Return what stands for the information of a core, from the checkpoint's small files.
+    """Return information as of a core, from the checkpoint's small files.
 
-    A core may have had to cut its context to what fits into its memory. Then both servers need the
-    same `max_model_len`.
+    The core of the server that runs the model may have cut its context to what fits into memory.
+    Then both servers need the same `max_model_len`.
     """
     hf_config = checkpoint.hf_config
     text_config = hf_config.get_text_config(decoder=True)

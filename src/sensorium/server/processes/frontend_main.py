@@ -27,7 +27,7 @@ from sensorium.server.processes.control import (
 from sensorium.utils.process import reporting_steps, without_collection
 
 # The event loop shares the interpreter with threads that render, hash and tokenise. Each of them
-# may keep it for this long after the loop has something to do; Python's own choice is 5 ms.
+# may hold the interpreter for this long while the loop waits for it. Python's default is 5 ms.
 _SWITCH_INTERVAL_S = 0.001
 # Options of glibc's `mallopt`, from malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -49,7 +49,7 @@ class Inbox:
         with self._lock:
             if self._deliver is not None:
                 self._deliver(message)
-            elif isinstance(message, Drain):  # in the middle of loading: there is nothing to finish
+            elif isinstance(message, Drain):  # it still loads, so there is nothing to finish
                 os._exit(0)
             else:
                 self._waiting.append(message)
@@ -88,17 +88,17 @@ def main() -> None:
     except Exception as error:  # the parent has to learn the reason, whatever it is
         report_failure(channel, error)
         status = 1
-    # At once: threads that still load or process must not keep it alive.
+    # End at once, so that threads that still load or process do not keep the process alive.
     logging.shutdown()
     os._exit(status)
 
 
 def keep_memory_compact() -> None:
-    """Let the C library's allocator return the memory of bodies and media to the system.
+    """Make the C library's allocator return the memory of bodies and media to the system.
 
-    These come and go by the megabyte, in many threads. By itself glibc raises the size from which
-    it asks the system for memory up to 32 MiB, and has arenas for every thread, so that hundreds of
-    megabytes stay in their gaps. Other C libraries have no such call, and need none.
+    Many threads allocate and free megabytes. By default glibc maps only blocks above a size that it
+    raises up to 32 MiB, and has arenas for every thread, so that hundreds of megabytes stay unused
+    inside the arenas. Other C libraries have no such call, and need none.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,10 +1,10 @@
-"""What a server's processes share and its parent owns.
+"""Makes the resources that the parent owns and all processes of a server share.
 
-That is a port, a private directory, memory for media and metrics, and the pulse of the core: a page
-in which the core writes when it last made progress.
+These are a port, a private directory, memory for media and metrics, and the pulse of the core: a
+page in which the core writes when it last made progress.
 
-A process that is stopped, or that waits for a device which never answers, is alive to the kernel.
-So the thread that computes writes the time at every turn of its loop and at every block of the
+To the kernel a process is alive even if it is stopped, or waits for a device that never answers. So
+the thread that computes writes the time in every round of its loop and before every block of the
 model. A long step on a slow machine goes on writing, and a thread that hangs does not, whatever
 other threads do. The page is anonymous memory (`memfd_create`), reserved when it is made; the core
 inherits its descriptor.
@@ -32,8 +32,8 @@ _MAX_DIRECTORY_LENGTH = 80
 _SHORT_DIRECTORY = "/tmp"
 _PULSE_BYTES = mmap.PAGESIZE
 _BEAT, _LONG_WORK = 0, 1  # places in the page, in units of 8 bytes
-# The time between two looks of the parent counts as silence up to this many intervals only. A
-# parent that was itself held up, with the whole machine or container, has not watched all the time.
+# How many intervals the time between two checks by the parent counts as silence at most. If the
+# parent itself was delayed, with the whole machine or container, it has not watched all that time.
 _MAX_GAP_LOOKS = 2
 _LOOKS_PER_LIMIT = 10
 _MAX_LOOK_S = 1.0
@@ -43,11 +43,11 @@ Verdict = Literal["moves", "stalled", "lost"]
 
 
 class SharedResources:
-    """Makes everything that the processes share; `close` removes it."""
+    """All resources that the processes share. `close` removes them."""
 
     def __init__(self, options: ServeOptions) -> None:
         with ExitStack() as stack:
-            # It is bound, but does not listen before the first frontend does. Until then
+            # The socket is bound, but only frontends listen on it. Until the first one does,
             # connections are refused.
             self.listener = stack.enter_context(bind(options.host, options.port))
             self.shm_fd = _reserve_memory(options)
@@ -71,7 +71,7 @@ class SharedResources:
         return () if self.shm_fd is None else (self.shm_fd,)
 
     def close(self) -> None:
-        """Remove everything that was made."""
+        """Remove all resources that were made."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise RequestError(f"{host!r} is no address to listen on: {error.strerror}") from error
     try:
-        # Connections of an earlier server that linger in TIME_WAIT are no obstacle.
+        # Connections of an earlier server may still be in TIME_WAIT on the same port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
@@ -141,7 +141,7 @@ def _reserve_memory(options: ServeOptions) -> int | None:
     """
     if not options.shm_capacity_bytes:
         return None
-    from sensorium.multimodal.cache.shm_memory import create_memory  # brings numpy along
+    from sensorium.multimodal.cache.shm_memory import create_memory  # late: it imports numpy
 
     segment = create_memory(
         capacity_bytes=options.shm_capacity_bytes, max_object_bytes=options.media.max_object_bytes
@@ -154,17 +154,17 @@ def _reserve_memory(options: ServeOptions) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What the page of the pulse holds."""
+    """The contents of the page of the pulse."""
 
     beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
     is_long_work: bool  # whether it has announced work without signs of life
 
 
 class Pulse:
-    """One process's view of the page. The core writes it; the parent reads and clears it."""
+    """One process's view of the page, which the core writes and the parent reads and clears."""
 
     def __init__(self, fd: int) -> None:
-        """Take a descriptor over. Use `create` or `attach` instead."""
+        """Take over a descriptor. Callers use `create` or `attach` instead."""
         self.fd = fd
         self._map = mmap.mmap(fd, _PULSE_BYTES)
         # Aligned stores of 8 bytes: a reader never sees half a number.
@@ -172,7 +172,7 @@ class Pulse:
 
     @classmethod
     def create(cls) -> Pulse:
-        """Make a page."""
+        """Make a page, and return the view of it."""
         fd = os.memfd_create("sensorium-pulse", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, _PULSE_BYTES)
@@ -196,7 +196,7 @@ class Pulse:
         self._values[_LONG_WORK] = float(is_begun)
 
     def clear(self) -> None:
-        """Forget what a core wrote that has ended."""
+        """Clear the page after a core has ended."""
         self._values[_BEAT] = self._values[_LONG_WORK] = 0.0
 
     def read(self) -> Sign:
@@ -204,7 +204,7 @@ class Pulse:
         return Sign(beat=self._values[_BEAT], is_long_work=bool(self._values[_LONG_WORK]))
 
     def close(self) -> None:
-        """Let go of the page."""
+        """Close this view of the page."""
         self._values.release()
         self._map.close()
         os.close(self.fd)
@@ -217,17 +217,17 @@ class Pulse:
 
 
 def get_look_interval(limit_s: float) -> float:
-    """Return how often the parent looks, in seconds."""
+    """Return the seconds between two checks by the parent."""
     return min(_MAX_LOOK_S, limit_s / _LOOKS_PER_LIMIT)
 
 
 def get_idle_interval(limit_s: float) -> float:
-    """Return how long a core without work may sleep between two signs, in seconds."""
+    """Return how many seconds a core without work may sleep between two signs of life."""
     return min(_MAX_LOOK_S, limit_s / _BEATS_PER_LIMIT)
 
 
 class StallWatch:
-    """Decides whether a core makes progress, from what its parent sees. It has no clock.
+    """A rule for whether a core makes progress, applied by its parent. It has no clock.
 
     A core is stalled after `limit_s` seconds of silence, and lost after twice that.
     """
@@ -235,12 +235,12 @@ class StallWatch:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._max_gap_s = _MAX_GAP_LOOKS * get_look_interval(limit_s)
-        self._looked: float | None = None  # the time of the last look
-        self._beat = 0.0  # as seen at the last look
+        self._looked: float | None = None  # the time of the last check
+        self._beat = 0.0  # at the last check
         self._silent_s = 0.0
 
     def look(self, now: float, sign: Sign) -> Verdict:
-        """Return what a look at the page at this time shows."""
+        """Return the verdict on a core that has this sign of life at this time."""
         gap_s = 0.0 if self._looked is None else min(now - self._looked, self._max_gap_s)
         self._looked = now
         if sign.beat != self._beat or sign.is_long_work or not sign.beat:

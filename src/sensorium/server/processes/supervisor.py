@@ -59,7 +59,7 @@ from sensorium.server.processes.shared_resources import (
 from sensorium.types.errors import SensoriumError
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 20.0  # beyond the time in which requests may end, for the processes themselves
+_GRACE_S = 20.0  # for processes to end, after the time in which requests may end
 _CORE_LOST = "the engine has ended; another one is being started"
 
 
@@ -68,9 +68,9 @@ class ServerFailedError(SensoriumError):
 
 
 class Supervisor:
-    """Keeps the processes of a server alive. `run` may be called once.
+    """A parent that keeps the processes of a server alive. `run` may be called once.
 
-    Tests give it other `commands`, and more or less patience by `make_policy` and `grace_s`.
+    Tests use other `commands`, and change the time limits by `make_policy` and `grace_s`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Supervisor:
         return await self._follow(core, self._on_core_message, forget)
 
     async def _watch_core(self, core: ChildProcess) -> None:
-        """Inform the frontends when a ready core makes no progress, and kill it if that goes on.
+        """Inform the frontends if a ready core makes no progress, and kill it if that goes on.
 
         The task is cancelled when the core has ended.
         """

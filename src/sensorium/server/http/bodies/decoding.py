@@ -1,19 +1,20 @@
 """Decodes JSON so that no single call keeps other threads waiting.
 
-msgspec is fast, but holds the interpreter's lock while it decodes. On one core of a server 20 MB
-take:
+msgspec is fast, but holds the interpreter's lock while it decodes. Decoding 20 MB on one core of a
+server takes:
 
   a chat with one image in base64   12 ms   one call
   3 million token ids              140 ms   in slices
   400 thousand short messages      150 ms   in slices
 
-So a text with few values is decoded at once, whatever its size; one with many is taken apart first,
-without decoding it, and its small values are decoded many at a time. What can't be taken apart
-cheaply is refused: millions of tiny values, or many of them far down, as each level is read again
-at the next.
+So a text with few values is decoded at once, whatever its size. A text with many values is first
+split into its fields or entries, without decoding these; then small ones are decoded many at a
+time, and large ones are split again. Texts that would be slow to split are refused: those with
+millions of values, and those with many values at a great depth, since each level reads the text
+again.
 
-Values of msgpack are counted before they are made: a body of empty lists would take fifty times its
-size.
+Values of msgpack are counted before they are decoded, because a body of empty lists would take
+fifty times its size in memory.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import msgspec
 from sensorium.types.errors import RequestError
 
 MAX_VALUES = 2_000_000
-_MAX_VALUES_AT_ONCE = 50_000  # some ten milliseconds
+_MAX_VALUES_AT_ONCE = 50_000  # decoded in some ten milliseconds
 _COUNT_BYTES = 2**20
 _FLAT_SLICE_BYTES = 2**18
-_BATCH_BYTES = 2**16  # of small values that are decoded together; the larger ones are taken apart
-_MAX_DEPTH = 16  # of what is taken apart
+_BATCH_BYTES = 2**16  # of values that are decoded together; larger values are split
+_MAX_DEPTH = 16  # levels that are split
 _STRUCTURE = re.compile(rb'["\[{]')
 
 Buffer = bytes | bytearray | memoryview
@@ -63,7 +64,8 @@ def _decode_all(raws: Iterable[msgspec.Raw], max_depth: int) -> list[Any]:
     batch: list[bytes] = []
     num_bytes = 0
     for raw in raws:
-        length = len(memoryview(raw))  # not kept: the garbage collector would follow them all
+        # The view is not kept, because the garbage collector would follow all of them.
+        length = len(memoryview(raw))
         if num_bytes + length > _BATCH_BYTES:
             values += _decode_batch(batch)
             batch, num_bytes = [], 0
@@ -81,7 +83,7 @@ def _decode_batch(batch: list[bytes]) -> list[Any]:
 
 
 def _count_values(text: Buffer) -> int:
-    """Return a bound on the number of values, less one. Commas within strings count too."""
+    """Return an upper bound on the number of values, minus one. Commas in strings count too."""
     view = memoryview(text)
     return sum(
         bytes(view[start : start + _COUNT_BYTES]).count(b",")
@@ -113,16 +115,16 @@ def _decode_flat(text: Buffer) -> list[Any]:
     return values
 
 
-# By first byte: how many bytes follow that say a length, and what that is the length of.
+# first byte of a value -> how many bytes follow that encode its length
 _SIZED = {
     **dict.fromkeys((0xC4, 0xC7, 0xD9), 1),
     **dict.fromkeys((0xC5, 0xC8, 0xDA, 0xDC, 0xDE), 2),
     **dict.fromkeys((0xC6, 0xC9, 0xDB, 0xDD, 0xDF), 4),
 }
-_EXTENSIONS = {0xC7, 0xC8, 0xC9}  # with one byte for their kind
+_EXTENSIONS = {0xC7, 0xC8, 0xC9}  # they have one more byte, for their kind
 _LISTS = {0xDC, 0xDD}
 _MAPS = {0xDE, 0xDF}
-# Numbers and extensions of a fixed size: how many bytes follow.
+# first byte of a number or an extension of fixed size -> how many bytes follow
 _FIXED = {
     **dict(zip((0xCA, 0xCB), (4, 8), strict=True)),
     **dict(zip(range(0xCC, 0xD0), (1, 2, 4, 8), strict=True)),
@@ -132,7 +134,10 @@ _FIXED = {
 
 
 def check_num_values(text: bytearray, limit: int) -> None:
-    """Raise a `RequestError` if there are more values. The decoder refuses what is no msgpack."""
+    """Raise a `RequestError` if a msgpack text has too many values.
+
+    Text that is not msgpack passes, because the decoder refuses it later.
+    """
     if len(text) <= limit:  # each takes a byte at least
         return
     position = count = 0
@@ -145,7 +150,7 @@ def check_num_values(text: bytearray, limit: int) -> None:
 
 
 def _get_size(text: bytearray, position: int) -> int:
-    """Return the size of the value that begins here. Of a list or map, that of its head."""
+    """Return the size of the value that begins here; for a list or map, that of its head."""
     first = text[position]
     if 0xA0 <= first <= 0xBF:  # a short text
         return 1 + (first & 0x1F)

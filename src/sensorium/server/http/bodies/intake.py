@@ -1,13 +1,13 @@
-"""Receives the bodies of requests: each within a size, a time and a least rate, and all that are
-unfinished within a common memory.
+"""Receives the bodies of requests within limits of size, time, rate and memory.
 
-Owns the unfinished bodies of this frontend. All on one event loop.
+Each body has a largest size, a longest time and a least rate; all unfinished bodies together have
+a limit of memory. Owns the unfinished bodies of this frontend. Used on one event loop.
 
 Invariants:
   1. A body that comes at the least rate or faster, within the time for a whole body, is received.
-  2. Unfinished bodies never hold more bytes than `max_unfinished_bytes`, but for the piece that
-     came last. Where they would, the oldest one is given up: an honest client has sent its body
-     before a slow one has, so it is the slow ones that make room.
+  2. Unfinished bodies never hold more than `max_unfinished_bytes` and the piece that came last.
+     If they would, the oldest ones are given up. An honest client sends its body sooner than a
+     slow one, so the oldest bodies are those of slow clients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from starlette.types import Receive
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneError
 
-_GRACE_S = 30.0  # before the least rate counts: a pause, or a start on a bad line
+_GRACE_S = 30.0  # before the least rate counts, for a pause or a slow start of the connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """How large and how slow bodies may be."""
+    """The limits on the size and the speed of bodies."""
 
     max_bytes: int  # of one body
     timeout_s: float  # from a request's head to the end of its body
     min_bytes_per_s: int  # on average, after `_GRACE_S`
-    max_unfinished_bytes: int  # of all bodies that are still coming
+    max_unfinished_bytes: int  # of all unfinished bodies
 
     def get_time_s(self, num_bytes: int) -> float:
         """Return how long a body may take, as long as this many bytes of it have come."""
@@ -39,15 +39,15 @@ class BodyLimits:
 
 @dataclass(eq=False, slots=True)
 class _Unfinished:
-    """A body that is still coming."""
+    """A body that has not come completely yet."""
 
     received: bytearray = field(default_factory=bytearray)
-    waiting: asyncio.Timeout | None = None  # for the next piece
+    waiting: asyncio.Timeout | None = None  # the time limit of the wait for the next piece
     is_given_up: bool = False
 
 
 class BodyIntake:
-    """Receives bodies within `limits`."""
+    """A receiver of bodies that keeps them within `limits`."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
@@ -55,7 +55,7 @@ class BodyIntake:
         self._num_bytes = 0  # of all of them
 
     async def receive(self, receive: Receive) -> bytearray:
-        """Return a whole body, or raise what the client did wrong with it."""
+        """Return a whole body, or raise an error if it breaks a limit or the client has left."""
         body = _Unfinished()
         self._unfinished[body] = None
         began = asyncio.get_running_loop().time()
@@ -74,7 +74,7 @@ class BodyIntake:
             raise _make_size_error(max_bytes)
 
     async def _receive_piece(self, body: _Unfinished, receive: Receive, began: float) -> bool:
-        """Add a piece to the body. Return whether there are more."""
+        """Add the next piece to the body, and return whether more will come."""
         deadline = began + self.limits.get_time_s(len(body.received))
         try:
             async with asyncio.timeout_at(deadline) as body.waiting:
@@ -107,7 +107,8 @@ class BodyIntake:
             elif body.received and body.waiting is not None:
                 body.is_given_up = True
                 excess -= len(body.received)
-                # Its reader waits inside this timeout, unless that has just expired.
+                # The task that reads this body waits inside this timeout. Ending it now wakes the
+                # task, unless the timeout has just expired by itself.
                 with suppress(RuntimeError):
                     body.waiting.reschedule(asyncio.get_running_loop().time())
 

@@ -1,11 +1,12 @@
 """Reads the body of a request, and parses it away from the event loop.
 
-A body that is wrong is refused before anything else is done: too large (413) or too slow (408) by
-`intake`, not JSON (400, with the place) here. Where media may come as bytes, it may be msgpack
-instead. A request is admitted when its body is there: one that comes slowly takes no other's place.
+A bad body is refused before anything else is done. `intake` refuses bodies that are too large (413)
+or too slow (408); this module refuses bodies that are not JSON (400, with the position). Routes
+that take media as bytes accept msgpack too. A request is admitted when its body is complete, so
+that a slow body does not use up the limit of concurrent requests.
 
-An unknown field is ignored, because clients send extras. One that is a letter away from a known
-field is probably a mistake: the headers of the answer and the log name it.
+An unknown field is ignored, because clients send extra fields. A field that differs in one letter
+from a known one is probably a mistake, so the headers of the response and the log name it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from sensorium.server.http.bodies.intake import BodyIntake
 from sensorium.server.http.errors import ApiError
 from sensorium.types.checking import check
 
-_SMALL_BYTES = 2**13  # decoded and checked in little more time than a thread takes to answer
-# Few: each may keep the interpreter to itself while it decodes, and the event loop waits for all of
-# them in turn.
+_SMALL_BYTES = 2**13  # so small that using a thread would take about as long as the work
+# Few threads, because each may hold the interpreter's lock while it decodes, and the event loop
+# waits for all of them.
 _threads = ThreadPoolExecutor(2, "parse")
 _Parsed = TypeVar("_Parsed")
 MSGPACK_TYPES = ("application/x-msgpack", "application/msgpack", "application/vnd.msgpack")
@@ -134,10 +135,10 @@ def make_response(value: Any, *, is_msgpack: bool = False) -> Response:
 
 
 logger = logging.getLogger(__name__)
-_MAX_WARNED = 1000  # names come from clients
+_MAX_WARNED = 1000  # bounded, because clients choose the names
 _MAX_NAME_LENGTH = 100
-_MAX_COMPARED = 16  # unknown fields of one request
-_MIN_LENGTH = 4  # shorter names are a letter away from too many others
+_MAX_COMPARED = 16  # unknown fields of one request that are looked at
+_MIN_LENGTH = 4  # shorter names differ in one letter from too many others
 _warned: set[str] = set()
 _Request = TypeVar("_Request", bound=Struct)
 
@@ -147,7 +148,7 @@ def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, 
     request = check(body, kind)
     unknown = list(islice(_find_unknown(request, body), _MAX_COMPARED))
     for name, _ in unknown:
-        _warn_once(name[:_MAX_NAME_LENGTH])  # kept: a name may be as long as a body
+        _warn_once(name[:_MAX_NAME_LENGTH])  # cut, because names are kept and may be very long
     likely = ((name, _find_likely(name, known)) for name, known in unknown)
     hints = [f"unknown field {name!a}, did you mean '{known}'?" for name, known in likely if known]
     return request, "; ".join(hints) or None

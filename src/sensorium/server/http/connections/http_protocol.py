@@ -1,16 +1,16 @@
-"""uvicorn's HTTP connection, with limits on what stands before a body, and after it.
+"""uvicorn's HTTP connection, with limits for clients that send or read too slowly.
 
 The parser keeps a request's line, headers and trailers until they are complete, however long they
-become and however slowly they come; so one connection could fill the memory, and many could stay
-for ever, before anything has looked at them. Bodies have limits of their own: `bodies.intake`.
+become and however slowly they come. Without a limit, one connection could fill the memory, and many
+could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the time
+of headers. Bodies have limits of their own in `bodies.intake`.
 
-Connections of clients that don't read what they asked for: they are ended after a while.
-
-What a client has not read waits in the kernel and then in the connection's buffer. When that is
-full, nothing more is made for it; what the engine goes on to generate is kept as text, once. A
-client that takes no byte for the whole timeout loses its connection, and its request ends as if it
-had left. One that reads slowly keeps both: any byte that its machine acknowledges is a sign of
-life. The connection's buffer alone would not show that: the kernel takes more only when a large
+`WatchedHttpProtocol` ends the connections of clients that don't read their responses. Unread data
+waits in the kernel's queue and then in the connection's buffer. When the buffer is full, no more
+chunks are made; the engine goes on to generate, and the text is kept once. If a client takes no
+byte for the whole timeout, its connection is ended, and its request ends as if it had disconnected.
+A client that reads slowly keeps its connection: any byte that its machine acknowledges counts. The
+connection's buffer alone would not show that, because the kernel takes more data only when a large
 part of its own queue is free again.
 """
 
@@ -29,20 +29,21 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 2**16  # as far as it is known: what comes at once is taken at once
+# The size is checked after each read, so that headers may be larger by one read.
+MAX_HEAD_BYTES = 2**16
 _RETRY_AFTER_S = 1
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection that counts the bytes that came since the last that belong to a body, or that
-    end a request.
+    """A connection that limits the size and the time of a request's head.
 
-    A timer runs while the client has to send something that no body and no answer waits for: a
-    first request, the rest of a head, or the rest of a body that was refused.
+    It counts the bytes since the last read with a part of a body or the end of a request. A timer
+    runs while the client has to send a first request, the rest of a head, or the rest of a body
+    that was refused.
     """
 
     head_timeout_s = 30.0
-    max_connections: int | None = None  # of this process; `None`: as many as come
+    max_connections: int | None = None  # of this process; `None`: no limit
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -100,11 +101,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._is_in_body and self._timer is None:
-            self._start_timer()  # the rest is thrown away, but not for ever
+            self._start_timer()  # the rest is discarded, but must come in time
 
     @property
     def _is_answered(self) -> bool:
-        """True if no request of this connection waits for its answer."""
+        """Whether no request of this connection waits for its answer."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_timer(self) -> None:
@@ -120,7 +121,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport is None or self.transport.is_closing():
             return
         if not self._is_answered:
-            self._start_timer()  # a head behind a request that is still being answered
+            self._start_timer()  # this head waits for the answer to the request before it
             return
         if self._is_in_head:
             self.transport.write(_TOO_SLOW)
@@ -160,14 +161,14 @@ _TOO_MANY = _make_response(
 
 logger = logging.getLogger(__name__)
 _LOOKS_PER_TIMEOUT = 8
-# Of the time between two looks at most so many intervals count: a loop that was itself held up has
-# sent nothing meanwhile.
+# How many intervals the time between two checks counts at most. If the event loop itself was
+# delayed for longer, it has sent nothing in that time.
 _MAX_GAP_LOOKS = 2
-_LINGER_NOT = struct.pack("ii", 1, 0)  # struct linger: on, for no time
+_LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
 
 
 class UnreadWatch:
-    """Adds up for how long nothing was taken from a buffer. It has no clock."""
+    """A count of the time in which nothing was taken from a buffer. It has no clock."""
 
     def __init__(self, timeout_s: float, *, num_bytes: int, now: float) -> None:
         self.interval_s = timeout_s / _LOOKS_PER_TIMEOUT
@@ -177,7 +178,7 @@ class UnreadWatch:
         self._unread_s = 0.0
 
     def look(self, now: float, num_bytes: int) -> bool:
-        """Return whether nothing was taken for the whole timeout."""
+        """Check the buffer, and return whether nothing was taken for the whole timeout."""
         gap_s = min(now - self._looked, _MAX_GAP_LOOKS * self.interval_s)
         self._unread_s = 0.0 if num_bytes < self._num_bytes else self._unread_s + gap_s
         self._looked, self._num_bytes = now, num_bytes
@@ -185,9 +186,9 @@ class UnreadWatch:
 
 
 class WatchedHttpProtocol(LimitedHttpProtocol):
-    """A connection whose buffer is watched while it is full."""
+    """A connection that watches its buffer while the buffer is full."""
 
-    stream_timeout_s = 60.0  # 0: it is not watched
+    stream_timeout_s = 60.0  # 0: the buffer is not watched
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Work beside the event loop, work that ends with its client, and how late the loop is."""
+"""Runs work in threads or until the client leaves, and measures the delay of the event loop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from starlette.types import Receive
 
 from sensorium.server.http.errors import ClientGoneError
 
-# Few: each may keep the interpreter to itself, and the event loop waits for all of them in turn.
+# Few threads, because each may hold the interpreter's lock, and the event loop waits for them.
 _threads = ThreadPoolExecutor(2, "encode")
 _Result = TypeVar("_Result")
 _INTERVAL_S = 0.05  # between two measurements of the loop's lag
 
 
 async def run_in_thread(work: Callable[[], _Result]) -> _Result:
-    """Run work that is too long for the event loop: megabytes that are encoded or tokenised.
+    """Run work in a thread that is too long for the event loop, such as encoding megabytes.
 
-    A cancelled call ends after the work, which may still read what the caller would give back.
+    A cancelled call ends only after the work, which may still read memory that the caller would
+    release.
     """
     future = asyncio.get_running_loop().run_in_executor(_threads, work)
     try:
@@ -55,7 +56,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def measure_loop_lag(observe: Callable[[float], None]) -> None:
-    """Observe how late the event loop is, until it is cancelled. Tokens of a stream wait for it."""
+    """Report the delay of the event loop, which delays the tokens of streams, until cancelled."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(_INTERVAL_S)

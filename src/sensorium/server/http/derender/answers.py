@@ -1,4 +1,4 @@
-"""The routes that derender: what `/inference/v1/generate` answered in, OpenAI's answers out.
+"""The routes that derender: they turn answers of `/inference/v1/generate` into OpenAI's answers.
 
 No model is needed, and nothing is kept between two calls.
 """
@@ -74,7 +74,7 @@ async def _answer(
     wrap: Callable[[dict[str, Any]], dict[str, Any]],
     start: Callable[[_Wire], _ChatDerender | _CompletionDerender],
 ) -> Response:
-    """Answer a request. Its body may be nothing but a generated answer, which `wrap` completes."""
+    """Answer a request. If its body is only a generated answer, `wrap` makes a request of it."""
 
     def adapt(body: dict[str, Any]) -> dict[str, Any]:
         return wrap(body) if "choices" in body else body
@@ -93,7 +93,7 @@ async def _answer(
 
 
 class _ChatDerender:
-    """Derenders a chat's answer, or a chunk of one."""
+    """A maker of a chat's answer, or of a chunk of one, from generated tokens."""
 
     def __init__(self, request: DerenderChatRequest, context: Context) -> None:
         options = request.chat_request or ChatOptions()
@@ -153,7 +153,7 @@ class _ChatDerender:
 
 
 class _CompletionDerender:
-    """Derenders completions of several prompts, or a chunk of those of one prompt."""
+    """A maker of completions of several prompts, or of a chunk of one, from generated tokens."""
 
     def __init__(self, request: DerenderCompletionRequest, context: Context) -> None:
         options = request.completion_request or CompletionOptions()
@@ -172,7 +172,7 @@ class _CompletionDerender:
         )
 
     def make_answer(self) -> Completion:
-        """Return all completions. Their index runs over the choices of all responses."""
+        """Return all completions, with indices that run over the choices of all responses."""
         responses = self._request.generate_responses
         if responses is None:
             raise RequestError("is missing", path=(_RESPONSES,))
@@ -273,7 +273,7 @@ def _get_model(
 def _count_prompt_tokens(
     response: WireGenerateResponse, given: int | None, prompt_token_ids: tuple[int, ...]
 ) -> int:
-    """Return the count of the caller, that of the answer, or that of the tokens that are there."""
+    """Return the caller's count, or else the answer's, or else the number of given tokens."""
     usage = response.usage
     counts = (given, None if usage is None else usage.prompt_tokens, len(prompt_token_ids))
     return next(count for count in counts if count is not None)
@@ -305,7 +305,7 @@ def _list_counts(given: list[int] | int | None, length: int) -> Sequence[int | N
 
 
 def _list_prompts(given: Sequence[Any] | None, length: int) -> Sequence[tuple[int, ...]]:
-    """Return one prompt for each response. That of a single one may come without a list."""
+    """Return one prompt for each response. A single prompt may come without an outer list."""
     if given is None:
         return [()] * length
     num_lists = sum(isinstance(entry, list) for entry in given)

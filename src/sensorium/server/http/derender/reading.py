@@ -1,8 +1,8 @@
-"""Reads generated tokens into what a client reads, choice by choice.
+"""Turns generated tokens into text, reasoning and calls, choice by choice.
 
-Nothing is kept between two calls: a client carries the state of a stream from one chunk to the
-next. It is opaque to the client (base64 of msgpack), is checked when it comes back, and grows with
-the number of choices, not with the length of the answer.
+Nothing is kept between two calls: the client sends the state of a stream with each chunk, as it
+came with the chunk before. The state is opaque to the client (base64 of msgpack), is checked when
+it comes back, and grows with the number of choices, not with the length of the answer.
 
 Tokenizers are slow, so none of this may run on the event loop.
 """
@@ -38,7 +38,7 @@ class ChoiceState(msgspec.Struct, frozen=True, array_like=True):
     """The state of one choice between two chunks."""
 
     text: TextState
-    answer: Any = None  # of the reader that tells content, reasoning and calls apart
+    answer: Any = None  # the state of the reader that separates content, reasoning and calls
     offset: int = 0  # where the text of the next token begins, as completions count it
 
 
@@ -52,7 +52,7 @@ class StreamState(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def start(cls, created: int | None) -> StreamState:
-        """Return the state before the first chunk, which was created then, or now."""
+        """Return the state before the first chunk, which was created at that time, or now."""
         return cls(_VERSION, int(time.time()) if created is None else created, 0, {})
 
 
@@ -90,7 +90,7 @@ def _make_state_error() -> RequestError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How all choices of an answer are read."""
+    """The settings with which all choices of an answer are read."""
 
     tokenizer: Any
     params: SamplingParams  # with the texts and tokens that end an answer
@@ -119,7 +119,7 @@ def read_chunk(
     given: str | None,
     prompt_token_ids: tuple[int, ...],
 ) -> StreamedPieces:
-    """Read a chunk. `given` is the state that came with the one before, `None` with the first.
+    """Read a chunk. `given` is the state from the chunk before, or `None` for the first chunk.
 
     A choice that has ended has no more pieces.
     """
@@ -143,7 +143,7 @@ def read_chunk(
 
 
 class _ChoiceReader:
-    """Reads a choice from its beginning, behind a prompt, or from where its state was saved."""
+    """A reader of one choice, from its beginning or from a saved state."""
 
     def __init__(
         self, reading: Reading, prompt_token_ids: tuple[int, ...], state: ChoiceState | None = None
@@ -166,7 +166,7 @@ class _ChoiceReader:
         return self._text.is_ended
 
     def add(self, choice: WireGenerateChoice, *, is_whole: bool) -> Piece:
-        """Return what new tokens bring. `is_whole`: nothing follows, whatever the choice has."""
+        """Return the piece for new tokens. With `is_whole`, no more tokens follow in any case."""
         finish_reason = choice.finish_reason or ("abort" if is_whole else None)
         given = choice.stop_reason
         stop_reason = None if isinstance(given, msgspec.UnsetType) else given

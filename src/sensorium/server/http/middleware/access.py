@@ -1,19 +1,18 @@
-"""Lets in clients that have a key, and keeps out requests that a web page of another origin makes a
-browser send.
+"""Checks API keys, and refuses requests that a web page of another origin makes a browser send.
 
-A browser on the machine, or in the network, of a server can reach it, and any page can make it send
-requests. It says so in their headers, which pages can't change:
+A browser on the server's machine or in its network can reach the server, and any web page can make
+the browser send requests. The headers of such a request show it, and pages can't change them:
 
-  1. `Host` is the name that the page used. A name that is not the server's own, but leads to it,
-     was made to lead there (DNS rebinding). A server that listens on this machine alone has few
-     names; any other one is called by names that it can't know, unless they were given.
-  2. `Sec-Fetch-Site`, and `Origin` from browsers that don't send it, say where the page is from.
-     Requests of other sites are refused, but for a visit: a link that somebody follows.
-  3. A body needs its content type. A page of another origin may send bodies of a few types, or of
-     none, without asking first; none of these are types that the routes take.
+  1. `Host` is the name that the page used. A foreign name that leads to this server is an attack
+     (DNS rebinding). A server that listens on this machine alone has few names of its own, so that
+     others are refused. Any other server can't know its names, unless the options list them.
+  2. `Sec-Fetch-Site`, or `Origin` from browsers that don't send it, is the origin of the page.
+     Requests from other sites are refused, except for following a link to this server.
+  3. A body needs a content type. A page of another origin may send bodies of a few types, or of
+     none, without permission; the routes take none of these types.
 
-What has none of these headers is no browser, and passes. The same checks are for every route, with
-an API key or without, and for upgrades to WebSockets.
+A request with none of these headers does not come from a browser, and passes. The same checks apply
+to every route, with or without an API key, and to upgrades to WebSockets.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from sensorium.server.http.errors import ApiError
 from sensorium.server.http.welcome import WELCOME_PATHS
 
 ANY = "*"
-_OWN_SITES = ("same-origin", "none")  # none: typed into the address bar, or a bookmark
+_OWN_SITES = ("same-origin", "none")  # "none": typed into the address bar, or a bookmark
 _VISITS = ("GET", "HEAD")
 
 
 class OriginPolicy:
-    """Which origins and names of hosts are the server's own, or were allowed.
+    """The origins and host names that are the server's own, or that the options allow.
 
     `host` is the address that the server listens on.
     """
@@ -51,8 +50,9 @@ class OriginPolicy:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raise an `ApiError` if a request, or an upgrade to a WebSocket, may come from a page of
-        another origin.
+        """Raise an `ApiError` if a request may come from a page of another origin.
+
+        This includes upgrades to a WebSocket.
         """
         headers = Headers(scope=scope)
         for host in headers.getlist("host"):
@@ -89,7 +89,7 @@ class OriginPolicy:
 
 
 class OriginGuard:
-    """Refuses requests by an `OriginPolicy`, and bodies without a content type."""
+    """A layer that refuses requests by an `OriginPolicy`, and bodies without a content type."""
 
     def __init__(self, app: ASGIApp, *, policy: OriginPolicy) -> None:
         self._app = app
@@ -104,7 +104,7 @@ class OriginGuard:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name, or an address, always means this machine."""
+    """Return whether a name or an address always refers to this machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -123,18 +123,16 @@ def _check_content_type(headers: Headers) -> None:
 
 
 def _is_visit(scope: Scope, headers: Headers) -> bool:
-    """Return whether a link on another page was followed, so that the answer is shown as a page of
-    its own.
-    """
+    """Return whether the user followed a link, so that the browser shows the answer as a page."""
     is_page = headers.get("sec-fetch-dest", "document") == "document"
     is_navigation = headers.get("sec-fetch-mode") == "navigate"
     return scope["type"] == "http" and scope["method"] in _VISITS and is_navigation and is_page
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Return whether a page's origin is the host that it asks.
+    """Return whether a page comes from the host that its request goes to.
 
-    Schemes are not compared: a proxy may speak https in front of a server that does not.
+    Schemes are not compared, because a proxy may use https in front of a server that does not.
     """
     try:
         page_host = urlsplit(origin).netloc
@@ -157,10 +155,10 @@ METRICS_PATH = "/metrics"
 
 
 class Authentication:
-    """A layer that lets in requests with one of the keys. Some routes need none.
+    """A layer that refuses requests without one of the keys. Some routes need no key.
 
-    A request with a key has the `uuid_scope` of that key in its state: a digest, because the key
-    itself is kept nowhere else. With `shares_uuids` it has none.
+    The state of a request with a key gets the `uuid_scope` of that key, unless `shares_uuids` is
+    set. The scope is a digest, so that the key itself is kept nowhere else.
     """
 
     def __init__(
@@ -192,8 +190,8 @@ class Authentication:
             )
 
     def _find_scope(self, given: str) -> str | None:
-        """Return the scope of a key. Takes as long for a wrong key as for a right one."""
-        raw = given.encode("latin-1")  # as it came; servers decode headers so
+        """Return the scope of a key, or `None`. A wrong key takes as long as a right one."""
+        raw = given.encode("latin-1")  # the bytes that were sent: servers decode headers as latin-1
         matches = [own for key, own in self._scopes.items() if hmac.compare_digest(raw, key)]
         return matches[0] if matches else None
 

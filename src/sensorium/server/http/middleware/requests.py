@@ -1,6 +1,4 @@
-"""The layers that every request passes: its id, its time, the answer to its errors, and the limit
-of requests that are served at once.
-"""
+"""The layers that every request passes: its id, its time, its errors, and the limit of requests."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _MAX_LENGTH = 128
 
 
 class RequestIds:
-    """A client's own id is kept if it is short and printable."""
+    """A layer that gives each request an id: the client's own if it is short and printable."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,12 +51,15 @@ def _is_sane(text: str) -> bool:
     return 0 < len(text) <= _MAX_LENGTH and all(" " <= character <= "~" for character in text)
 
 
-_NO_ROUTE = "none"  # what no route takes must not become a series of its own
+_NO_ROUTE = "none"  # unknown paths must not become series of their own
 _METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"})
 
 
 class ResponseTimes:
-    """A layer that counts and times responses. Without a status, there was no response to count."""
+    """A layer that counts and times responses.
+
+    A request without a status, because its client left first, is not counted.
+    """
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
         self._app = app
@@ -91,9 +92,11 @@ class ResponseTimes:
 
 
 class ErrorBoundary:
-    """What comes after the status can't be answered any more, and goes on. A call is cancelled
-    when the server stops and can't wait for it: for a body that comes slowly, or a client that
-    does not read.
+    """A layer that turns every exception into a response.
+
+    After the status was sent, no error can be sent any more, so the exception is raised again. A
+    call is cancelled if the server stops and can't wait for it, because its body comes slowly or
+    its client does not read.
     """
 
     def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
@@ -120,7 +123,7 @@ class ErrorBoundary:
                 stopping = StoppingError("the server is stopping")
                 answer = self._failures.report(stopping, scope["state"])
                 await answer.make_response()(scope, receive, send)
-        except Exception as error:  # the boundary: nothing may pass it unanswered
+        except Exception as error:  # every error must get an answer
             answer = self._failures.report(error, scope["state"])
             if not is_started:
                 await answer.make_response()(scope, receive, send)
@@ -129,20 +132,22 @@ class ErrorBoundary:
 
 
 def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
-    """Return the limit of one frontend: its share, rounded up."""
+    """Return one frontend's share of the limit of requests, rounded up."""
     return -(-max_concurrent_requests // api_server_count)
 
 
 class Admission:
-    """Owns the count. All on one event loop. A request is counted when its route calls
-    `request.state.admit()`, which raises an `ApiError` if there is no room.
+    """A layer that limits the requests that are served at once. Used on one event loop.
+
+    A request is counted when its route calls `request.state.admit()`, which raises an `ApiError` if
+    the limit is reached.
     """
 
     def __init__(
         self, app: ASGIApp, *, paths: Container[str], limit: int, metrics: FrontendMetrics
     ) -> None:
         self._app = app
-        self._paths = paths  # those of routes with work that is not done at once
+        self._paths = paths  # the routes that are limited
         self._limit = limit
         self._metrics = metrics
         self._num_admitted = 0
@@ -152,7 +157,7 @@ class Admission:
         if not is_generating or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        self._check()  # a large body is not received only to be refused
+        self._check()  # early, so that no large body is received only to be refused
         with self._metrics.track_arrival(), ExitStack() as held:
             scope["state"]["admit"] = lambda: held.enter_context(self._admit())
             await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in, an answer out, with its tools and reasoning."""
+"""The route `/v1/chat/completions`, which answers a conversation, with tools and reasoning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def create_chat_completion(http_request: Request, context: Context) -> Res
 
 
 def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
-    """Return the conversation as the engine takes it, and its parameters."""
+    """Return the conversation of a request for the engine, and its sampling parameters."""
     answers = make_chat_answers(context.answers, request)
     params = answers.make_params(make_chat_params(request))
     is_trusted = context.options.trust_request_chat_template
@@ -69,7 +69,7 @@ def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
 
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
-    """Return where the fields stand that errors of the engine are about."""
+    """Return the places of the fields that errors of the engine may be about."""
     return WirePaths(input=("messages",), structured=find_constraint_path(request))
 
 
@@ -78,7 +78,8 @@ def make_chat(
 ) -> Chat:
     """Return the conversation of a request.
 
-    `answers` is there if it will be answered. `is_trusted`: it may bring a template of its own.
+    `answers` is given if the conversation will be answered. With `is_trusted`, the request may have
+    a chat template of its own.
     """
     if request.chat_template is not None and not is_trusted:
         raise ApiError(
@@ -105,15 +106,15 @@ def make_chat(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswers:
-    """How the answers to one request are constrained, read and shown."""
+    """The way in which the answers to one request are constrained, read and sent."""
 
     form: AnswerFormat
     context: AnswerContext
-    has_reasoning: bool  # it is a part of the answer; otherwise it is read and left out
-    has_ids: bool  # choices have their tokens
+    has_reasoning: bool  # reasoning is sent; otherwise it is read and left out
+    has_ids: bool  # choices include their token ids
 
     def make_params(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters with which the answer can be read."""
+        """Return the parameters with the special tokens that must stay in the text to be read."""
         if self.context.demands_call and params.structured_outputs is not None:
             raise ApiError(
                 "tool_choice demands a call, which can't be combined with another format of the "
@@ -125,7 +126,7 @@ class ChatAnswers:
     def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
         """Return parameters for a rendered prompt.
 
-        If the prompt has opened reasoning, the form of the answer is constrained from its end on.
+        If the prompt has opened reasoning, the answer is constrained only after the end of that.
         """
         wanted = params.structured_outputs
         context = self.get_context(prompt)
@@ -163,7 +164,7 @@ class ChatAnswers:
         )
 
     def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> ChatChunkChoice:
-        """Return the choice of a chunk. `has_role`: it is the first of its completion."""
+        """Return the choice of a chunk. The first chunk of each completion has `has_role`."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(reasoning or answer.tool_calls)
@@ -183,9 +184,10 @@ class ChatAnswers:
         )
 
     def is_shown(self, piece: Piece) -> bool:
-        """Return whether a piece is worth a chunk.
+        """Return whether a chunk is sent for a piece.
 
-        Text may lag behind its tokens, and its meaning behind the text.
+        A piece may be empty, because text comes later than its tokens, and calls and reasoning are
+        recognised later than their text.
         """
         answer = piece.answer
         has_tokens = bool((piece.logprobs is not None or self.has_ids) and piece.token_ids)
@@ -196,7 +198,7 @@ class ChatAnswers:
 
 
 def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> ChatAnswers:
-    """Return how a request is answered. Raise a `RequestError` for tools that are none."""
+    """Return how a request is answered. Raise a `RequestError` if its tools are invalid."""
     tools = parse_tools(request.tools)
     context = AnswerContext(
         tools=tools,
@@ -214,7 +216,7 @@ def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> Cha
 
 
 def read_piece(reader: AnswerReader, text: str, *, is_last: bool) -> AnswerDelta:
-    """Return what a text brings and, if nothing follows it, what was held back."""
+    """Return the answer in new text and, with `is_last`, also the text that was held back."""
     delta = reader.add(text)
     if not is_last:
         return delta
@@ -232,7 +234,7 @@ def read_piece(reader: AnswerReader, text: str, *, is_last: bool) -> AnswerDelta
 
 
 class _ChatMaker:
-    """Makes the answer to one call, or its chunks."""
+    """A maker of the answer to one call, or of its chunks."""
 
     def __init__(self, call: Call[ChatCompletionRequest]) -> None:
         self._call = call
@@ -300,7 +302,7 @@ class _ChatMaker:
 
 
 def _get_finish_reason(piece: Piece) -> str | None:
-    """Return the reason of a chat: an answer that ended by itself may have ended in its calls."""
+    """Return the finish reason, which is "tool_calls" if an answer with calls ended by itself."""
     is_call = piece.finish_reason == "stop" and piece.num_tool_calls
     return "tool_calls" if is_call else piece.finish_reason
 

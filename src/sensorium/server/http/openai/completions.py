@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts in, their continuations out."""
+"""The route `/v1/completions`, which continues one or more prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.prompts import TextPrompt
 
-MAX_CHOICES = 1024  # prompts and their completions, in one call
+MAX_CHOICES = 1024  # completions of all prompts in one call
 _KINDS = "text, token ids, or a list of either"
 
 
@@ -52,7 +52,7 @@ async def create_completion(http_request: Request, context: Context) -> Response
 
 
 def find_prompt_paths(request: CompletionRequest) -> WirePaths:
-    """Return where the fields stand that errors of the engine are about."""
+    """Return the places of the fields that errors of the engine may be about."""
     return WirePaths(input=("prompt",), structured=find_constraint_path(request))
 
 
@@ -98,7 +98,7 @@ def _read_token_ids(ids: list[Any]) -> list[int]:
 
 
 class _CompletionMaker:
-    """Makes the answer to one call, or its chunks."""
+    """A maker of the answer to one call, or of its chunks."""
 
     def __init__(self, call: Call[CompletionRequest]) -> None:
         self._call = call
@@ -124,7 +124,8 @@ class _CompletionMaker:
     def make_chunks(self, prompt_index: int, delta: RequestDelta) -> list[Completion]:
         """Return the chunks for a delta.
 
-        Text may lag behind its tokens. Then there is no chunk, unless tokens were asked for.
+        Text may come later than its tokens. Then there is no chunk, unless the request asked for
+        tokens or log-probabilities.
         """
         chunks = []
         for entry in delta.deltas:

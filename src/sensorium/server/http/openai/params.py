@@ -1,4 +1,4 @@
-"""Makes `SamplingParams` of a request, and refuses what is not supported.
+"""Makes the `SamplingParams` of a request, and refuses fields that are not supported.
 
 The form of an answer can be constrained in three ways, OpenAI's and two of vLLM's:
 `response_format`, `guided_*` and `structured_outputs`. They are read into one value.
@@ -19,7 +19,7 @@ from sensorium.types.errors import FieldPath, RequestError
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
 
-# Parameters that OpenAI's requests name otherwise, or whose defaults depend on the route.
+# Parameters that have other names in OpenAI's requests, or defaults that depend on the route.
 _OWN_WAYS = ("max_tokens", "logprobs", "structured_outputs")
 # Fields of a request -> the fields of `StructuredOutputsParams` that they stand for.
 _GUIDED = {
@@ -87,7 +87,7 @@ def _make_unsupported(name: str, what: str = "") -> ApiError:
 
 
 def get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
-    """Return what the answer must look like, or `None` if any text will do.
+    """Return the constraint on the answer, or `None` if it may be any text.
 
     Raise a `RequestError` with the path of the field that the client has used.
     """

@@ -1,1 +1,1 @@
-"""The wire: what clients send and what they get, in OpenAI's shapes with this field's extras."""
+"""The bodies of requests and answers: OpenAI's shapes, with fields that similar servers add."""

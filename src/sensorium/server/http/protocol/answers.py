@@ -1,4 +1,4 @@
-"""The shapes of answers: OpenAI's, with this field's extras where they were asked for.
+"""The shapes of answers: OpenAI's, with fields that similar servers add if a request asks.
 
 A field that is `UNSET` is not sent.
 """

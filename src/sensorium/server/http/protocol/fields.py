@@ -1,8 +1,8 @@
 """Types of single fields of requests, and the fields that come from `SamplingParams`.
 
-They are strict as JSON is: "5" is no number, and 1 is one wherever 1.0 is (see `types.checking`).
-Numbers are bounded by what can be sent to other processes, or as `SamplingParams` bounds them.
-Lists are bounded because some are searched for every token, on the event loop.
+Types are strict: "5" is not a number, but 1.0 is an integer (see `types.checking`). Numbers are
+bounded so that they can be sent to other processes, or have the bounds of `SamplingParams`. Lists
+are bounded because some are searched for every token, on the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JsonObject = dict[str, Any]
 # A field that is refused unless it is null; see `server.http.openai.params`.
 Unsupported = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 
-# Empty texts are refused by `SamplingParams`, which calls the whole list wrong.
+# Empty texts are refused by `SamplingParams`, with the path of the whole list.
 _Text = Annotated[str, Meta(max_length=_MAX_TEXT_LENGTH, extra_json_schema={"minLength": 1})]
 _TextOrList = _Text | Annotated[list[_Text], Meta(max_length=_MAX_TEXTS)]
 _Bias = Annotated[

@@ -1,6 +1,6 @@
 """The bodies that OpenAI's routes take, and those that render and tokenize.
 
-`null` is as good as absent. Unknown fields are ignored, with a warning (see `protocol.reading`).
+`null` means the same as no value. Unknown fields are ignored, with a warning (`bodies.reading`).
 
 The shapes of messages, tools and formats are for the OpenAPI document only. They are checked, and
 mistakes named, where they are used: `render.messages`, `render.answers.tools` and
@@ -205,7 +205,8 @@ _SchemaOrText = Annotated[
 ]
 _Regex = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["regex"])]
 _Grammar = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["grammar"])]
-# Split by `server.http.openai.completions`: a union of types would read a million ids four times.
+# `server.http.openai.completions` tells the kinds apart. With a union of types, msgspec would read
+# a million ids four times.
 _TOKEN_IDS: JsonObject = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
@@ -238,7 +239,7 @@ class GeneratingRequest(SamplingFields, frozen=True, kw_only=True):
     Only one of `response_format`, `guided_*` and `structured_outputs` may constrain the answer.
     """
 
-    # Fields that would change the answer, and are not implemented. Ignoring them would be wrong.
+    # Fields that are not implemented. They are refused, because they would change the answer.
     unsupported: ClassVar[tuple[str, ...]] = ("use_beam_search",)
 
     model: str | None = None
@@ -265,8 +266,10 @@ class GeneratingRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
-    """A conversation to answer. `max_completion_tokens` goes before `max_tokens`; without either,
-    the answer may fill the context.
+    """A conversation to answer.
+
+    `max_completion_tokens` takes precedence over `max_tokens`. Without either, the answer may fill
+    the context.
     """
 
     unsupported: ClassVar[tuple[str, ...]] = (
@@ -319,8 +322,9 @@ class CompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
 
 
 class ChatRenderRequest(ChatCompletionRequest, frozen=True, kw_only=True):
-    """A conversation to render. With `return_kwargs` false, the media's tensors are left out of the
-    answer, and need not be computed.
+    """A conversation to render.
+
+    If `return_kwargs` is false, the answer has no tensors of media, and they need not be computed.
     """
 
     return_kwargs: bool | None = None

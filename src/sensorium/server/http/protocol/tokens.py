@@ -1,7 +1,8 @@
 """The bodies of the routes that work on tokens: `/inference/v1/generate` and those that derender.
 
-What one route answers, another takes: rendering makes a `GenerateRequest`, and derendering takes
-what `/inference/v1/generate` answered. Names are those of vLLM, but for `prompt_token_ids`.
+The answer of one route is the request of another: rendering makes a `GenerateRequest`, and
+derendering takes the answer of `/inference/v1/generate`. Names are those of vLLM, except for
+`prompt_token_ids`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Processed media on the wire: read into a prompt that was rendered elsewhere, and written.
+"""Reads processed media from a request into a rendered prompt, and writes it into an answer.
 
-What can be known without the model is checked here, by the names that the client used: lists that
-go together, ranges, masks, encodings. Masks are made only of ranges that don't overlap, so that
-they are no longer than the prompt. `engine.inputs.rendered_prompt` checks the rest.
+This module checks all that needs no model, with the names of the client's fields in errors: lists
+of equal length, ranges, masks, encodings. Masks are expanded only for ranges that don't overlap, so
+that together they are no longer than the prompt. `engine.inputs.rendered_prompt` checks the rest.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _read_ranges(entries: Sequence[WirePlaceholder], num_tokens: int) -> list[Pl
 
 
 def _read_runs(runs: Sequence[int] | None, length: int) -> Sequence[int] | None:
-    """Return the lengths of a mask's runs. Some clients write empty runs behind the first."""
+    """Return the lengths of a mask's runs. Some clients send empty runs after the first one."""
     if runs is None:
         return None
     if len(runs) > 2 * length + 1:
@@ -129,8 +129,8 @@ def make_features(
 ) -> Features | None:
     """Return the media of a rendered request, or `None` if it has none.
 
-    Its items must be held until this has ended. Without `has_kwargs` there are hashes and places,
-    and no tensors. This encodes megabytes, so it must not run on the event loop.
+    The items of the request must be held until this returns. Without `has_kwargs`, the result has
+    hashes and places, but no tensors. This encodes megabytes, so it must not run on the event loop.
     """
     specs = processed.request.mm_features
     if not specs:
@@ -161,7 +161,7 @@ def _encode_items(
     *,
     is_msgpack: bool,
 ) -> dict[str, list[str | bytes]]:
-    """Return modality -> its encoded items. One that stands in the prompt twice is encoded once."""
+    """Return modality -> encoded items. An item that is twice in the prompt is encoded once."""
     handles = {item.handle.mm_hash: item.handle for item in processed.items}
     encoded = {
         mm_hash: _encode_item(handle, is_msgpack=is_msgpack) for mm_hash, handle in handles.items()

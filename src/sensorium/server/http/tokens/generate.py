@@ -1,5 +1,6 @@
-"""`/inference/v1/generate`: tokens in, tokens out, with media that was processed elsewhere or that
-is loaded here.
+"""The route `/inference/v1/generate`, which takes tokens and answers with tokens.
+
+Media was processed by another server, or is loaded by this one.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _make_prompt(request: GenerateRequest) -> Prompt:
 
 
 def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
-    """Return media by modality: the n-th marker of a kind among the tokens is its n-th part."""
+    """Return media by modality. The n-th marker of a modality stands for its n-th part."""
     media: dict[str, list[str | None]] = {}
     uuids: dict[str, list[str | None]] = {}
     for index, part in enumerate(parts):
@@ -118,7 +119,7 @@ def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
 
 
 def _find_paths(request: GenerateRequest) -> WirePaths:
-    """Return where the fields stand that errors of the engine are about."""
+    """Return the places of the fields that errors of the engine may be about."""
     media: dict[str, list[FieldPath]] = {}
     for index, part in enumerate(request.content_parts or ()):
         media.setdefault(_MODALITIES[part.type], []).append(("content_parts", index))
@@ -129,7 +130,7 @@ def _find_paths(request: GenerateRequest) -> WirePaths:
 
 
 class _GenerateMaker:
-    """Makes the answer to one call, or its chunks."""
+    """A maker of the answer to one call, or of its chunks."""
 
     def __init__(self, call: Call[GenerateRequest]) -> None:
         self._call = call

@@ -1,6 +1,6 @@
-"""The routes that render and tokenize: a request for text in, its tokens out.
+"""The routes that render and tokenize: they answer with the tokens of a request.
 
-Nothing is run here.
+No request is run by the engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sensorium.types.prompts import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _Wire = TypeVar("_Wire", bound=ChatRenderRequest | CompletionRenderRequest)
-# Decided by the server that makes text of the tokens.
+# Parameters that the server that turns tokens into text chooses itself.
 _NOT_SENT = frozenset({"kept_special_token_ids"})
 _DEFAULTS = SamplingParams()
 
@@ -93,7 +93,7 @@ async def _start(
 
 
 class _Rendering:
-    """Renders the prompts of one call."""
+    """A renderer of the prompts of one call."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class _Rendering:
     def _make_params(self, processed: ProcessedRequest) -> dict[str, Any]:
         """Return the parameters to send.
 
-        Without a limit it is the room that the context has left, if that is known here. The form
-        of the answer may depend on the rendered prompt.
+        Without a limit of tokens, the limit is the room that is left in the context, if its length
+        is known here. The constraint on the answer may depend on the rendered prompt.
         """
         num_tokens = len(processed.request.prompt_token_ids)
         structured = processed.request.sampling_params.structured_outputs

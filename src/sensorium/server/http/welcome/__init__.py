@@ -39,7 +39,8 @@ PAGE_PATHS = {
     "/docs": "docs.html",
     **{f"/docs/{name}": name for name in ("docs.css", "docs.js")},
 }
-# Nothing from elsewhere, and nothing to elsewhere; `blob:` and `data:` are files that were chosen.
+# Pages load nothing from other hosts and send nothing to them. `blob:` and `data:` are files that
+# the visitor has chosen.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -69,7 +70,7 @@ class Page:
     etag: str
 
     def make_response(self, known: str) -> Response:
-        """Return the page, or 304 if the tags in If-None-Match (`known`) have its own."""
+        """Return the page, or 304 if its tag is in `known`, the header If-None-Match."""
         headers = {**_HEADERS, "etag": self.etag}
         tags = {tag.strip().removeprefix("W/") for tag in known.split(",")}
         if tags & {self.etag, "*"}:
