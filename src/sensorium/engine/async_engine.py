@@ -1,8 +1,8 @@
-"""The engine of a server: prompts in, answers or deltas out, the core in another process.
+"""The engine of a server, which answers prompts with a core in another process.
 
-Prepares requests in threads, carries out what the `RequestDriver` decides over the connection to
-the core, and wakes the callers that wait. All methods are called on one event loop. The core may go
-away and come back: requests that it had fail at once, later requests go to the new core.
+It prepares requests in threads, carries out the decisions of the `RequestDriver` over the
+connection to the core, and wakes the callers that wait. All methods are called on one event loop.
+The core may end and be replaced: its requests fail at once, and later requests go to the new core.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _FLUSH_S = 1.0  # how long an idle core may keep items that this frontend has ev
 class _Reader:
     """A caller that waits for a request.
 
-    Deltas stay with the driver until they are taken, so that a slow reader makes nothing grow but
-    the text itself.
+    Deltas stay with the driver until they are taken, so that for a slow reader only the text itself
+    is kept.
     """
 
     def __init__(self) -> None:
         self._is_changed = asyncio.Event()
         self.output: RequestOutput | None = None  # the answer to a request that is not streamed
-        self.last: RequestDelta | None = None  # the delta that was not taken yet when it failed
+        self.last: RequestDelta | None = None  # the delta that was waiting when the request failed
         self.error: Exception | None = None
 
     def wake(self) -> None:
         self._is_changed.set()
 
     async def wait(self) -> None:
-        """Wait for a change: something new, or the end."""
+        """Wait until there is a new delta, or the request has ended."""
         await self._is_changed.wait()
         self._is_changed.clear()
 
@@ -107,7 +107,7 @@ class AsyncEngine:
         self._is_alone = False  # whether this frontend runs without a core
         self._is_closed = False
 
-    # ---- the core comes and goes
+    # ---- connecting and disconnecting the core
 
     @property
     def is_connected(self) -> bool:
@@ -199,10 +199,10 @@ class AsyncEngine:
         request_id: str,
         group: str | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
-        """Yield the answer as it grows; the last delta has `final`. Closing it ends the request.
+        """Yield the deltas of an answer; the last one has `final`. Closing it ends the request.
 
-        Each delta has everything that came since the one before was taken. `group` names the call
-        that this prompt belongs to together with others; it is unique among all calls.
+        Each delta has all that is new since the one before was taken. `group` names the call that
+        this prompt belongs to, together with others; it is unique among all calls.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             while True:
@@ -288,7 +288,7 @@ class AsyncEngine:
         return reader
 
     async def _carry_out(self, request_id: str, delivery: Delivery) -> None:
-        """Bring completions of a request to the core, or fail the request."""
+        """Send completions of a request to the core, or fail the request."""
         try:
             with closing(delivery):
                 step = advance(delivery)
@@ -296,7 +296,7 @@ class AsyncEngine:
                     step = advance(delivery, await self._perform(step))
         except SensoriumError as error:
             self._fail(request_id, error)
-        except Exception as error:  # our bug; its request must not wait for ever
+        except Exception as error:  # a bug; the request must not wait forever
             logger.exception("request %s could not be sent", request_id)
             self._fail(request_id, error)
 
@@ -322,7 +322,7 @@ class AsyncEngine:
                 self._readers[request_id].wake()
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """End a request with an error that its caller gets; the core aborts what it has of it."""
+        """End a request with an error for its caller, and abort its completions in the core."""
         reader = self._readers.get(request_id)
         if reader is not None:
             reader.last, reader.error = self._driver.take_delta(request_id), error
@@ -330,7 +330,7 @@ class AsyncEngine:
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
-        """Forget a request that ended or failed, or was left by its caller."""
+        """Forget a request that ended, failed or is no longer wanted, and abort it in the core."""
         self._readers.pop(request_id, None)
         child_ids = self._driver.abort((request_id,))
         if self._client is not None:
@@ -352,14 +352,15 @@ class AsyncEngine:
     def _forget_own_media(self) -> None:
         """Empty the caches that only this frontend uses, because another one has reset the cache.
 
-        The core has emptied a shared store before it sent the message: what is in it now is new.
+        A shared store is left alone: the core has emptied it before it sent the message, so that
+        its items are new.
         """
         if self._caches.store is None:
             self._sender.clear_cache()
         self._caches.readonly.clear_cache()
 
     async def _flush_evictions(self, sender: MirrorSender) -> None:
-        """Send evictions to the core while no request does."""
+        """Send evictions to the core regularly, in case no request carries them."""
         while True:
             await asyncio.sleep(_FLUSH_S)
             if self._client is not None and sender.has_pending_evictions:

@@ -1,18 +1,18 @@
 """The life of a request in a frontend, without I/O.
 
 A `RequestDriver` follows each request from its start to its end: it splits it into `n` completions,
-decides what is sent to the core and what is sent again, and makes text of the core's outputs. It
-never sends anything and never waits. What has to be done is returned: completions that the core
-must abort, outputs for callers, and deliveries.
+decides what is sent to the core and what is sent again, and turns the core's outputs into text. It
+never sends anything and never waits. It returns what has to be done: completions that the core must
+abort, outputs for callers, and deliveries.
 
-A `Delivery` is a generator that brings completions to the core. It yields one step after the other;
-the engine that carries it out performs each step and sends the answer back into the generator.
-`LLM` does so at once, `AsyncEngine` in a task.
+A `Delivery` is a generator that sends completions to the core. It yields one step after the other.
+The engine performs each step and sends the answer back into the generator: `LLM` at once,
+`AsyncEngine` in a task.
 
-The core may lack an item that the frontend believes it to have, because it was restarted or lost
-the item. It answers with the missing hashes, and a delivery sends the request again: with tensors
-that are still here, or with an item that was perceived again. A caller notices a slower answer and
-no error, unless the caller itself left out the media.
+The core may lack an item that the frontend expects it to have, because it was restarted or lost the
+item. It answers with the missing hashes, and a delivery sends the request again: with tensors that
+the frontend still has, or with an item that was perceived again. A caller notices a slower answer
+and no error, unless the caller itself left out the media.
 
 Invariants:
   1. Handles of media are released exactly once: when the core has taken all completions of their
@@ -77,7 +77,7 @@ def advance(delivery: Delivery, answer: object = None) -> Step | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What has to be done after the core's outputs were processed."""
+    """The work that remains after the core's outputs were processed."""
 
     finished: Sequence[RequestOutput]  # requests that ended and are not streamed
     stopped_ids: Sequence[str]  # completions that the core must abort
@@ -90,7 +90,8 @@ class RequestDriver:
 
     def __init__(self, tokenizer: Any, sender: SenderCache) -> None:
         self.outputs = OutputProcessor(tokenizer)
-        # Not `self.release`: in a reference cycle the sender's memory would wait for the collector.
+        # Not `self.release`: that would make a reference cycle, and only the garbage collector
+        # would free the sender's memory.
         self.parallel_sampling = ParallelSampling(partial(_release, sender))
         self._sender = sender
 
@@ -177,7 +178,7 @@ class RequestDriver:
         items: Sequence[PerceivedItem],
         stages: ItemTimes | None,
     ) -> Delivery:
-        current = list(items)  # some of them perceived again
+        current = list(items)  # items are replaced in it if they are perceived again
         try:
             for _ in range(_MAX_ATTEMPTS):
                 if not self.outputs.has_request(request_id):
@@ -200,7 +201,8 @@ class RequestDriver:
     ) -> Transfer:
         transfer = self._sender.make_transfer([item.handle for item in current])
         if stages is not None:
-            # Reported now, because the end of a short request may come together with the answer.
+            # Reported now, because a short request may end in the same message as the core's
+            # answer.
             reports = _make_reports(items, current, transfer)
             self.outputs.add_reports(request_id, reports, stages, sent=time.monotonic())
         return transfer
@@ -226,7 +228,7 @@ def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
 def _make_reports(
     items: Sequence[PerceivedItem], sent: Sequence[PerceivedItem], transfer: Transfer
 ) -> tuple[MediaItemReport, ...]:
-    """Report how each item was found at first, and how it was sent in the end."""
+    """Return reports of how each item was found at first, and how it was sent in the end."""
     return tuple(
         MediaItemReport(
             modality=item.handle.modality,

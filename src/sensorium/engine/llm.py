@@ -1,4 +1,4 @@
-"""The engine in one process, for offline use: prompts in, outputs out."""
+"""The engine in one process, for offline use from Python."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class LLM:
 
     @takes_options(LoadingOptions, EngineOptions, MediaOptions)
     def __init__(self, model: str | os.PathLike[str] = EMBEDDED_MODEL, **options: Any) -> None:
-        """Load a model and build its engine. These are the options:"""
+        """Load a model and build its engine.
+
+        These are the options:
+        """
         check_names(options, (LoadingOptions, EngineOptions, MediaOptions), caller="LLM()")
         loading = make_group(LoadingOptions, {**options, "model": model})
         engine_options = make_group(EngineOptions, options)
@@ -214,7 +217,7 @@ class LLM:
         request_id = prepared.processed.request.request_id
         try:
             self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
-        except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
+        except BaseException:  # after a refusal, a bug or an interruption nothing may be left
             self._abort((request_id,))
             raise
         return request_id
@@ -254,7 +257,7 @@ class LLM:
         return finished
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests by their ids, or by those of their completions in the core."""
+        """Abort requests by their ids, or by the ids of their completions in the core."""
         self.core.abort_requests((*self._driver.abort(request_ids), *request_ids))
 
     def _abort_returned(self) -> None:
@@ -277,9 +280,9 @@ class _Preparing:
 class _Batch:
     """One call of `generate` or `chat`.
 
-    Prompts are started as the engine takes them, so that media is not processed far ahead. With a
-    pool of processes, `num_threads` threads prepare prompts ahead while the engine steps; without
-    one, each prompt is prepared when its turn comes.
+    Only some prompts are in flight at once, so that media is not processed far ahead. With a pool
+    of processes, `num_threads` threads prepare prompts ahead while the engine steps. Without a
+    pool, each prompt is prepared right before it is started.
     """
 
     def __init__(
@@ -318,7 +321,7 @@ class _Batch:
             if not self._preparing:
                 return
             if not self._preparing[0].future.done() and self._llm.core.has_requests:
-                return  # the engine steps meanwhile
+                return  # the engine steps while the next prompt is being prepared
             entry = self._preparing[0]
             if (error := self._start(entry)) is not None:
                 self._outputs[entry.index] = _make_error_output(entry, error)
@@ -327,7 +330,7 @@ class _Batch:
     def _start(self, entry: _Preparing) -> RequestError | None:
         """Start a prompt that is prepared, and return the error if it can't be served."""
         try:
-            entry.future.exception()  # waits; an interruption here leaves the entry in its place
+            entry.future.exception()  # waits; an interruption here leaves the entry in the queue
             self._preparing.popleft()
             self._index_of[self._llm._start(entry.future.result())] = entry.index
         except RequestError as error:
@@ -335,7 +338,7 @@ class _Batch:
         except CapacityError as error:
             return RequestError(str(error))
         except Exception as error:
-            # Our bug; the boundary at which one prompt fails and its neighbours don't.
+            # A bug fails this prompt only, not the others of the call.
             logger.exception("prompt %d could not be started", entry.index)
             return RequestError(f"internal error: {type(error).__name__}: {error}")
         return None
@@ -348,7 +351,7 @@ class _Batch:
             self._preparing.append(_Preparing(index, prompt, future))
 
     def close(self) -> None:
-        """End what is left of an interrupted call. Streams of other callers go on."""
+        """Abort what is left of an interrupted call. Streams of other callers go on."""
         self._cancelled.set_result(None)
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Builds an engine: loads the model, learns its layout, plans the memory, connects the parts."""
+"""Builds an engine: loads the model, finds its layout, plans the memory, connects the parts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Core:
     """The part of an engine that computes."""
 
     core: EngineCore
-    grammars: GrammarCompiler  # compiles what structured outputs must look like
+    grammars: GrammarCompiler  # compiles the grammars of structured outputs
     config: EngineConfig
     adapter: ModelAdapter
     generation_config: str
@@ -84,7 +84,7 @@ class Core:
 
     @property
     def defaults(self) -> GenerationDefaults:
-        """Return what holds for requests that leave sampling open."""
+        """Return the sampling defaults for requests."""
         return get_generation_defaults(self.adapter.model, self.generation_config)
 
 
@@ -119,7 +119,8 @@ def build_engine(loading: LoadingOptions, *, options: EngineOptions, media: Medi
         checkpoint,
         options=options,
         receiver=receiver,
-        get_tokenizer=lambda: frontend.processor.tokenizer,  # needed with the first grammar
+        # Called for the first grammar, when `frontend` exists.
+        get_tokenizer=lambda: frontend.processor.tokenizer,
     )
     frontend = build_frontend(loading, checkpoint, media, build_caches(media, store, receiver))
     switched_off = {}
@@ -160,8 +161,8 @@ def build_core(
 ) -> Core:
     """Load the model and build the part of an engine that computes.
 
-    `get_tokenizer` returns a tokenizer that is there already. Without it the checkpoint's is loaded
-    for the first request that has a grammar.
+    `get_tokenizer` returns a tokenizer that is already loaded. Without it, the checkpoint's
+    tokenizer is loaded for the first request that has a grammar.
     """
     hf_config, trust_remote_code = checkpoint.hf_config, loading.trust_remote_code
     directory = str(checkpoint.directory)
@@ -194,7 +195,7 @@ def build_core(
         grammars=grammars,
         limits=limits,
         memory=memory,
-        # Weights that lie in memory as pages of their files still count as free.
+        # The system counts memory of weights that are mapped from their files as free.
         most_bytes=free_bytes - memory.weights_bytes,
         use_tqdm=use_tqdm,
     )
@@ -226,7 +227,7 @@ def _make_grammars(
 
 
 def resolve_string_limit(options: EngineOptions, checkpoint: Checkpoint) -> int | None:
-    """Return how long strings may be that a schema leaves free, or `None` if they have no limit."""
+    """Return a limit for strings that have none in their schema, or `None` if there is no limit."""
     asked = options.structured_string_limit
     return load_string_limit(str(checkpoint.directory)) if asked is None else asked or None
 
@@ -240,7 +241,10 @@ def build_frontend(
     starts_early: bool = False,
     warm_modalities: Collection[str] = (),
 ) -> Frontend:
-    """Build what renders prompts and perceives media. `build_perception` explains the last two."""
+    """Build the part of an engine that turns prompts into requests.
+
+    `starts_early` and `warm_modalities` are those of `build_perception`.
+    """
     report_step("loading the processor")
     directory, hf_config = str(checkpoint.directory), checkpoint.hf_config
     embeds = {family.model_type: family.embeds for family in FAMILIES}
@@ -281,7 +285,7 @@ def _plan_memory(
         limits=limits,
         weights_bytes=get_num_weight_bytes(weights, element_size=element_size),
         kv_cache_bytes=options.kv_cache_memory_bytes,
-        # A context that was not asked for is cut to what fits, but one step must fit.
+        # A context that the user did not ask for is cut to what fits, but one step must fit.
         num_kv_tokens=options.max_model_len
         or min(limits.max_model_len, limits.max_num_batched_tokens),
         element_size=element_size,
@@ -306,7 +310,7 @@ def build_engine_core(
         adapter.fuse()
     limits = limit_context(options, limits, adapter.find_context_limit(layers))
     layer_groups = group_layers(layers)
-    # Before the memory is divided: a backend may need some of its own.
+    # Chosen before the memory is divided, because a backend may need some of it.
     attention = choose_attention(
         options.attention_backend,
         layers=layers,
@@ -401,7 +405,7 @@ def try_core(
     """Compare a core with its model, and return why modalities can't be used.
 
     The result maps a modality to a reason. Raises a `ModelError` if the model can't be used at all.
-    Neither the core nor the frontend keeps anything of it.
+    Neither the core nor the frontend keeps anything of the trial.
     """
     report_step("comparing the engine with the model, which is of an unknown family")
     pipeline = frontend.perception.readonly.for_warmup()

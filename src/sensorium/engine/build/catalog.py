@@ -1,4 +1,4 @@
-"""Describes one model: what it takes and needs, and what of it can't be used."""
+"""Describes one model: what it takes and needs, and which parts of it can't be used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sensorium.types.sampling import GenerationDefaults
 
 
 def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
-    """Return what the engine would do with a model.
+    """Return a description of how the engine would run a model.
 
     Each modality gets a small item through the model's processor, as at the start of a server. With
     `is_tried` the weights are loaded, and a model of an unknown family has its trial. Raises a

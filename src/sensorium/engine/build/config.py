@@ -19,8 +19,8 @@ from sensorium.types.scheduling import KVCacheGroup
 logger = logging.getLogger(__name__)
 
 _ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
-# Device type -> share of the memory that is free once the weights are loaded. Other programs need
-# memory of a CPU as well; on CUDA `gpu_memory_utilization` has left them theirs.
+# Device type -> share of the memory that is free after the weights are loaded. On a CPU other
+# programs need memory too; on CUDA `gpu_memory_utilization` has already left them theirs.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
@@ -35,14 +35,14 @@ class EngineConfig:
     scheduling_policy: str
     attention_backend: str  # the chosen one, never "auto"
     memory: MemoryPlan
-    graphs: str = "none"  # which steps are replayed, or why none are
+    graphs: str = "none"  # which steps are replayed as graphs, or why none are
     fused: str = "nothing"
 
 
 def resolve_limits(
     options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
 ) -> Limits:
-    """Return the limits as far as they are clear before the model is loaded.
+    """Return the limits, from what is known before the model is loaded.
 
     `max_model_len` may have to shrink afterwards, if the user did not ask for it.
     """
@@ -97,7 +97,7 @@ def resolve_config(
     bidirectional_modalities: frozenset[str],
     attention_backend: str,
     memory: MemoryPlan,
-    free_bytes: int,  # what is left now
+    free_bytes: int,  # after the model was loaded
     long_after: int | None = None,
 ) -> EngineConfig:
     """Resolve the options for a loaded model. `memory` was planned before it was loaded."""
@@ -152,7 +152,10 @@ def resolve_config(
 def _fit_context(
     asked: int | None, max_model_len: int, groups: tuple[KVCacheGroup, ...], block_size: int
 ) -> int:
-    """Return a context such that a request of full length fits into the groups without windows."""
+    """Return a context so short that a request of full length fits into the KV cache.
+
+    Only groups of layers without a window limit the context.
+    """
     capacity = min(
         ((group.num_blocks - 1) * block_size for group in groups if group.window is None),
         default=max_model_len,

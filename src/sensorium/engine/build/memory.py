@@ -1,8 +1,8 @@
-"""How much memory an engine needs, computed before anything is loaded.
+"""Computes how much memory an engine needs, before anything is loaded.
 
-Weights are counted from the files' headers. Keys and values are computed: from the config before
-the model is there, from its layers afterwards. What a step needs beside them is an estimate from
-the widths in the config: one layer's tensors at a time, since nothing is kept for a backward pass.
+Weights are counted from the files' headers. Keys and values are computed from the config before the
+model is loaded, and from its layers afterwards. The other memory of a step is an estimate from the
+widths in the config: one layer's tensors at a time, since nothing is kept for a backward pass.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from sensorium.core.admission import Limits
 from sensorium.types.errors import ModelError
 from sensorium.utils.system_memory import get_free_system_bytes
 
-# Tensors that live at once inside a layer: of the hidden width (residual, norm, query, key, value,
-# output) and of the inner width of the feed-forward part (gate, up, their product).
+# How many tensors exist at once inside a layer: of the hidden width (residual, norm, query, key,
+# value, output) and of the inner width of the feed-forward part (gate, up, their product).
 _NUM_HIDDEN_TENSORS = 6
 _NUM_INNER_TENSORS = 3
-# float32 logits, and what sampling makes of them: sorted values, their order (int64), sums, masks.
+# The logits in float32, and the tensors of sampling: sorted values, their order (int64), sums,
+# masks.
 _BYTES_PER_LOGIT = 6 * 4
 _GRAPH_OBJECTS_BYTES = 384 << 20  # of some thousand graphs; 1,300 took 270 MiB on an H200
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
@@ -42,7 +43,7 @@ class MemoryPlan:
 
     @property
     def reserve_bytes(self) -> int:
-        """Return what has to stay free beside weights and KV cache."""
+        """Return the bytes that must stay free beside weights and KV cache."""
         return (
             self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes + self.graph_bytes
         )
@@ -73,7 +74,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Return what the engine may still take. On CUDA a part of the memory stays untouched."""
+    """Return how many bytes the engine may use. On CUDA a part of the memory is left to others."""
     if device.type != "cuda":
         return get_free_system_bytes()
     free, total = torch.cuda.mem_get_info(device)
@@ -123,12 +124,14 @@ def plan_memory(
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
     """Return the memory of CUDA graphs.
 
-    Graphs share the memory of the largest. Tensors that cross a break have their own.
+    All graphs share the memory of the largest one. Tensors that pass from one graph to the next
+    have memory of their own.
     """
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
     num_crossing = _get_num_crossing_elements(text_config)
     token_bytes = (num_elements + num_crossing) * element_size
-    # Logits as the head gives them, in float32, and where all sizes leave them.
+    # The logits as the model's head returns them, in float32, and in the place that graphs of all
+    # sizes copy them to.
     row_bytes = num_elements * element_size + int(text_config.vocab_size) * (element_size + 2 * 4)
     return (
         limits.max_num_seqs * row_bytes
@@ -138,7 +141,7 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
 
 
 def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
-    """Return how many numbers of a token lie in fixed memory.
+    """Return how many numbers of a token lie in the fixed memory between graphs.
 
     These are embeddings, hidden states, inputs of single layers, and queries, keys, values and
     outputs of attention for each shape of layers.
@@ -168,8 +171,8 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
     """Return the bytes of keys and values per token, as if every layer kept everything.
 
-    Windows and shared layers need less. A config without heads counts as 0; for such a model only
-    the layout of the loaded model shows it.
+    Layers with windows and shared layers need less. A config without attention heads counts as 0;
+    the size for such a model is known only when it is loaded.
     """
     return sum(_get_num_kv_elements(layer) for layer in _get_layers(text_config)) * element_size
 
@@ -191,7 +194,7 @@ def _get_head_dim(layer: PretrainedConfig) -> int:
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Return the configs of a model's parts, at any depth, except its decoder."""
+    """Yield the configs of a model's parts, at any depth, except its decoder."""
     text_config = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -204,7 +207,7 @@ def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConfig) -> int:
-    """Return how many patches become one embedding, or 1 if the config does not tell."""
+    """Return how many patches become one embedding, or 1 if the config has no such number."""
     if merge_size := getattr(encoder, "spatial_merge_size", None):
         return int(merge_size) ** 2
     if ratio := getattr(config, "downsample_ratio", None):
@@ -218,9 +221,9 @@ def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConf
 
 
 def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
-    """Return the numbers that live at once for a token or a patch.
+    """Return how many numbers exist at once for a token or a patch.
 
-    With `keeps_layers` every layer's output is kept, to choose one of them by number.
+    With `keeps_layers` the output of every layer is kept, because the model uses some of them.
     """
     layers = _get_layers(config)
     widest = max(map(_get_num_elements_at_once, layers), default=0)
@@ -234,13 +237,13 @@ def _get_num_elements_at_once(layer: PretrainedConfig) -> int:
 
 
 def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
-    """Return one config for each layer. If layers differ, the whole config can't be asked."""
+    """Return one config for each layer. If layers differ, the whole config has no such values."""
     if config.is_heterogeneous:
         return tuple(config.per_layer_config)
     return (config,) * _get_number(config, _DEPTH_NAMES, 1)
 
 
 def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
-    """Return a number that families name differently. Lists of numbers don't count."""
+    """Return a number that has different names in different families. Lists don't count."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), default)

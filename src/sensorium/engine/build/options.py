@@ -1,7 +1,7 @@
-"""What the user may say about an engine: how it is loaded, how it runs, and how it takes media.
+"""The options of an engine: how it is loaded, how it runs, and how it takes media.
 
-These are the only declarations of these options. Free of torch, so that the command line and the
-parent of a server's processes have them too.
+These are the only declarations of these options. This module does not import torch, so that the
+command line and the parent of a server's processes can use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingOptions:
-    """Where a model comes from, and how it is loaded.
+    """The options for where a model comes from, and how it is loaded.
 
     A torch dtype, a torch device and a path may be given too; they are kept as text.
     """
@@ -80,7 +80,7 @@ class LoadingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How an engine runs. Where a value is `None`, the engine chooses one."""
+    """The options for how an engine runs. Where a value is `None`, the engine chooses one."""
 
     max_model_len: int | None = option(
         None,
@@ -243,7 +243,7 @@ class EngineOptions:
 
 
 def check_media_counts(counts: Mapping[str, Any]) -> None:
-    """Raise a `ModelError` if a mapping is not one of modalities to counts."""
+    """Raise a `ModelError` unless all keys are modalities and all values are counts."""
     for modality, count in counts.items():
         if modality not in MODALITIES:
             raise ModelError(f"limit_mm_per_prompt names {modality!r}: use {', '.join(MODALITIES)}")
@@ -255,7 +255,7 @@ def check_media_counts(counts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaOptions:
-    """Where media may come from, how it is processed, and what is kept of it."""
+    """The options for the sources of media, its processing, and its caches."""
 
     mm_processor_cache_gb: float = option(
         4.0,
@@ -365,7 +365,7 @@ class MediaOptions:
 
     @property
     def has_shared_memory(self) -> bool:
-        """Return whether processed media lies in memory that processes share."""
+        """Return whether processed media is kept in memory that processes share."""
         return self.mm_processor_cache_type == "shm" and self.capacity_bytes > 0
 
     @property

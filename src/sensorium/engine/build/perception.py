@@ -1,4 +1,4 @@
-"""Builds what processes media: sources, hashes, backends and caches."""
+"""Builds the parts that process media: sources, hashes, backends and caches."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Caches:
     """The caches of a frontend."""
 
     sender: SenderCache
-    readonly: ProcessorCache  # for requests that run no engine
+    readonly: ProcessorCache  # for requests that this engine does not run
     receiver: ReceiverCache | None = None  # the core's side, if the core is in the same process
     store: ShmStore | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perception:
-    """What a frontend processes media with."""
+    """The parts of a frontend that process media."""
 
     caches: Caches
     pipeline: MediaPipeline
@@ -98,7 +98,7 @@ def build_caches(
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
-    """Return the caches of a frontend without an engine, which lead to no core."""
+    """Return the caches of a frontend without an engine. They send nothing to a core."""
     return Caches(sender=MirrorSender(0), readonly=ItemTable(options.capacity_bytes))
 
 
@@ -111,11 +111,11 @@ def build_perception(
     model_revision: str,
     trust_remote_code: bool,
     embeds_modalities: Collection[str] = (),  # that may be sent as precomputed embeddings
-    embeds_width: int = 0,  # of these
-    starts_early: bool = False,  # items don't wait for a pool that starts
+    embeds_width: int = 0,  # the width of these embeddings
+    starts_early: bool = False,  # while the pool starts, cheap items are processed here
     warm_modalities: Collection[str] = (),  # that the pool's processes warm up for
 ) -> Perception:
-    """Build what processes media."""
+    """Build the parts that process media."""
     limits, store = options.get_limits(), caches.store
     hasher = _build_hasher(options, processor, model_revision)
     loader = MediaLoader(limits)

@@ -1,21 +1,20 @@
-"""Tries a model of an unknown family before it serves: the engine and the model on its own must
-agree.
+"""Compares the engine with the model itself, before a model of an unknown family serves.
 
-The generic adapter asks a model for what it needs, but can't ask for what it doesn't know: a mask
+The generic adapter finds out what a model needs, but can't find what it does not look for: a mask
 that is neither causal nor a window, or another input that the decoder gets with a picture. Such a
-model would run and give wrong tokens. The families in the catalog are compared by tests instead.
+model would run and give wrong tokens. The known families are compared by tests instead.
 
 There is a trial of text, then one of each modality. It has two prompts of different lengths, one of
 them with two items. They run together and in chunks, answer with several tokens, and run again from
 the encoder cache and from the prefix cache. Every log-probability of prompts and answers is
 compared.
 
-Numbers that are rounded in another order differ. How much that is depends on the model and its
-dtype, so it is measured: the model on its own, once with its own attention and once rounded
-otherwise. An engine may differ from the model by a small multiple of that.
+Results differ if numbers are rounded in another order. How much depends on the model and its dtype,
+so it is measured: the model runs on its own, once with its own attention and once with other
+rounding. The engine may differ from the model by a small multiple of that.
 
-The scheduler of a trial is its own. The engine's scheduler never sees these requests, so its
-counters and caches stay as they are. What the worker keeps of them is dropped at the end.
+A trial has a scheduler of its own. The engine's scheduler never gets these requests, so its
+counters and caches stay as they are. The worker drops what it keeps of them at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _WORDS = (
     " Now answer, and name what you are not sure about.",
 )
 _NUM_TOKENS = 5
-_MAX_TEXT_TOKENS = 640  # of the longer text, where it can be made longer than the model's windows
+_MAX_TEXT_TOKENS = 640  # of the longer text, which exceeds the model's windows if it can
 _NUM_CHUNKS = 3  # steps that the longer prompt takes, at least
 _PARAMS = SamplingParams(
     temperature=0.0,
@@ -65,37 +64,37 @@ _PARAMS = SamplingParams(
     prompt_logprobs=MAX_LOGPROBS,
     ignore_eos=True,
 )
-# How often an engine's distance may be the rounding's. Tiny models that are right have at most 1.7
-# times the worst position's and 0.9 times the overall one; models of the wrong kind have 17 and 11,
-# or more (ADR 22).
+# By which factor the engine's distance may exceed the distance of rounding. Tiny models that the
+# engine computes correctly have at most 1.7 at the worst position and 0.9 overall; models that it
+# computes wrongly have at least 17 and 11 (ADR 22).
 _WORST_FACTOR = 5.0
 _OVERALL_FACTOR = 2.5
-# Rounding is taken to be at least this: two attentions may happen to round in the same way.
+# The least distance of rounding, because both attentions may happen to round in the same way.
 _LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-3}
-# Where rounding alone changes this much, a comparison says nothing.
+# If rounding alone changes more than this, a comparison is meaningless.
 _MOST_ROUNDING = 0.5
 MakeScheduler = Callable[[EngineConfig], Scheduler]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far two sets of log-probabilities lie apart, as root mean squares."""
+    """The distance of two sets of log-probabilities, as root mean squares."""
 
-    overall: float  # over all that was compared
-    worst: float  # over the tokens of one position, where that is most
+    overall: float  # over all values
+    worst: float  # over the tokens of the position with the largest distance
 
     @staticmethod
     def measure(some: Sequence[float], others: Sequence[float], lengths: Sequence[int]) -> Distance:
-        """Compare values that belong to positions one after another, `lengths` of them to each."""
+        """Compare values of successive positions; `lengths` is the number of values of each."""
         squares = (torch.tensor(some) - torch.tensor(others)).square()
         positions = [float(part.mean().sqrt()) for part in torch.split(squares, list(lengths))]
-        # A number that is none must not get lost in a maximum.
+        # `max` may lose a NaN, which must fail the trial.
         worst = max(positions) if all(value >= 0 for value in positions) else float("nan")
         return Distance(overall=float(squares.mean().sqrt()), worst=worst)
 
 
 def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | None:
-    """Return why an engine's distance from its model is no rounding, or `None` if it may be."""
+    """Return why an engine's distance from its model is too large, or `None` if it is not."""
     if not rounding.overall <= _MOST_ROUNDING:
         return (
             "its log-probabilities can't be compared: rounding alone changes them by "
@@ -117,7 +116,7 @@ class TrialAnswer:
     """An engine's answer to one request of a trial."""
 
     token_ids: list[int] = field(default_factory=list)
-    # Of every prompt token but the first; empty for a request that did not ask for them.
+    # Those of every prompt token but the first; empty if the request did not ask for them.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -135,7 +134,7 @@ class TrialAnswer:
 
 
 class TrialRun:
-    """Runs requests through the worker of an engine, with a scheduler of its own."""
+    """A run of requests through the worker of an engine, with a scheduler of its own."""
 
     def __init__(self, core: EngineCore, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -152,11 +151,11 @@ class TrialRun:
         return list(answers.values())
 
     def forget_prefixes(self) -> None:
-        """Let the next requests compute their prompts again; encoder outputs are kept."""
+        """Make the next requests compute their prompts again. Encoder outputs are kept."""
         self._scheduler.kv_cache.clear_cache()
 
     def close(self) -> None:
-        """End what is still running, and let the worker drop all that it has of this trial."""
+        """Abort all requests, and let the worker drop everything of this trial."""
         self._core.abort_requests(list(self._scheduler.requests))
         self._scheduler.encoder_cache.clear_cache()
         self._core.step()
@@ -168,19 +167,20 @@ class _Case:
 
     request: EngineCoreRequest
     transfer: Transfer
-    whole: Mapping[str, torch.Tensor]  # what the model's processor makes of the prompt
+    whole: Mapping[str, torch.Tensor]  # the inputs that the model's processor makes of the prompt
 
     def make_again(self) -> tuple[EngineCoreRequest, Transfer]:
-        """Return the same request as one that may begin behind a cached prefix."""
+        """Return the same request without prompt logprobs, so that it may use a cached prefix."""
         params = replace(self.request.sampling_params, prompt_logprobs=None)
         return replace(self.request, sampling_params=params), self.transfer
 
 
 class Trial:
-    """Compares an engine's core with its model.
+    """A comparison of an engine's core with its model.
 
-    `pipeline` must lead to no core: its items bring their tensors. `make_scheduler` makes the
-    trial's own ones. No modality is tried with more items than `limit_mm_per_prompt` has for it.
+    `pipeline` must send nothing to a core, so that its items come with their tensors.
+    `make_scheduler` makes the schedulers of the trial. No prompt has more items of a modality than
+    `limit_mm_per_prompt` allows.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class Trial:
         self._make_scheduler = make_scheduler
         self._limits = limit_mm_per_prompt
         self._words = self._fit_words()
-        # A random model may choose the token that stands for an item. Models treat it in their own
-        # ways when it comes without one, and no real model writes it.
+        # A model with random weights may generate the token that stands for an item. Models treat
+        # that token in different ways if there is no item, and no real model generates it.
         placeholders = [i for m in processor.modalities for i in processor.get_token_ids(m)]
         bans = TokenBans(sequences=tuple((token_id,) for token_id in dict.fromkeys(placeholders)))
         self._inputs = InputProcessor(
@@ -232,7 +232,7 @@ class Trial:
         started = time.monotonic()
         try:
             ours, rounding = self._compare(modality)
-        except Exception as error:  # a model that is not known may raise anything
+        except Exception as error:  # an unknown model may raise anything
             logger.debug("the trial of %s failed", subject, exc_info=True)
             return f"a trial of {subject} failed: {str(error) or type(error).__name__}"
         logger.info(
@@ -251,7 +251,7 @@ class Trial:
     # ---- the prompts
 
     def _fit_words(self) -> list[str]:
-        """Return the words of prompts, cut short where the model's context is very small."""
+        """Return the words of the prompts, shortened if the model's context is very small."""
         num_tokens = len(self._processor.tokenizer("".join(_WORDS) + _WORDS[-1])["input_ids"])
         room = self._config.limits.max_model_len - 2 * _NUM_TOKENS
         share = min(1.0, max(0.1, room / num_tokens))
@@ -260,8 +260,8 @@ class Trial:
     def _make_cases(self, modality: str | None) -> list[_Case]:
         """Return two prompts of different lengths, the shorter one first.
 
-        It goes on to answer while the longer one is still being read. Items are shared by both, at
-        different places.
+        The shorter one is already answered while the longer one is still being computed. Both have
+        the same items, at different places.
         """
         if modality is None:
             return [
@@ -277,7 +277,7 @@ class Trial:
         ]
 
     def _make_long_text(self) -> list[str]:
-        """Return a text that is longer than the model's windows, where that costs little."""
+        """Return a text that is longer than the model's windows, if that takes few tokens."""
         text = "".join(self._words)
         num_tokens = len(self._processor.tokenizer(text)["input_ids"])
         room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
@@ -303,7 +303,7 @@ class Trial:
         request = processed.request
         try:
             whole = self._processor.call_whole(text, modality, media)
-        except Exception:  # some processors take one item, whatever their models take
+        except Exception:  # some processors take only one item, although the model takes more
             if len(media) < 2:
                 raise
             whole = _put_together(request, tensors)
@@ -314,7 +314,7 @@ class Trial:
     # ---- the engine
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
-        """Return the answers to each case: fresh, then from each kind of cache."""
+        """Return the answers to each case: computed at first, then with each kind of cache."""
         run = TrialRun(self._core, self._make_scheduler(self._make_config(cases)))
         scored = [(case.request, case.transfer) for case in cases]
         try:
@@ -330,7 +330,7 @@ class Trial:
         return [list(answers) for answers in zip(*rounds, strict=True)]
 
     def _make_config(self, cases: Sequence[_Case]) -> EngineConfig:
-        """Return this engine's config with steps that are too small for the longer prompt."""
+        """Return this engine's config with steps so small that the longer prompt needs several."""
         longest = max(len(case.request.prompt_token_ids) for case in cases)
         budget = min(self._config.limits.max_num_batched_tokens, 1 + longest // _NUM_CHUNKS)
         limits = replace(self._config.limits, max_num_batched_tokens=budget)
@@ -339,7 +339,7 @@ class Trial:
     # ---- the comparison
 
     def _compare(self, modality: str | None) -> tuple[Distance, Distance]:
-        """Return how far the engine is from the model, and the model from itself."""
+        """Return the distance of the engine from the model, and of the model from itself."""
         cases = self._make_cases(modality)
         ours: list[float] = []
         theirs: list[float] = []
@@ -361,17 +361,17 @@ class Trial:
 def _put_together(
     request: EngineCoreRequest, tensors: Mapping[str, MultiModalKwargsItem]
 ) -> dict[str, torch.Tensor]:
-    """Return what a model takes for items that its processor takes one at a time only."""
+    """Return a model's inputs for several items, if its processor takes one at a time only."""
     items = [tensors[feature.mm_hash] for feature in request.mm_features]
     input_ids = torch.tensor([list(request.prompt_token_ids)])
     return {"input_ids": input_ids, **collate(items)}
 
 
 def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
-    """Return our log-probabilities, and by position the tokens that they are of.
+    """Return the engine's log-probabilities, and for each position the tokens that they belong to.
 
-    Rounding may let a later answer choose another token than the first one did. From there on it
-    is about another text, and is left out.
+    Because of rounding, a later answer may choose another token than the first answer. From there
+    on it is another text, and is left out.
     """
     first = answers[0]
     scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]

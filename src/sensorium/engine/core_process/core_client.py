@@ -1,4 +1,4 @@
-"""A frontend's connection to one life of a core.
+"""A frontend's connection to one process of a core.
 
 Messages arrive in the order in which they are sent, in both directions. Owns the socket and the
 futures of answers that have not come yet. Used on one event loop. When the core is gone, `close`
@@ -72,7 +72,7 @@ class CoreClient:
     def add(
         self, request: EngineCoreRequest, make_transfer: Callable[[], Transfer]
     ) -> asyncio.Future[MissingItems | None]:
-        """Send a request. The answer is `None` if the core took it, what it misses, or an error.
+        """Send a request. The result is `None` if the core took it, the missing items, or an error.
 
         The transfer is made only when the request can be sent.
         """
@@ -102,14 +102,14 @@ class CoreClient:
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineLostError(reason))
-                future.exception()  # read, because there may be no caller left that reads it
+                future.exception()  # marks it as read, because no caller may be left to do so
         self._answers.clear()
         self._resets.clear()
         self._socket.close()
         self._context.term()
 
     def _send(self, message: ToCore, *frames: Any) -> None:
-        # The queue has no limit, so that the message is queued when this returns.
+        # The queue has no limit, so the message is in the queue when this returns.
         sent: Any = self._socket.send_multipart([encode_message(message), *frames], copy=False)
         sent.add_done_callback(_log_failure)
 

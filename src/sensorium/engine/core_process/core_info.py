@@ -1,6 +1,6 @@
 """The description of a core that is ready.
 
-Free of torch, because the parent of all processes reads it too.
+It does not import torch, because the parent of all processes reads it too.
 """
 
 from __future__ import annotations

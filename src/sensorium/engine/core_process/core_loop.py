@@ -1,4 +1,4 @@
-"""The core in a process of its own: messages in, steps, outputs out.
+"""Runs the core in a process of its own: it receives messages, steps, and sends outputs.
 
 Owns the socket, and the map from requests to their frontends. Runs in one thread; `stop` and
 `forget_frontend` may be called from others. When a frontend is gone, because the parent process
@@ -42,7 +42,8 @@ from sensorium.types.transfer import Transfer
 logger = logging.getLogger(__name__)
 OnStep = Callable[[EngineCore, Sequence[EngineCoreOutput]], None]
 _MAX_MESSAGES = 64  # between two steps, so that many new requests don't stop the running ones
-# A device that has failed fails every step from then on; a new process may work again.
+# After so many failed steps in a row the process ends: if the device has failed, every later step
+# fails too, but a new process may work again.
 _MAX_FAILED_STEPS = 8
 _IDLE_S = 1.0
 
@@ -50,8 +51,8 @@ _IDLE_S = 1.0
 class CoreLoop:
     """The loop that receives messages, computes steps and sends their outputs.
 
-    `on_step` is called in every round, before outputs are sent. `on_progress` is called by the
-    same thread between the things that it does, and at least every `idle_s` seconds.
+    `on_step` is called in every round, before outputs are sent. `on_progress` is called in the same
+    thread between messages and steps, and at least every `idle_s` seconds.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
-    """One item with tensors that come as frames."""
+    """One item with tensors that are sent as frames."""
 
     mm_hash: str
     header: bytes  # see `item_codec`
@@ -45,7 +45,7 @@ class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A new request: its media, and what happens to the core's half of the cache."""
+    """A new request: its media, and the changes of the core's half of the cache."""
 
     features: tuple[Feature, ...] = ()
     update: MirrorUpdate | None = None
@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """A wish to end requests, without further outputs."""
+    """An order to end requests, without further outputs."""
 
     request_ids: tuple[str, ...]
 
@@ -70,7 +70,7 @@ class UpdateCache(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag=True):
-    """A wish to empty a cache. The answer is a `ResetDone` with the same number."""
+    """An order to empty a cache. The answer is a `ResetDone` with the same number."""
 
     number: int
     level: str  # "mm", "encoder" or "prefix"
@@ -88,9 +88,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
-    """What a step gave, and answers to the requests that came before it.
+    """The outputs of a step, and answers to the requests that came before it.
 
-    Answers are read before outputs: a request is taken before it has outputs.
+    Answers are read before outputs, because a request is accepted before it has outputs.
     """
 
     answers: tuple[Answer, ...] = ()
@@ -106,7 +106,7 @@ class ResetDone(msgspec.Struct, frozen=True, tag=True):
 class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
     """A note that another frontend has reset the media cache.
 
-    The core has emptied its own cache before, or the one that all processes share.
+    Before, the core has emptied its own cache, or the one that all processes share.
     """
 
 

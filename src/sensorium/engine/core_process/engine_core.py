@@ -1,4 +1,4 @@
-"""The step loop: the scheduler plans, the worker computes, the scheduler takes the result.
+"""Computes steps: the scheduler plans, the worker computes, the scheduler takes the result.
 
 Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is
 refused at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a
@@ -20,7 +20,7 @@ from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
 from sensorium.types.transfer import MissingItems, Transfer
 
 logger = logging.getLogger(__name__)
-_MAX_IDLE_STEPS = 8  # one step may be empty; after a row of them no request can ever run
+_MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run
 
 
 class Runner(Protocol):
@@ -28,7 +28,7 @@ class Runner(Protocol):
 
     @property
     def num_encoder_bytes(self) -> int:
-        """The size of all encoder outputs that it holds."""
+        """The size in bytes of all encoder outputs that the worker holds."""
         ...
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
@@ -41,11 +41,11 @@ class Runner(Protocol):
 class PayloadStore(Mapping[str, MultiModalKwargsItem]):
     """The processed tensors of all requests that have not ended: mm_hash -> tensors.
 
-    The engine core owns it, and the worker reads it. What a request brings goes through the core's
-    half of the processor cache, which also has items that a request need not bring.
+    The engine core owns it, and the worker reads it. The items of a request go through the core's
+    half of the processor cache, which also has items that a request need not send.
 
     Invariant: the tensors that are read for an item belong to a request that has not ended. Two
-    requests may have received equal tensors that lie in different places; each holds its own.
+    requests may have received equal tensors in different memory; each holds its own.
     """
 
     def __init__(self, receiver: ReceiverCache) -> None:
@@ -140,7 +140,7 @@ class EngineCore:
         try:
             result = self.runner.execute(scheduled)
         except BaseException as error:
-            # Our bug, no memory or an interruption: requests of later steps must not suffer.
+            # A bug, a lack of memory or an interruption must not affect requests of later steps.
             reason = f"internal error: {type(error).__name__}: {error}"
             outputs = self.scheduler.fail_step(scheduled, reason)
             self._forget_finished(outputs)

@@ -1,4 +1,4 @@
-"""The arguments of `LLM.chat` as conversations, which are rendered when their turn comes."""
+"""Turns the arguments of `LLM.chat` into conversations, which are rendered one by one later."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "prior
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A prompt that is still a conversation."""
+    """A conversation that is not rendered to a prompt yet."""
 
     messages: object
     options: ChatOptions
-    fields: TextPrompt  # those that its prompt will have too
-    # Makes the parameters fit what was rendered, text or token ids.
+    fields: TextPrompt  # fields for the prompt that is rendered
+    # Changes the parameters to fit the rendered prompt, which is text or token ids.
     adapt_params: AdaptParams | None = None
 
     def render(
         self, renderer: ChatRenderer, *, check_length: Callable[[str], None] | None = None
     ) -> EnginePrompt:
-        """Return the prompt of this conversation. `check_length`: see `ChatRenderer.render`."""
+        """Return the prompt of this conversation. `ChatRenderer.render` explains `check_length`."""
         options = read_options(self.fields)
         rendered = renderer.render(self.messages, self.options, check_length=check_length)
         return replace(rendered, **options)
 
 
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
-    """Return one conversation for a list of messages, or those of a list of conversations."""
+    """Return the conversations in `messages`, which are one list of messages or several."""
     unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
     if unknown:
         raise TypeError(f"unknown option(s): {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""Makes a request that the core can run of a prompt, with handles of its media beside it."""
+"""Turns a prompt into a request that the core can run, with handles of its media."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
 _MAX_LISTED = 8  # hashes in a message; the error object lists all
-_COUNTED_CONTEXTS = 4  # how long a text may be that is only counted
+_COUNTED_CONTEXTS = 4  # the longest text that is only counted, in contexts
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 
@@ -52,7 +52,7 @@ class ProcessedRequest:
     request: EngineCoreRequest
     items: tuple[PerceivedItem, ...]  # one handle per item of media
     prompt: str | None  # the text, if text was given
-    is_readonly: bool = False  # the handles are not of the cache that leads to the core
+    is_readonly: bool = False  # the handles belong to the read-only cache, not to the core's
 
 
 class InputProcessor:
@@ -63,16 +63,16 @@ class InputProcessor:
         processor: MultiModalProcessor,
         *,
         pipeline: MediaPipeline,
-        # For requests that run no engine: it leaves the cache of `pipeline` alone.
+        # For requests that this engine does not run; the cache of `pipeline` is not touched.
         readonly: MediaPipeline | None = None,
         defaults: GenerationDefaults,
         limit_mm_per_prompt: Mapping[str, int],
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        trust_injected: bool = False,  # hashes that came over the wire are taken as they are
+        trust_injected: bool = False,  # hashes from other machines are used as they are
         seed: int,
-        # The core's, if it is in this process. Else grammars are compiled here as well, so that a
-        # bad one gets no further.
+        # The core's compiler, if the core is in this process. Otherwise grammars are compiled here
+        # too, so that a bad one is not sent to the core.
         grammars: GrammarCompiler | None = None,
         max_string_length: int | None = None,  # for grammars that are compiled here
         switched_off: Mapping[str, str] | None = None,  # modality -> why the core can't use it
@@ -80,7 +80,7 @@ class InputProcessor:
         self.processor = processor
         self.pipeline = pipeline
         self.defaults = defaults
-        # The core's limit, so that nothing is sent that it would refuse; `None`: not known yet.
+        # The core's limit, so that longer prompts are refused here; `None`: not known yet.
         self.max_model_len: int | None = None
         self._readonly = readonly
         self._limits = dict(limit_mm_per_prompt)
@@ -109,7 +109,7 @@ class InputProcessor:
 
     @contextmanager
     def for_warmup(self) -> Iterator[InputProcessor]:
-        """Yield an input processor that works as this one, with caches and counts of its own."""
+        """Yield an input processor that works like this one, with its own caches and counts."""
         inputs = copy.copy(self)
         inputs.max_model_len = None
         pipelines = [p.for_warmup() for p in (self.pipeline, self._readonly) if p is not None]
@@ -136,7 +136,7 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> ProcessedRequest:
-        """Do what `process_pausing` does, and wait for media in this thread."""
+        """Return the request of a prompt, as `process_pausing` does, without pausing for media."""
         return run_through(
             self.process_pausing(
                 request_id,
@@ -163,9 +163,9 @@ class InputProcessor:
         """Return the request of a prompt, and pause while its media is fetched.
 
         Raise a `RequestError` with the path of the field that is wrong. With `skip_mm_cache` the
-        items bring their tensors, and the cache that leads to the core is neither read nor changed.
-        If `needs_tensors` is false as well, items may come without tensors, and a prompt of text
-        may be as long as several contexts, since its tokens may just be counted.
+        items have their tensors, and the cache that the core mirrors is neither read nor changed.
+        If `needs_tensors` is false as well, items may have no tensors, and a prompt of text may be
+        as long as several contexts, since its tokens may just be counted.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)
@@ -306,7 +306,7 @@ class InputProcessor:
             media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
         processor_kwargs = {**self._mm_processor_kwargs, **own}
         for modality in {item.modality for item in prompt.media if item.is_encoded}:
-            # Before an item is looked at: the options are wrong then, and not the item.
+            # Checked before the items, so that an error names the options and not an item.
             decode_options = resolve_decode_options(modality, media_io_kwargs)
             if modality == "video":
                 take_sampling(processor_kwargs, decode_options)
@@ -326,10 +326,10 @@ class InputProcessor:
         """Put items that were processed elsewhere into the cache, under their hashes.
 
         Return the items as the cache has them: tensors, a place in shared memory, or `None` for
-        items that were passed over. Lists of unequal length and items that are `None` are passed
-        over; anything else that is wrong is a warning in the log, never an error. Tensors are not
-        copied, so the caller must not change them. An item without a layout serves only prompts
-        that are expanded already.
+        items that were skipped. Lists of unequal length and items that are `None` are skipped;
+        any other mistake is a warning in the log, never an error. Tensors are not copied, so the
+        caller must not change them. An item without a layout can be used only by prompts that are
+        already expanded.
         """
         stored: dict[str, list[Payload | None]] = {}
         try:
@@ -341,14 +341,14 @@ class InputProcessor:
                 if len(hashes) == len(items) == len(layouts):
                     rows = zip(hashes, items, layouts, strict=True)
                     stored[modality] = [self._try_to_inject(modality, *row) for row in rows]
-        except Exception:  # the contract: a frontend's serving must not depend on this cache
+        except Exception:  # a failure of this cache must not stop a frontend
             logger.warning("media could not be put into the processor cache", exc_info=True)
         return stored
 
     def _try_to_inject(self, modality: str, *row: Any) -> Payload | None:
         try:
             return self._inject(modality, *row)
-        except Exception:  # the same contract, for each item
+        except Exception:  # nor may a single bad item
             logger.warning("an item could not be put into the processor cache", exc_info=True)
             return None
 
@@ -363,7 +363,7 @@ class InputProcessor:
         return handle.reference or handle.kwargs or item.kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the beginning of a text and behind a space."""
+        """Return the tokens of each word at the beginning of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -395,7 +395,8 @@ def _take_items(
 ) -> None:
     """Append handles of a rendered prompt's items to `items`.
 
-    Raise a `MissingMediaError` if some are in no cache. The caller releases what was appended.
+    Raise a `MissingMediaError` if some are in no cache. In any case the caller must release the
+    handles that were appended.
     """
     missing: dict[str, None] = {}
     for entry in entries:

@@ -1,12 +1,12 @@
-"""Makes requests of prompts in threads, because rendering, perceiving and tokenising block.
+"""Turns prompts into requests in threads, because rendering, perceiving and tokenising block.
 
 Owns the threads, in four groups: for requests with media, with a grammar (or tools, which may need
-one), with a long text, and with a short text. So a grammar that takes long to compile or a text
-that takes long to tokenise delays no request of a few words. A request has no thread while its
-media is being fetched. The number of waiting requests is bounded by what the server admits.
+one), with a long text, and with a short text. So a slow grammar or a slow tokenisation delays no
+request of a few words. A request uses no thread while its media is being fetched. The number of
+waiting requests is bounded by the server's limit of requests.
 
 Invariants:
-  1. A request that was made for a caller that has left is released, whenever it is finished.
+  1. If the caller has left, its request is released, no matter when it is finished.
   2. Work that pauses is resumed or closed, exactly once after each pause.
 """
 
@@ -31,11 +31,11 @@ from sensorium.utils.pausing import Pausing
 
 T = TypeVar("T")
 _NUM_TEXT_THREADS = 4
-_NUM_LONG_THREADS = 2  # tokenising takes memory for each character
+_NUM_LONG_THREADS = 2  # few, because tokenising a long text takes much memory
 _NUM_GRAMMAR_THREADS = 4
 _NUM_MEDIA_THREADS = 32
 _LONG_CHARACTERS = 2**13  # tokenised in some ten milliseconds
-_MESSAGE_CHARACTERS = 16  # the work that a message or a part is, however short it is
+_MESSAGE_CHARACTERS = 16  # the least work for a message or a part, in characters
 _STOPPING = "the server is stopping"
 
 
@@ -47,7 +47,7 @@ class Preparation:
         renderer: Renderer,
         *,
         draw_seed: Callable[[], int],  # for requests that have none
-        release: Callable[[ProcessedRequest], None],  # for requests that come too late
+        release: Callable[[ProcessedRequest], None],  # for requests of callers that have left
     ) -> None:
         self._renderer = renderer
         self._draw_seed = draw_seed
@@ -56,7 +56,7 @@ class Preparation:
         self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, "prepare-long")
         self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "prepare-grammar")
         self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
-        self._waiting: set[asyncio.Future[None]] = set()  # for a thread's work
+        self._waiting: set[asyncio.Future[None]] = set()  # one for each caller that waits
 
     async def prepare(
         self,
@@ -69,7 +69,7 @@ class Preparation:
     ) -> Prepared:
         """Return the request of a prompt, or raise a `RequestError` with the field's path.
 
-        When this is cancelled, so is the work, as soon as it can be. `skip_mm_cache` and
+        If this call is cancelled, the work is cancelled as soon as possible. `skip_mm_cache` and
         `needs_tensors` are those of `Renderer`.
         """
         seed = self._draw_seed()
@@ -108,10 +108,10 @@ class Preparation:
         *,
         drop: Callable[[T], None],
     ) -> tuple[T, float]:
-        """Run the work in threads, and in none of them while it pauses.
+        """Run the work in threads. It uses none while it pauses.
 
-        Return its result and how many seconds it waited for threads. `drop` gets a result that
-        comes too late.
+        Return its result and how many seconds it waited for threads. `drop` is called with a result
+        that comes after the caller has left.
         """
         wait_s = 0.0
         while True:
@@ -123,7 +123,7 @@ class Preparation:
                 raise StoppingError(_STOPPING) from error
             try:
                 await self._wait(future)
-            except BaseException:  # the caller has left, or all of it stops
+            except BaseException:  # the caller has left, or the server stops
                 cancelled.set_result(None)
                 future.cancel()
                 future.add_done_callback(lambda ended: _clean_up(ended, work, drop))
@@ -167,7 +167,7 @@ class Preparation:
                 waiting.set_result(None)
 
         def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, so no one waits
+            with suppress(RuntimeError):  # the event loop has ended, so no caller waits
                 loop.call_soon_threadsafe(settle)
 
         self._waiting.add(waiting)
@@ -184,7 +184,7 @@ class _Finished(Generic[T]):
 
 
 class _Step(Generic[T]):
-    """A piece of work until its next pause or its end, in one thread."""
+    """A part of some work, up to its next pause or its end, in one thread."""
 
     def __init__(self, work: Pausing[T]) -> None:
         self.wait_s = 0.0  # until a thread was free
@@ -192,7 +192,7 @@ class _Step(Generic[T]):
         self._submitted = time.monotonic()
 
     def run(self) -> Future[Any] | _Finished[T]:
-        """Return the result, or what the work waits for."""
+        """Return the result of the work, or the future that it waits for."""
         self.wait_s = time.monotonic() - self._submitted
         try:
             return next(self._work)
@@ -203,7 +203,7 @@ class _Step(Generic[T]):
 def _clean_up(
     ended: Future[Future[Any] | _Finished[T]], work: Pausing[T], drop: Callable[[T], None]
 ) -> None:
-    """Drop the work of a caller that has left. `ended` is the last step of it."""
+    """Close the work of a caller that has left, or drop its result. `ended` is its last step."""
     if not ended.cancelled() and ended.exception() is None:
         outcome = ended.result()
         if isinstance(outcome, _Finished):
@@ -213,7 +213,7 @@ def _clean_up(
 
 
 def _is_long(prompt: Prompt | Chat) -> bool:
-    """Return whether the text takes long to tokenise, without reading all of it."""
+    """Return whether the text takes long to tokenise, after counting only as much as needed."""
     if isinstance(prompt, Chat):
         num_characters = 0
         for content in _iterate_contents(prompt):

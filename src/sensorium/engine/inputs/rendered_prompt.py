@@ -1,12 +1,12 @@
-"""Prompts that were expanded before they came here, with media that was processed already.
+"""Reads prompts that were expanded elsewhere, with media that was processed already.
 
-Everything is checked against the model before it reaches a cache: the tensors against what its
-processor makes, the placeholders against the tokens.
+Everything is checked against the model before it reaches a cache: the tensors against those that
+the model's processor makes, the placeholders against the tokens.
 
-A hash that came over the wire is its sender's claim, not an identity. So that no client can change
-what another reads, such items are renamed. An item that comes with its tensors is named by these as
-well: other tensors under the same hash are another item. A hash that comes alone stands for the
-tensors that it first came with in its scope, as a uuid does.
+A hash that came over the wire is only its sender's claim. Such items are renamed, so that no client
+can replace the items of another. If an item is sent with its tensors, its name depends on them too:
+other tensors under the same hash are another item. A hash that is sent alone stands for the tensors
+that it was first sent with in its scope, as a uuid does.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class RenderedItem:
     """An item of a rendered prompt, checked."""
 
     path: FieldPath  # of its placeholder, for errors
-    given_hash: str  # as the caller wrote it; caches know the item by the name in `feature`
+    given_hash: str  # as the caller wrote it; caches use the name in `feature`
     feature: MultiModalFeatureSpec
-    item: ProcessedItem | None  # `None`: the caller believes that it is cached
+    item: ProcessedItem | None  # `None`: the caller expects it to be cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
-    """Return the items with their tensors, which may be sent with one of several that are equal.
+    """Return the items with their tensors, which may be sent with only one of equal items.
 
     Raise a `RequestError` if one hash stands for different items.
     """
@@ -279,11 +279,11 @@ def rename_items(
     renamed = []
     for entry in entries:
         hash_name = hasher.name_external(entry.given_hash, scope.cache_salt)
-        kind = f"external {entry.feature.modality}"  # no modality of a uuid
+        kind = f"external {entry.feature.modality}"  # differs from the modalities of uuids
         if entry.item is not None:
             digest = digests.get(id(entry.item)) or _digest(entry.item, hasher)
             digests[id(entry.item)] = digest
-            with suppress(RequestError):  # alone, the hash stands for other tensors
+            with suppress(RequestError):  # the hash is bound to other tensors already
                 source = BoundSource(digest=digest, is_encoded=False)
                 bindings.bind(hash_name, source, modality=kind, scope=scope)
         else:

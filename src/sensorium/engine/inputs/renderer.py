@@ -1,7 +1,7 @@
-"""Makes requests of conversations and prompts: the chat template, media, one tokenisation.
+"""Turns conversations and prompts into requests: chat template, media, one tokenisation.
 
-`skip_mm_cache` is for requests that are not run by this engine (render, tokenize, or an engine
-elsewhere): their items have their tensors, and the cache of the core is neither read nor changed.
+`skip_mm_cache` is for requests that this engine does not run (for render, tokenize, or an engine on
+another server): their items have their tensors, and the core's cache is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Renderer:
         self.chat_renderer = ChatRenderer(inputs.processor)
 
     def render(self, prompt: Prompt | Chat, params: SamplingParams, **options: Any) -> Prepared:
-        """Do what `render_pausing` does, and wait for media in this thread."""
+        """Make a request like `render_pausing`, and wait for media in this thread."""
         return run_through(self.render_pausing(prompt, params, **options))
 
     def render_pausing(
@@ -62,8 +62,8 @@ class Renderer:
     ) -> Pausing[Prepared]:
         """Make a request of a conversation or a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` with the path of the wrong field. Without `needs_tensors`, which
-        needs `skip_mm_cache`, items may come without tensors.
+        Raise a `RequestError` with the path of the wrong field. `needs_tensors` may be false only
+        with `skip_mm_cache`; then items may have no tensors.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Which modalities of a model can't be used here, and why.
+"""Keeps the modalities of a model that can't be used on this server, and the reasons.
 
-A core finds out by its trial, a frontend by its warm-up. Requests, the list of models and log lines
-all get the reason from here.
+A core finds them by its trial, a frontend by its warm-up. Errors of requests, the list of models
+and log lines all get the reason from here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class SwitchedOff:
     """The modalities that a frontend can't use, each with the reason."""
 
     def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
-        self._of_core = dict(of_core or {})  # modality -> reason, of the core that is there now
+        self._of_core = dict(of_core or {})  # modality -> reason, of the current core
         self._own: dict[str, str] = {}  # modality -> reason, of this frontend's warm-up
 
     @property
@@ -27,7 +27,7 @@ class SwitchedOff:
         return {**self._of_core, **self._own}
 
     def take_core(self, reasons: Mapping[str, str]) -> None:
-        """Take what a core has found, in place of what an earlier one had."""
+        """Replace the reasons of an earlier core with those of a new one."""
         self._of_core = dict(reasons)
 
     def add(self, modality: str, reason: str) -> None:

@@ -1,9 +1,9 @@
-"""Does before the first request what only a first request has to do.
+"""Warms up a frontend: does the work in advance that only a first request would have to do.
 
 This is the import of modules that are imported late, the compilation of templates, the first use of
-decoders and of the processor. Dummy items take the way of real ones, as encoded files, through a
-renderer with caches and counts of its own. A failure is a warning in the log. A modality that can't
-be prepared at all is switched off, and a model that can't even prepare text is refused.
+decoders and of the processor. Dummy items are processed like real ones, as encoded files, by a
+renderer with its own caches and counts. A failure is a warning in the log. A modality that can't be
+prepared at all is switched off, and a model that can't even prepare text is refused.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class _PromptWarmup:
         self._has_template = has_template
 
     def run(self) -> None:
-        """Prepare a prompt of text, then one for each modality, for both kinds of requests.
+        """Prepare a prompt of text, then one for each modality, with and without the core's cache.
 
         Raise a `ModelError` if not even text can be prepared. A modality that can't be prepared is
-        switched off: a server must not be ready for what it would refuse every time.
+        switched off, since the server would refuse every request with it.
         """
         self._warm_up_text()
         if self._inputs.allowed_modalities:
@@ -85,7 +85,7 @@ class _PromptWarmup:
     def _warm_up_text(self) -> None:
         try:
             self._render(self._make_prompt(None))
-        except Exception:  # maybe only conversations fail: text is tried alone
+        except Exception:  # perhaps only conversations fail, so text is tried alone
             logger.warning("Text warmup failed", exc_info=True)
             try:
                 self._render({"prompt": _WORDS})
@@ -102,7 +102,10 @@ class _PromptWarmup:
             logger.info("%s warmup completed in %.3fs", name, time.monotonic() - started)
 
     def _warm_up_modality(self, name: str, modality: str, *, skip_mm_cache: bool) -> bool:
-        """Return whether a small item could be prepared. Switch off what never can be."""
+        """Return whether a small item could be prepared.
+
+        If no item ever can be prepared, the modality is switched off.
+        """
         try:
             self._render(self._make_prompt(modality), skip_mm_cache=skip_mm_cache)
         except Exception as error:  # a processor may raise anything
@@ -118,8 +121,8 @@ class _PromptWarmup:
     def _is_worth_trying(self, modality: str, error: Exception, *, skip_mm_cache: bool) -> bool:
         """Return whether a modality may still work after its warm-up has failed.
 
-        There was no room, or the limits allow no item as large as the dummy, or only the chat
-        template has no place for it.
+        It may work if there was no room, if the limits allow no item as large as the dummy, or if
+        only the chat template does not take the modality.
         """
         limits = self._inputs.pipeline.limits
         if isinstance(error, CapacityError) or exceeds_limits(modality, limits):
@@ -128,7 +131,7 @@ class _PromptWarmup:
             return False
         try:
             self._render(self._make_plain_prompt(modality), skip_mm_cache=skip_mm_cache)
-        except Exception:  # as above; the first reason is the one to name
+        except Exception:  # a processor may raise anything; the first reason is reported
             return False
         return True
 
@@ -148,7 +151,7 @@ class _PromptWarmup:
         return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
-        """Make a request of a prompt, and text of its tokens."""
+        """Make a request of a prompt, and decode its tokens."""
         prepared = self._renderer.render(
             prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
         )

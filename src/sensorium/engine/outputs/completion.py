@@ -1,6 +1,4 @@
-"""One completion while it grows: its tokens, its text, its log-probabilities, and how much of it
-has been streamed.
-"""
+"""Follows one completion while it grows: tokens, text, log-probabilities and streamed parts."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class Completion:
         return not may_be_text or token_id in self._eos_token_ids
 
     def take_delta(self, *, is_last: bool = False) -> CompletionDelta | None:
-        """Return what is new and can't change any more, or `None` if there is nothing.
+        """Return the new part that can't change any more, or `None` if there is none.
 
         With `is_last` nothing follows, even if the completion has not ended.
         """
@@ -79,7 +77,7 @@ class Completion:
         )
 
     def make_output(self) -> CompletionOutput:
-        """Return the whole completion, or what there is of it if it was aborted."""
+        """Return the whole completion, or the part that was generated before it was aborted."""
         logprobs = self._make_logprobs(0)
         return CompletionOutput(
             index=self.index,
@@ -93,7 +91,7 @@ class Completion:
 
     @property
     def _finish_reason(self) -> FinishReason | None:
-        """The reason of its end; one that did not end was aborted with its request."""
+        """The reason of its end. A completion that did not end was aborted with its request."""
         if self._reader.stop_string is not None:
             return FinishReason.STOP
         return FinishReason.ABORT if self.last is None else self.last.finish_reason
@@ -112,10 +110,10 @@ class Completion:
 
 
 def make_token_text(tokenizer: Any) -> TokenText:
-    """Return a function that gives the text of single tokens, and remembers it.
+    """Return a function that gives the text of single tokens, with a cache.
 
-    The likeliest tokens are so at many positions, and a prompt may have a hundred thousand
-    positions with twenty tokens each.
+    The same tokens are likely at many positions, and a prompt may have a hundred thousand positions
+    with twenty tokens each.
     """
 
     @lru_cache(maxsize=_MAX_TOKEN_TEXTS)
@@ -127,7 +125,7 @@ def make_token_text(tokenizer: Any) -> TokenText:
 
 
 def make_logprobs(get_text: TokenText, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """Return the likeliest tokens at a position, and always the one that stands there."""
+    """Return the likeliest tokens at a position, and always the token at that position."""
     ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     logprobs = {
         top_id: Logprob(logprob=logprob, rank=rank, decoded_token=get_text(top_id))

@@ -9,9 +9,9 @@ from typing import Any
 from sensorium.render.answers.vocabulary import Vocabulary
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-# Tokens that may wait for the rest of a character, not counting those that never have text. No
-# character has so many tokens: what waits longer are bytes that never become one, or replacement
-# characters that the model wrote, and these are given out.
+# How many tokens may wait for the rest of a character, not counting those that never have text. No
+# character has so many tokens. If more wait, they are bytes that never become a character, or
+# replacement characters that the model wrote, and their text is given out.
 _MAX_WAITING = 32
 NUM_PROMPT_TOKENS = 6
 
@@ -19,8 +19,8 @@ NUM_PROMPT_TOKENS = 6
 class Detokenizer:
     """A decoder of single tokens that gives out text only when later tokens can't change it.
 
-    A token's text depends on its neighbours (bytes of one character, leading spaces), so the last
-    tokens are decoded together with those before them, and the text of these is cut off.
+    A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
+    tokens are decoded together with those before them, and the text of the earlier ones is cut off.
 
     Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
     """
@@ -38,8 +38,8 @@ class Detokenizer:
         self._dropped: frozenset[int] = frozenset()
         if skip_special_tokens and kept_special_token_ids:
             self._dropped = get_special_token_ids(tokenizer).difference(kept_special_token_ids)
-        # A few tokens of the prompt: whether the first new token has a leading space may depend on
-        # the token before it.
+        # A few tokens of the prompt, because the first new token may have a leading space or not,
+        # depending on the token before it.
         self._token_ids = list(prompt_token_ids[-NUM_PROMPT_TOKENS:])
         self._prefix_start = 0
         self._read_end = len(self._token_ids)
@@ -64,7 +64,7 @@ class Detokenizer:
         return self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
 
     def save(self) -> tuple[tuple[int, ...], int]:
-        """Return what `restore` needs: the last tokens, and how many of them gave their text.
+        """Return the last tokens, and how many of them gave their text, for `restore`.
 
         Their number doesn't grow with the answer: tokens that never have text are left out.
         """
@@ -121,8 +121,8 @@ def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
     """Return the stop string that ends first in the new characters, and where it begins.
 
-    Of those that end at the same place it is the longest, so that the result does not depend on how
-    tokens divide the text.
+    If several end at the same place, it is the longest one, so that the result does not depend on
+    how tokens divide the text.
     """
     found = []
     for candidate in stop:

@@ -1,7 +1,7 @@
-"""Turns the core's outputs into what a caller reads: text, log-probabilities, counts and reports.
+"""Turns the core's outputs into outputs for callers: text, log-probabilities, counts and reports.
 
-A request is either returned when it has ended, or streamed: then its deltas can be taken at any
-time, and the last one has the whole request.
+A request is either returned when it has ended, or streamed. The deltas of a streamed request can be
+taken at any time, and the last one has the whole request.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OutputProcessor:
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None, *, is_streamed: bool = False
     ) -> None:
-        """Expect outputs of this request's completions."""
+        """Register a request, so that outputs of its completions are taken."""
         completions = {
             child_id: Completion(request, index, self._tokenizer, self._get_text)
             for index, child_id in enumerate(get_child_ids(request))
@@ -97,7 +97,7 @@ class OutputProcessor:
         return [child_id for state in states if state is not None for child_id in state.completions]
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Forget requests, with what was not taken of them."""
+        """Forget requests, and their deltas that were not taken."""
         for child_id in self.get_child_ids(request_ids):
             self._owners.pop(child_id, None)
         for request_id in request_ids:
@@ -115,7 +115,7 @@ class OutputProcessor:
         for output in outputs:
             state = self._owners.get(output.request_id)
             if state is None:
-                continue  # it ended before, at a stop string or with its request
+                continue  # it has already ended, at a stop string or with its request
             state.prompt_logprobs.extend(output.prompt_logprobs)
             completion = state.completions[output.request_id]
             completion.add(output)
@@ -176,7 +176,7 @@ class OutputProcessor:
 
     def _make_output(self, state: _RequestState, error: RequestError | None) -> RequestOutput:
         completions = tuple(state.completions.values())
-        # The counts are those of the first completion, because the others find what it computed.
+        # The counts are those of the first completion, because the others use what it has computed.
         first = completions[0].last or EngineCoreOutput(request_id="")
         stages = dict(state.stages)
         if state.sent is not None and first.times is not None:
@@ -200,7 +200,7 @@ class OutputProcessor:
     def _make_prompt_logprobs(
         self, state: _RequestState
     ) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """Return those of the prompt, or of its beginning if the request ended within it."""
+        """Return the prompt's log-probabilities, or those of the part that was computed."""
         if state.request.sampling_params.prompt_logprobs is None:
             return None
         pairs = zip(state.request.prompt_token_ids[1:], state.prompt_logprobs, strict=False)
@@ -211,7 +211,7 @@ class OutputProcessor:
 
 
 def _make_error(last: EngineCoreOutput) -> RequestError | None:
-    """Return the error of a request that has failed. A lack of room fails it as well."""
+    """Return the error of a request that has failed. A `CapacityError` becomes a `RequestError`."""
     if last.finish_reason is not FinishReason.ERROR:
         return None
     error = RequestError("the request failed") if last.error is None else last.error.make_error()

@@ -1,4 +1,4 @@
-"""A request for `n` completions as `n` requests of the core.
+"""Splits a request for `n` completions into `n` requests of the core.
 
 The first completion starts alone; the others start with its first token. By then the prompt is in
 the prefix cache and its media in the encoder cache, so that they compute only the prompt's last
@@ -18,7 +18,7 @@ Items = Sequence[PerceivedItem]
 
 
 def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
-    """Return the core's ids of a request's completions: for one completion the request's own id."""
+    """Return the core's ids of a request's completions; for a single one, the request's id."""
     n = request.sampling_params.n
     if n == 1:
         return (request.request_id,)
@@ -83,7 +83,7 @@ class ParallelSampling:
     def take_ready(self, outputs: Iterable[EngineCoreOutput]) -> list[WaitingCompletions]:
         """Return the completions to start after these outputs of the core.
 
-        From now on the caller has to release their items.
+        The caller becomes responsible for releasing their items.
         """
         ready: list[WaitingCompletions] = []
         for output in outputs if self._waiting else ():

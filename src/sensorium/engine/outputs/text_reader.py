@@ -1,9 +1,9 @@
-"""The text of one completion, from tokens that come in pieces.
+"""Reads the text of one completion from tokens that come in pieces.
 
-A `TextReader` detokenizes, ends the text at a stop string, and gives out only what later tokens
-can't change. A completion of this engine has one from its first token to its last. Tokens that come
-over the wire may be read by another process each time: between two pieces there is only a
-`TextState`, with a size that does not grow with the answer.
+A `TextReader` detokenizes, ends the text at a stop string, and gives out only text that later
+tokens can't change. A completion of this engine has one reader from its first token to its last.
+Tokens that come over the wire may be read by another process each time. Then only a `TextState` is
+kept between two pieces, with a size that does not grow with the answer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ UNKNOWN = object()  # a stop reason that the sender of the tokens did not give
 
 
 class TextState(msgspec.Struct, frozen=True, array_like=True):
-    """What one reader needs to go on where another one has stopped."""
+    """The state from which a reader goes on where another one has stopped."""
 
     token_ids: tuple[int, ...] = ()  # the last tokens
-    num_read: int = 0  # the first of `token_ids`, which have given their text
+    num_read: int = 0  # how many of `token_ids` have given their text, from the first
     text: str = ""  # the end of the text, in which a stop string may have begun
-    num_emitted: int = 0  # the first characters of `text`, which were given out
+    num_emitted: int = 0  # how many characters of `text` were given out, from the first
     num_tokens: int = 0  # all tokens so far
     is_ended: bool = False
 
@@ -85,7 +85,7 @@ class TextReader:
 
     @property
     def text(self) -> str:
-        """The text so far, without what a stop string cuts off."""
+        """The text so far, up to a stop string."""
         return self._text[: self._text_end]
 
     def add(
@@ -95,7 +95,7 @@ class TextReader:
         finish_reason: str | None = None,
         stop_reason: object = None,
     ) -> str:
-        """Add tokens, and return the text that is new and can't change any more.
+        """Add tokens, and return the new text that can't change any more.
 
         With a `finish_reason` these are the last tokens. `stop_reason` is the string or the token
         that ended the text, `None` for the end of a sequence, or `UNKNOWN`. Tokens behind a stop
@@ -116,7 +116,7 @@ class TextReader:
     def add_token(self, token_id: int, *, is_last: bool = False, is_closing: bool = False) -> None:
         """Add one token, unless a stop string has ended the text.
 
-        A closing token gives no text, unless what stops the text is to be included in it.
+        A closing token gives no text, unless `include_stop_str_in_output` is set.
         """
         if self.stop_string is not None:
             return
@@ -151,7 +151,8 @@ class TextReader:
     def save(self) -> TextState:
         """Return the state from which another reader can go on.
 
-        It has as much of the text as a stop string may reach back to, and none if the text ended.
+        It has the end of the text, in which a stop string may have begun, or nothing if the text
+        has ended.
         """
         if self.is_ended:
             return TextState(num_tokens=self._num_tokens, is_ended=True)
