@@ -28,7 +28,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/render",
     "src/sensorium/server",
     "src/sensorium/types",
-    "src/sensorium/worker",
     "tests/integration",
     "tests/unit",
 )
