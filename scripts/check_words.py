@@ -24,7 +24,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/embedded",
     "src/sensorium/engine",
     "src/sensorium/grammar",
-    "src/sensorium/models",
     "src/sensorium/render",
     "src/sensorium/server",
     "src/sensorium/types",
