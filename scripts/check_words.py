@@ -23,7 +23,6 @@ NOT_YET: tuple[str, ...] = (
     "src/sensorium/cli",
     "src/sensorium/embedded",
     "src/sensorium/engine",
-    "src/sensorium/grammar",
     "src/sensorium/render",
     "src/sensorium/server",
     "src/sensorium/types",
