@@ -21,7 +21,6 @@ PYTHON_FOLDERS = ("src", "scripts", "benchmarks", "training", "tests")
 NOT_YET: tuple[str, ...] = (
     "src/sensorium/__init__.py",
     "src/sensorium/cli",
-    "src/sensorium/embedded",
     "src/sensorium/engine",
     "src/sensorium/render",
     "src/sensorium/server",
