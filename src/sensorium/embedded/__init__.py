@@ -1,3 +1,3 @@
-"""The model that comes with the package, and samples to show it."""
+"""Provides the model that comes with the package, and samples to demonstrate it."""
 
-EMBEDDED_MODEL = "sensorium-mini"  # its name, wherever a model is named
+EMBEDDED_MODEL = "sensorium-mini"  # its name in every option that takes a model

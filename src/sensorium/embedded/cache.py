@@ -1,9 +1,9 @@
-"""Where the embedded model lies once it is expanded: a folder of the user's cache.
+"""Expands the embedded model into a folder of the user's cache, and finds it there.
 
 Invariants:
   1. A folder that is returned was compared with the manifest, byte for byte.
-  2. A folder appears under its name when it is complete; who makes one holds the lock.
-  3. A folder that is whole is never touched again: others may be reading it.
+  2. A folder gets its name when it is complete. The process that makes it holds the lock.
+  3. A complete folder is never changed again, because other processes may be reading it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HINT = f"set {CACHE_VARIABLE} to use another folder"
 
 
 def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
-    """The folder of the embedded model as a stock checkpoint, which is made if it isn't there.
+    """Return the folder of the embedded model as a standard checkpoint, and make it if needed.
 
-    Where the user's cache can't be written to, it is made in a temporary folder that belongs to
-    this user alone. A `ModelError` where that can't be done either, or where there is no room.
+    If the user's cache can't be written to, the folder is made in a temporary folder that only this
+    user can access. Raises a `ModelError` if that fails too, or if there is no room.
     """
     manifest = read_manifest(packed)
     cache = _get_cache_folder()
@@ -47,7 +47,7 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
             raise ModelError(_describe_no_room(cache)) from error
         other = _get_private_folder()
         logger.warning(
-            "%s can't be used (%s): the model is kept in %s; %s",
+            "%s can't be used (%s): storing the model in %s; %s",
             *(cache, error.strerror or error, other, _HINT),
         )
     try:
@@ -61,18 +61,26 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
 
 
 def _get_cache_folder() -> Path:
-    """Not absolute if it begins with a home that nobody knows, as of a user without an account."""
+    """Return the cache folder that the environment names, or the default one.
+
+    The path is not absolute if the home that it begins with can't be found, for example for a user
+    without an account.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(os.path.expanduser(chosen) if chosen[0] == "~" else os.path.abspath(chosen))
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(shared):  # others count as not set, says its specification
+    if os.path.isabs(shared):  # by its specification, a relative path is to be ignored
         return Path(shared) / "sensorium"
     return Path(os.path.expanduser("~"), ".cache", "sensorium")
 
 
 def _get_private_folder() -> Path:
-    """Its name can be foreseen, so that processes share it; hence it is checked whose it is."""
+    """Return a temporary folder that only this user can access.
+
+    All processes of the user share it, so its name is fixed. As others could have made a folder of
+    that name, its owner and its permissions are checked.
+    """
     folder = Path(tempfile.gettempdir()) / f"sensorium-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -91,13 +99,18 @@ def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f".{target.name}.lock"):
-        if not is_whole(target, manifest.expanded):  # nobody was faster
+        # Another process may have made it while this one waited for the lock.
+        if not is_whole(target, manifest.expanded):
             _make(target, packed, manifest)
     return target
 
 
 def _make(target: Path, packed: Path, manifest: Manifest) -> None:
-    """Whatever is there was left by a process that was killed, or is damaged."""
+    """Make the folder of the expanded model.
+
+    Anything that exists in its place is removed: it is damaged, or was left by a process that was
+    killed.
+    """
     part = target.with_name(f".{target.name}.part")
     for leftover in (part, target):
         if leftover.is_dir() and not leftover.is_symlink():
@@ -115,7 +128,10 @@ def _make(target: Path, packed: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; a process that ends in any way lets go. A link is not followed."""
+    """Hold a lock that one process at a time can have.
+
+    The system releases it if the process ends in any way. A symbolic link is not followed.
+    """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

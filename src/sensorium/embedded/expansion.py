@@ -1,12 +1,12 @@
-"""The packed form of a checkpoint, and how a stock one is made of it.
+"""Expands a packed checkpoint into a standard one.
 
-A packed folder has a checkpoint's small files as they are, its tensors in safetensors files, and
-`manifest.json` with the SHA-256 of everything: of what lies there, and of what is to come of it. A
+A packed folder has the small files of a checkpoint unchanged, its tensors in safetensors files, and
+`manifest.json` with the SHA-256 of all its files and of all files of the expanded checkpoint. A
 tensor `NAME` of int8 has a companion `NAME.int8_scale` in float32 with one number for each entry of
-its first dimension, by which that entry is multiplied. All other tensors are as they were.
+its first dimension, by which that entry is multiplied. All other tensors are unchanged.
 
-The bytes of the expanded checkpoint are the same on every machine: an integer of 8 bits times a
-float32 is rounded once, and the file is written here, not by a library that may change.
+The bytes of the expanded checkpoint are the same on every machine: the product of an 8-bit integer
+and a float32 is rounded once, and the file is written here and not by a library that may change.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 SCALE_SUFFIX = ".int8_scale"
 _DTYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
-_ALIGNMENT = 8  # of the header, as in the safetensors library
+_ALIGNMENT = 8  # the header's length is a multiple of it, as in the safetensors library
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """SHA-256 by file name: of the packed folder, and of the checkpoint that is made of it."""
+    """The SHA-256 of each file of a packed folder and of its expanded checkpoint."""
 
-    packed: dict[str, str]
-    expanded: dict[str, str]
+    packed: dict[str, str]  # file name -> SHA-256
+    expanded: dict[str, str]  # file name -> SHA-256
 
     @property
     def digest(self) -> str:
-        """Of the checkpoint: another one has another."""
+        """Return a digest of the expanded checkpoint, which identifies it."""
         lines = "".join(f"{name} {value}\n" for name, value in sorted(self.expanded.items()))
         return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -58,23 +58,30 @@ def read_manifest(packed: Path) -> Manifest:
 
 
 def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
-    """Whether these files are there, byte for byte, and no others: those might be read, too."""
+    """Return whether a folder has exactly these files, byte for byte.
+
+    There must be no others, because they might be read too.
+    """
     try:
         paths = list(folder.iterdir())
         has_all = {path.name for path in paths} == digests.keys()
-        is_plain = has_all and all(path.is_file() for path in paths)  # a pipe would never end
+        # Only plain files are read: reading a pipe would never end.
+        is_plain = has_all and all(path.is_file() for path in paths)
         return is_plain and all(_hash_file(path) == digests[path.name] for path in paths)
     except OSError:
         return False
 
 
 def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
-    """Into a folder that is there and empty. An `OSError` is the destination's."""
+    """Write the expanded checkpoint into an empty folder that exists.
+
+    An `OSError` always comes from the destination. A damaged packed folder raises a `ModelError`.
+    """
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, digest in manifest.packed.items():
         content = _read(packed / name, digest)
         if name.endswith(".safetensors"):
-            from safetensors.numpy import load  # brings numpy along
+            from safetensors.numpy import load  # here, because it imports numpy
 
             tensors |= load(content)
         else:
@@ -88,7 +95,7 @@ def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
 
 
 def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
-    """One safetensors file with packed tensors as they are used."""
+    """Write packed tensors in their expanded form into one safetensors file."""
     names = sorted(name for name in tensors if not name.endswith(SCALE_SUFFIX))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""Small pictures, sounds and a video that come with the package, and what to ask about them."""
+"""Lists the sample pictures, sounds and video of the package, with questions about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MEDIA_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMedia:
-    """`modality`: image, audio or video."""
+    """A media file that comes with the package."""
 
     path: Path
 
@@ -30,11 +30,11 @@ class SampleMedia:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSample:
-    """Media that is asked about twice. An empty question: what is said in a sound is the one."""
+    """A set of media files with two questions about them."""
 
     title: str
     files: tuple[str, ...]
-    questions: tuple[str, str]
+    questions: tuple[str, str]  # an empty question is spoken in one of the sounds
 
     @property
     def media(self) -> tuple[SampleMedia, ...]:

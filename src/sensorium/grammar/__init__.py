@@ -1,4 +1,4 @@
-"""Grammars of answers: what `types.structured` says, compiled, and followed token by token.
+"""Compiles the grammars of `types.structured`, and follows them token by token.
 
-The seam to llguidance, which nobody else imports.
+This is the only package that imports llguidance.
 """

@@ -1,8 +1,8 @@
 """Closes the objects of a JSON schema: keys that it does not declare are not allowed.
 
 JSON Schema allows every key that a schema does not mention. Users of other servers expect the
-opposite, and a model that may invent keys often never stops. So an object whose keys are declared
-gets `additionalProperties: false`, unless the schema itself says what other keys may hold.
+opposite, and a model that may invent keys often never stops. So an object with declared keys gets
+`additionalProperties: false`, unless the schema itself has a rule for other keys.
 
 A schema can declare the keys of one object in several places (`allOf`, or `anyOf` beside
 `properties`). Such an object is closed once, where these places come together, over all the keys
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Schema = Any  # an object, true or false; what else a client sends is refused by the compiler
+Schema = Any  # an object, true or false; the compiler refuses any other value that a client sends
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 _SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
@@ -22,7 +22,10 @@ _OWN_RULES = ("additionalProperties", "unevaluatedProperties")
 
 
 def close_objects(root: Schema) -> Schema:
-    """Return the schema with its objects closed. `RecursionError` if it is nested too deeply."""
+    """Return the schema with its objects closed.
+
+    Raises a `RecursionError` if it is nested too deeply.
+    """
     return _Closing(root).close(root)
 
 
@@ -35,7 +38,7 @@ def map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema]) 
     for key in _SINGLE_SCHEMAS:
         if isinstance(schema.get(key), Mapping):
             result[key] = change(schema[key])
-    for key in ("prefixItems", "items"):  # older drafts have the prefix under `items`
+    for key in ("prefixItems", "items"):  # in older drafts `items` holds the prefix
         if isinstance(schema.get(key), list):
             result[key] = [change(value) for value in schema[key]]
     return result
@@ -58,17 +61,17 @@ def resolve_reference(root: Schema, reference: str) -> Schema | None:
 
 
 class _Closing:
-    """One pass over the schema `root`."""
+    """A pass that closes the objects of one schema."""
 
     def __init__(self, root: Schema) -> None:
-        self._root = root
+        self._root = root  # references are resolved within it
 
     def close(self, schema: Schema) -> Schema:
-        """Close the objects that this schema describes."""
+        """Return a schema with the objects that it describes closed."""
         return self._close(schema, is_part=False)
 
     def _close(self, schema: Schema, *, is_part: bool) -> Schema:
-        """`is_part`: the keys are closed by the schema around this one."""
+        """Return a closed schema. With `is_part`, the schema around it closes its keys."""
         if not isinstance(schema, Mapping):
             return schema
         schema = _move_reference(schema)
@@ -85,7 +88,11 @@ class _Closing:
         return result
 
     def _close_branch(self, branch: Schema, is_part: bool) -> Schema:
-        """A part is copied, since its definition may be closed on its own for others."""
+        """Return a closed branch of `allOf`, `anyOf` or `oneOf`.
+
+        If a part is a reference, the definition is copied into it. The definition itself may also
+        be used on its own, and is closed there.
+        """
         if is_part and isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
             found = resolve_reference(self._root, branch["$ref"])
             if isinstance(found, Mapping):
@@ -111,7 +118,7 @@ class _Closing:
         return list(dict.fromkeys(names)) if is_declared else None
 
     def _collect_part(self, branch: Schema) -> list[str] | None:
-        """Return the keys that a part declares; `None` if it speaks of other keys itself."""
+        """Return the keys that a part declares, or `None` if it has its own rule for other keys."""
         if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
             branch = resolve_reference(self._root, branch["$ref"])
         if not isinstance(branch, Mapping):
@@ -129,14 +136,14 @@ class _Closing:
 
 
 def _has_keys(schema: Mapping[str, Any]) -> bool:
-    """Return whether the schema speaks of an object's keys, beside or without alternatives."""
+    """Return whether the schema declares keys of an object, or joins parts that may do so."""
     properties = schema.get("properties")
     is_pattern = isinstance(schema.get("patternProperties"), Mapping)
     return isinstance(properties, Mapping) or is_pattern or isinstance(schema.get("allOf"), list)
 
 
 def _list_names(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a schema describes or demands."""
+    """Return the keys that a schema describes or requires."""
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
     demanded = required if isinstance(required, list) else []
@@ -144,7 +151,7 @@ def _list_names(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Turn a reference that stands beside declared keys into one more part of `allOf`."""
+    """Turn a reference beside declared keys into one more part of `allOf`."""
     if not isinstance(schema.get("$ref"), str) or not _has_keys(schema):
         return schema
     rest = {key: value for key, value in schema.items() if key != "$ref"}

@@ -1,7 +1,7 @@
-"""Compiles grammars, once each: the same check in a frontend and in the core.
+"""Compiles each grammar once. Frontends and the core use it, and so make the same checks.
 
-Owns the tokenizer that llguidance reads, which is made with the first grammar, and the grammars
-that were compiled last. What was refused is remembered as well. For any number of threads.
+Owns the tokenizer of llguidance, which is made for the first grammar, and a cache of the latest
+results. Grammars that were refused are cached as well. Any number of threads may use a compiler.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from sensorium.types.structured import StructuredOutputsParams
 from sensorium.utils.lru import LruCache
 
 _MAX_GRAMMARS = 64
-MAX_COMPILE_S = 4.0  # of a thread's own time, so that a busy machine refuses nothing
-# The library's own, but for the memory of one grammar (1 to 2 kB a state) and errors that show the
-# parser's insides.
+# CPU time of the thread and not elapsed time, so that a busy machine does not refuse a grammar.
+MAX_COMPILE_S = 4.0
+# The library's defaults, except for the limit on the memory of one grammar (1 to 2 kB per state),
+# and except that errors don't show the internals of the parser.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 class GrammarCompiler:
-    """`load_tokenizer` is asked once, at the first grammar."""
+    """A compiler of grammars for one model."""
 
     def __init__(
         self,
@@ -40,13 +41,13 @@ class GrammarCompiler:
         *,
         vocab_size: int = 0,
         eos_token_ids: Sequence[int] = (),
-        max_string_length: int | None = None,  # of strings that a schema leaves free
+        max_string_length: int | None = None,  # for strings that have no limit in their schema
     ) -> None:
-        self._load_tokenizer = load_tokenizer
+        self._load_tokenizer = load_tokenizer  # called once, for the first grammar
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_string_length = max_string_length
-        # A grammar -> its matcher, or what is wrong with it.
+        # A grammar -> its matcher, or the error with which it was refused.
         self._compiled: LruCache[StructuredOutputsParams, Matcher | RequestError] = LruCache(
             _MAX_GRAMMARS
         )
@@ -54,9 +55,9 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at the beginning of an answer.
+        """Return a new matcher that stands at the beginning of an answer.
 
-        Raise a `RequestError` with the path of the field if there is something wrong with it.
+        Raises a `RequestError` with the path of the field if the grammar can't be used.
         """
         with self._lock:
             known = self._compiled.get(params)
@@ -68,12 +69,12 @@ class GrammarCompiler:
             return _take(made)
 
     def make_mask(self) -> Words:
-        """Room for a mask."""
+        """Return an empty mask, in which no token is allowed."""
         return np.zeros(self._num_words, dtype=np.int64)
 
     @cached_property
     def end_mask(self) -> Words:
-        """The tokens that end an answer."""
+        """Return a mask of the tokens that end an answer."""
         words = self.make_mask().view(np.uint64)
         for token_id in self._tokenizer.eos_tokens:
             words[token_id // WORD_BITS] |= np.uint64(1 << token_id % WORD_BITS)
@@ -97,7 +98,7 @@ class GrammarCompiler:
         )
 
     def _compile(self, params: StructuredOutputsParams) -> Matcher | RequestError:
-        """Return the matcher, or why there is none."""
+        """Return the matcher of a grammar, or the error that refuses it."""
         tokenizer = self._tokenizer
         path = ("structured_outputs", params.kind)
         began = time.thread_time()
@@ -117,7 +118,7 @@ class GrammarCompiler:
         return matcher
 
     def _try(self, matcher: Matcher) -> str | None:
-        """The first token of an answer, of those that don't end it. What is wrong, if it is."""
+        """Follow one answer for one token that does not end it. Return the reason if that fails."""
         mask = self.make_mask()
         matcher.fill_mask(mask)
         if matcher.error is not None:

@@ -1,12 +1,12 @@
 """Narrows a JSON schema to answers of bounded length, so that every answer ends.
 
-A small model that may write a free string, a list without a limit or a number of any length often
-never closes it. The narrowed schema allows a part of what the schema allows, never anything else:
-what it leaves out is only length. A limit that the schema sets itself is kept.
+A small model that may write a string, a list or a number of any length often never ends it. The
+narrowed schema allows only answers that the original allows, and leaves out those that are too
+long. A limit that the schema itself sets is kept.
 
-Bounded are strings, the digits of numbers, the entries of lists and of objects with free keys, and
-how often a definition may contain itself. Patterns and formats of the schema's own bound their
-strings less tightly, since a value that they demand may be long.
+Limits are set for strings, the digits of numbers, the entries of lists and of objects with free
+keys, and how often a definition may contain itself. Strings with a pattern or a format get a higher
+limit, since a value that fits them may have to be long.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 from sensorium.grammar.closed_schemas import Schema, resolve_reference
 
-_MAX_DEPTH = 2  # of lists in lists, from which on they have one entry
+_MAX_DEPTH = 2  # lists that are nested this deep or deeper have at most one entry
 _MAX_SELF_REFERENCES = 4
 _MAX_PATTERN_LENGTH = 256
-_MAX_INTEGER = 10**15 - 1  # every JSON reader holds it exactly
+_MAX_INTEGER = 10**15 - 1  # every JSON reader represents it exactly
 _MAX_NUMBER = 10**9
-_FRACTION = 0.001  # numbers are multiples of it, which bounds their digits
-_WORDS = r"^\S+(\s\S+)*$"  # without runs of blanks
+_FRACTION = 0.001  # numbers are multiples of it, which limits their digits
+_WORDS = r"^\S+(\s\S+)*$"  # words with single blanks between them
 _NO_WORDS_OR_SOME = r"^(\S+(\s\S+)*)?$"
 _KEY = r"^[A-Za-z_][A-Za-z0-9_]{0,15}$"
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Keywords that tell the type of a value where `type` does not.
+# Type -> keywords that imply it in a schema without `type`.
 _TYPE_HINTS = {
     "object": ("properties", "patternProperties", "additionalProperties", "required"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -38,21 +38,25 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def make_finite(root: Schema, max_string_length: int) -> Schema:
-    """Return the narrowed schema. `RecursionError` if it is nested too deeply."""
+    """Return the narrowed schema.
+
+    Raises a `RecursionError` if it is nested too deeply.
+    """
     return _Narrowing(root, max_string_length).make()
 
 
 class _Narrowing:
-    """One pass over the schema `root`.
+    """A pass that narrows one schema.
 
-    A place in the schema has a `depth`, the number of lists and maps around it, and a `level`, the
-    number of definitions around it that contain themselves.
+    Each place in the schema has a `depth` and a `level`. The depth is the number of lists and maps
+    around it. The level is the number of definitions around it that contain themselves.
     """
 
     def __init__(self, root: Schema, max_string_length: int) -> None:
         self._root = root
         self._max_string_length = max_string_length
-        # Of a list, of a list in it, and of all that lie deeper: as short as the strings are.
+        # The most entries of a list at depth 0, at depth 1, and deeper. They shrink with the limit
+        # of strings.
         self._max_entries = (max(1, max_string_length // 8), max(1, max_string_length // 16), 1)
         self._recursive = _find_recursive(root)
         self._definitions: dict[str, Schema] = {}  # name -> narrowed schema
@@ -65,7 +69,7 @@ class _Narrowing:
         return {**narrowed, "$defs": self._definitions}
 
     def _narrow(self, schema: Schema, depth: int, level: int, *, is_part: bool = False) -> Schema:
-        """`is_part`: the keys of an object are bounded by the schema around this one."""
+        """Return a narrowed schema. With `is_part`, the schema around it limits the keys."""
         if schema is True:
             return self._make_any(depth)
         if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
@@ -100,10 +104,10 @@ class _Narrowing:
                 ]
 
     def _define(self, reference: str, depth: int, level: int) -> str | None:
-        """Return a reference to the narrowed definition; `None` where it would go too deep."""
+        """Return a reference to the narrowed definition, or `None` if that would go too deep."""
         target = resolve_reference(self._root, reference)
         if target is None:
-            return reference  # the compiler says what is wrong with it
+            return reference  # the compiler will report what is wrong with it
         level += reference in self._recursive
         if level > _MAX_SELF_REFERENCES:
             return None
@@ -114,7 +118,7 @@ class _Narrowing:
         return f"#/$defs/{self._names[key]}"
 
     def _make_any(self, depth: int) -> dict[str, Any]:
-        """Return a schema for a value of any kind, nested no deeper than lists in lists."""
+        """Return a schema for a value of any type. At `_MAX_DEPTH` it is no list and no object."""
         is_nested = depth < _MAX_DEPTH
         kinds = ["string", "number", "boolean", "null", *(("array", "object") * is_nested)]
         return {"anyOf": [self._narrow({"type": kind}, depth, 0) for kind in kinds]}
@@ -125,7 +129,7 @@ class _Narrowing:
             most = self._max_string_length if is_free else _MAX_PATTERN_LENGTH
             least = _get_count(schema, "minLength")
             schema.setdefault("maxLength", max(most, least))
-            # The compiler can't join a pattern with a length that must be reached, or a large one.
+            # The compiler can't combine a pattern with a minimum length, or with a large maximum.
             if is_free and least <= 1 and _get_count(schema, "maxLength") <= _MAX_PATTERN_LENGTH:
                 schema["pattern"] = _WORDS if schema.pop("minLength", 0) else _NO_WORDS_OR_SOME
         if "number" in types:
@@ -136,7 +140,7 @@ class _Narrowing:
 
     def _bound_list(self, schema: dict[str, Any], depth: int, level: int) -> None:
         prefix = schema.get("prefixItems")
-        if not isinstance(prefix, list):  # older drafts have it under `items`
+        if not isinstance(prefix, list):  # in older drafts `items` holds the prefix
             prefix = schema["items"] if isinstance(schema.get("items"), list) else None
         if prefix is not None:
             key = "prefixItems" if "prefixItems" in schema else "items"
@@ -150,12 +154,16 @@ class _Narrowing:
     def _bound_object(
         self, schema: dict[str, Any], depth: int, level: int, *, is_part: bool
     ) -> None:
-        """Free keys are left out beside declared ones, and few and short on their own."""
+        """Limit the keys of an object.
+
+        Beside declared keys, free keys are not allowed. An object without declared keys gets free
+        keys that are few and short.
+        """
         is_joined = any(key in schema for key in _APPLICATORS)
         for key in ("properties", "patternProperties"):
             if isinstance(schema.get(key), Mapping):
                 schema[key] = {
-                    # A key that another part describes is bounded there.
+                    # If another part describes the key, its value is limited there.
                     name: value
                     if value is True and is_joined
                     else self._narrow(value, depth, level)
@@ -180,7 +188,7 @@ class _Narrowing:
 
 
 def _get_types(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types of a value, found by its other keywords if the schema names none."""
+    """Return the types that a schema allows, found by its other keywords if it names none."""
     types = schema.get("type")
     if isinstance(types, str):
         return [types]
@@ -196,7 +204,7 @@ def _get_count(schema: Mapping[str, Any], key: str) -> int:
 
 
 def _bound_range(schema: dict[str, Any], most: int) -> None:
-    """Give a number both bounds; the one that is missing lies far from the one that is there."""
+    """Give a number both bounds. A bound that is missing is set far from the other one."""
     low = _get_bound(schema, "minimum", "exclusiveMinimum")
     high = _get_bound(schema, "maximum", "exclusiveMaximum")
     if low is None:
@@ -212,7 +220,10 @@ def _get_bound(schema: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def _find_recursive(root: Schema) -> frozenset[str]:
-    """Return the references whose definitions lead back to themselves, and what joins them."""
+    """Return the references to definitions that lead back to themselves.
+
+    References on a path between two of them are included.
+    """
     direct: dict[str, list[str]] = {}
     waiting = _list_references(root)
     while waiting:
@@ -230,10 +241,10 @@ def _find_recursive(root: Schema) -> frozenset[str]:
 def _find_endless(
     forward: Mapping[str, list[str]], backward: Mapping[str, list[str]]
 ) -> frozenset[str]:
-    """Return the nodes of a graph from which a walk along `forward` need not end."""
+    """Return the nodes of a graph from which a walk along `forward` can be endless."""
     num_open = {node: len(targets) for node, targets in forward.items()}
     waiting = [node for node, number in num_open.items() if number == 0]
-    for node in waiting:  # grows while it is walked; each node enters once
+    for node in waiting:  # the list grows meanwhile, but each node enters it at most once
         for source in backward[node]:
             num_open[source] -= 1
             if num_open[source] == 0:
@@ -242,7 +253,7 @@ def _find_endless(
 
 
 def _list_references(schema: Schema) -> list[str]:
-    """Return the references in a schema, of its definitions those alone that it is itself."""
+    """Return the references in a schema, without those inside the definitions that it holds."""
     found: list[str] = []
     waiting = [schema]
     while waiting:

@@ -1,4 +1,7 @@
-"""Runs what recurses as deep as its input says, in native code that checks nothing."""
+"""Runs a function on a large stack, for native code that recurses as deep as its input is nested.
+
+Such code does not check for the end of the stack.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-# Of addresses; memory is what is used of it. The longest chain that a grammar of the greatest
-# length can hold takes less than a quarter.
+# This many addresses are reserved, but memory is taken only for those that are used. The deepest
+# nesting that fits into a grammar of the greatest length needs less than a quarter of them.
 _NUM_BYTES = 2**28
 _Result = TypeVar("_Result")
 _lock = threading.Lock()
 
 
 def run_on_large_stack(work: Callable[[], _Result]) -> _Result:
-    """In a thread of its own; returns what it returns, and raises what it raises."""
+    """Run `work` in a thread with a large stack. Return its result, or raise its error."""
     result: Future[_Result] = Future()
 
     def run() -> None:
@@ -24,7 +27,9 @@ def run_on_large_stack(work: Callable[[], _Result]) -> _Result:
         except BaseException as error:
             result.set_exception(error)
 
-    with _lock:  # the size is the process's: others that start a thread meanwhile get it as well
+    # The stack size is a setting of the whole process. The lock keeps concurrent calls from
+    # restoring a wrong size. Other code that starts a thread meanwhile gets the large stack too.
+    with _lock:
         before = threading.stack_size(_NUM_BYTES)
         try:
             threading.Thread(target=run, name="grammar-stack", daemon=True).start()

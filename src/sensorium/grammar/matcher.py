@@ -1,4 +1,4 @@
-"""Where one answer stands in its grammar. Not for two threads at a time."""
+"""Tracks the position of one answer in its grammar. Only one thread at a time may use a matcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-Words = npt.NDArray[np.int64]  # bit i of word w: token 64 * w + i may come next
+Words = npt.NDArray[np.int64]  # bit i of word w is set if token 64 * w + i may come next
 _MAX_REASON = 300
 
 
@@ -21,7 +21,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why it can't go on; then it never will."""
+        """Return why the matcher has failed, or `None`. A failed matcher can't be used again."""
         if not self._matcher.is_error():
             return None
         reason = self._matcher.get_error().replace("<non-verbose/>", "")
@@ -29,22 +29,22 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow but an end."""
+        """Return whether nothing but an end can follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def is_accepting(self) -> bool:
-        """The answer may end here."""
+        """Return whether the answer may end here."""
         return bool(self._matcher.is_accepting())
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these tokens; `error` if it may not."""
+        """Continue the answer with these tokens. If they are not allowed, `error` is set."""
         self._matcher.consume_tokens(list(token_ids))
 
     def count_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens could follow."""
+        """Return how many of these tokens could follow, counted from the first."""
         return int(self._matcher.validate_tokens(list(token_ids)))
 
     def fill_mask(self, words: Words) -> None:
-        """Write which tokens may follow. The interpreter is not locked meanwhile."""
+        """Write into `words` which tokens may follow. Other Python threads run meanwhile."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

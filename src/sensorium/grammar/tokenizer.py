@@ -1,4 +1,4 @@
-"""A model's tokenizer as llguidance reads it: the bytes of every token."""
+"""Converts a model's tokenizer into that of llguidance, which has the bytes of every token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ WORD_BITS = 64  # masks are made of whole words
 def make_tokenizer(
     tokenizer: Any, *, vocab_size: int = 0, eos_token_ids: Sequence[int] = ()
 ) -> LLTokenizer:
-    """Of Transformers' fast tokenizers, and of mistral-common's. A mask has a bit for each of the
-    model's `vocab_size` logits, or for each token if there are more of these.
+    """Return llguidance's form of a fast tokenizer of Transformers, or of one of mistral-common.
 
-    llguidance needs a token that ends an answer: without `eos_token_ids`, one of the special tokens
-    stands for it.
+    A mask has a bit for each of the model's `vocab_size` logits, or for each token if there are
+    more tokens than logits.
+
+    llguidance needs a token that ends an answer. Without `eos_token_ids`, one of the special tokens
+    is used.
     """
     try:
         if getattr(tokenizer, "is_fast", False):
@@ -38,7 +40,8 @@ def make_tokenizer(
 
 def _make_fast(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     num_tokens = max(tokenizer.get_vocab().values()) + 1
-    # A copy: padding and truncation are of no use here, and may hold for others.
+    # Padding and truncation are turned off in a copy, because other users of the tokenizer may need
+    # them.
     backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_padding()
     backend.no_truncation()
@@ -60,7 +63,10 @@ def _make_mistral(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int])
 
 
 class _MistralTokens:
-    """What `TokenizerWrapper` asks for; it takes the number of tokens from the list."""
+    """The interface that `TokenizerWrapper` needs, over a tokenizer of mistral-common.
+
+    The wrapper takes the number of tokens from the length of `tokens`, so the list is padded.
+    """
 
     def __init__(self, inner: Any, num_bits: int) -> None:
         ids = range(int(inner.n_words))

@@ -1,4 +1,4 @@
-"""From the caller's words to llguidance's: each kind of structured output as one grammar."""
+"""Translates each kind of structured output into a grammar of llguidance."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from sensorium.grammar.finite_schemas import make_finite
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import MAX_CHARACTERS, StructuredOutputsParams
 
-# What people and printers write: a blank, or a new line and its indentation. Some models would fill
-# the context with blanks if they might.
 _JSON, _GRAMMAR = ("structured_outputs", "json"), ("structured_outputs", "grammar")
+# A blank, or a new line and its indentation, as people and programs write JSON. If any whitespace
+# was allowed, some models would fill the context with blanks.
 _WHITESPACE = r"[\x20\x09]|\x0D?\x0A[\x20\x09]{0,32}"
-# Blanks as `json.dumps` writes them, where an answer has to end even if its model never would.
+# The blanks of `json.dumps`, for schemas that are narrowed so that every answer ends.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAX_GBNF_CHARACTERS = 2**15  # it is read in Python, with the interpreter locked
+_MAX_GBNF_CHARACTERS = 2**15  # GBNF is parsed in Python, and other threads have to wait
 _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
 
 
 def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | None = None) -> str:
-    """Return the grammar as `LLMatcher` takes it.
+    """Return a grammar in the form that `LLMatcher` takes.
 
-    Raise a `RequestError` that names the field for what isn't even JSON or GBNF; the compiler finds
-    the rest. With `max_string_length`, answers that follow a schema are bounded in all parts.
+    Raises a `RequestError` with the path of the field for text that isn't JSON or GBNF. The
+    compiler finds all other errors. With `max_string_length`, all parts of an answer that follows a
+    schema have limited lengths.
     """
     if params.kind == "regex":
         return str(LLMatcher.grammar_from_regex(params.regex or ""))
@@ -38,9 +39,9 @@ def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | No
 
 
 def prepare_schema(schema: Schema, max_string_length: int | None) -> Schema:
-    """Return the schema that answers are held to: closed, and bounded if there is a limit.
+    """Return the schema that answers must follow: closed, and narrowed if there is a limit.
 
-    Raise a `RequestError` if the schema is nested too deeply.
+    Raises a `RequestError` if the schema is nested too deeply.
     """
     try:
         closed = close_objects(schema)
@@ -56,9 +57,10 @@ def make_grammar_after(
     token_id: int | None = None,
     max_string_length: int | None = None,
 ) -> StructuredOutputsParams:
-    """Free text first, up to and with `end_tag`, then what `params` ask for: for prompts that have
-    opened a model's reasoning. Blanks may stand between. `token_id`: of the tag, where it is a
-    special token of the model and no text.
+    """Return a grammar of free text up to and including `end_tag`, followed by that of `params`.
+
+    It is for prompts that have opened a model's reasoning. Blanks may stand between both parts.
+    `token_id` is the id of the tag if it is a special token of the model and not text.
     """
     free = "reasoning" if token_id is None else f"/(.|\\n)*/ <[{token_id}]>"
     rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
@@ -69,7 +71,7 @@ def make_grammar_after(
 
 
 def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """As the right side of a rule."""
+    """Return a grammar as the right side of a rule."""
     if params.kind in ("json", "json_object"):
         return f"%json {_get_schema(params, max_string_length)}"
     if params.kind == "regex":
@@ -78,7 +80,7 @@ def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> st
 
 
 def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """The schema's text, with our options where it has none of its own."""
+    """Return the text of a schema, with our rules for blanks if it has none of its own."""
     try:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
     except (ValueError, RecursionError) as error:
@@ -103,7 +105,10 @@ def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) 
 
 
 def _check_patterns(schema: object) -> None:
-    """Expressions in a schema cost what they cost alone."""
+    """Raise a `RequestError` if the patterns in a schema are too long.
+
+    They cost as much as regular expressions on their own, so they have the same limit.
+    """
     waiting, num_characters = [schema], 0
     while waiting:
         value = waiting.pop()
@@ -134,7 +139,11 @@ def _join(choices: Sequence[str]) -> str:
 
 
 def _quote(text: str) -> str:
-    """Lark's strings are JSON's. Half a surrogate pair is no character, and in no answer."""
+    """Return a text as a string of Lark, which has the syntax of JSON's strings.
+
+    Raises a `RequestError` for half a surrogate pair: it is not a character, so no answer can
+    contain it.
+    """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise RequestError("holds half a surrogate pair", path=("structured_outputs", "choice"))
     return json.dumps(text, ensure_ascii=False)
@@ -149,5 +158,5 @@ def _translate_gbnf(text: str) -> str:
         )
     try:
         return str(gbnf_to_lark(text))
-    except Exception as error:  # it raises just that for a rule that is missing
+    except Exception as error:  # for a missing rule it raises a plain `Exception`
         raise RequestError(f"is not GBNF: {error}", path=_GRAMMAR) from error

@@ -1,7 +1,7 @@
-"""What the keys and values of a model look like, layer by layer, and how memory is split among
-them.
+"""Describes the keys and values of each layer, and splits the memory of the KV cache among them.
 
-Plain numbers: no tensors here. A *group* is a set of layers with one window, hence one block table.
+There are only numbers here and no tensors. A *group* is a set of layers with the same window, which
+therefore share one block table.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from sensorium.types.scheduling import KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """`source`: the layer whose keys and values this one reads; another than itself for layers
-    that share them.
-    """
+    """The shape of one layer's keys and values."""
 
     layer_index: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None
+    window: int | None  # None: the layer attends to all earlier tokens
+    # The layer that stores the keys and values that this one reads. It is another layer if both
+    # share them.
     source: int
 
     @property
     def num_elements_per_token(self) -> int:
-        """0 for a layer that stores nothing of its own."""
+        """Return how many numbers the layer stores per token: 0 if it reads those of another."""
         if self.source != self.layer_index:
             return 0
         return self.num_kv_heads * (self.key_dim + self.value_dim)
@@ -45,8 +45,9 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
-    """Groups by window, the one that attends to everything first. A sharing layer belongs to its
-    source's group.
+    """Group layers by their window. The group without a window comes first.
+
+    A layer that shares keys and values belongs to the group of its source.
     """
     window_of = {layer.layer_index: layer.window for layer in layers}
     for layer in layers:
@@ -72,9 +73,8 @@ def plan_kv_cache(
 ) -> tuple[KVCacheGroup, ...]:
     """Split memory so that every group holds the same number of tokens.
 
-    A group with a window never needs more than `max_tokens_per_window_group` beside its windows:
-    when that is less than its share, the others get the rest. One block of each group is the null
-    block.
+    A group with a window never needs room for more than `max_tokens_per_window_group`. If that is
+    less than its share, the other groups get the rest. One block of each group is the null block.
     """
     sizes = [
         g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
@@ -98,7 +98,7 @@ def plan_kv_cache(
 
 
 def _num_equal_blocks(sizes: Sequence[int], bounds: Sequence[int | None], memory_bytes: int) -> int:
-    """The largest n for which min(n, bound) blocks of every group fit into the memory."""
+    """Return the largest n for which min(n, bound) blocks of every group fit into the memory."""
     low, high = 0, memory_bytes // max(1, min(sizes)) + 1
     while low < high - 1:
         middle = (low + high) // 2

@@ -1,4 +1,7 @@
-"""The Transformers seam: loading, the generic adapter, families. No model is written anew here."""
+"""Runs the models of Transformers: loading, the generic adapter, and code for single families.
+
+No model is reimplemented here.
+"""
 
 from sensorium.models.torchvision_shim import ensure_torchvision
 

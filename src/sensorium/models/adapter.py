@@ -1,10 +1,11 @@
-"""One interface over every Transformers model: encode items, embed tokens, run the decoder, make
-logits.
+"""Gives all Transformers models one interface: encode, embed, run the decoder, compute logits.
 
-The defaults ask the model itself. A family overrides what can't be asked. Nothing here knows
-requests, blocks or schedules. Of the model nothing is changed but the attention functions of its
-decoder and of encoders that pack, and how rotary modules with two sets of factors choose among
-them.
+By default the adapter reads what it needs from the model itself. A family overrides the rest.
+Nothing here depends on requests, blocks or schedules.
+
+The model is changed in few places: the attention functions of its decoder and of encoders that
+pack sequences, the encoders' computation of lengths, the choice of rotary modules that have two
+sets of factors, and the layers that `fuse` replaces.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ from sensorium.utils.arrays import to_device
 
 logger = logging.getLogger(__name__)
 
-# Transformers' numbers in `mm_token_type_ids`; 0 is text.
+# The values in Transformers' `mm_token_type_ids`. Text is 0.
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 class ModelAdapter:
-    """The generic family: whatever follows Transformers' conventions needs no code of its own."""
+    """The adapter of every model that follows Transformers' conventions.
 
-    # Items of these modalities attend in both directions among their own embeddings.
+    Families that don't follow them derive their own class from it.
+    """
+
+    # The embeddings of an item of these modalities attend to each other in both directions.
     bidirectional_modalities: frozenset[str] = frozenset()
-    # They do so in layers with a window only.
+    # True: they do so only in layers with a window.
     has_causal_full_layers = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -69,7 +73,7 @@ class ModelAdapter:
         self.fusion = Fusion()
         self._long_rope = LongRope(self._decoder)
         self.has_mrope = hasattr(self._base, "get_rope_index")
-        # Whether the model's head scales logits as its config says; the probe finds out.
+        # Whether logits have to be scaled as the config describes. `_probe` finds out.
         self._scales_logits = True
         self._vocab_size = int(self.text_config.vocab_size)
 
@@ -91,8 +95,9 @@ class ModelAdapter:
 
     @property
     def long_after(self) -> int | None:
-        """The most tokens of a request that is computed with short rotary factors; `None` if the
-        model has one set of factors.
+        """Return the most tokens that a request may have to use the short rotary factors.
+
+        It is `None` if the model has one set of factors only.
         """
         return self._long_rope.long_after
 
@@ -101,9 +106,10 @@ class ModelAdapter:
     def embed(
         self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """[N] ids, with `mm_embeds` put at the tokens `mm_index`; the embeddings [1, N, hidden]
-        and more arguments for the decoder. Ids at `mm_index` have no embedding of their own (a
-        placeholder may lie outside the vocabulary).
+        """Return the embeddings [1, N, hidden] of token ids [N], and extra decoder arguments.
+
+        The tokens at `mm_index` get `mm_embeds`. Their ids are not looked up, because a placeholder
+        may be outside the vocabulary.
         """
         if mm_index is None or mm_embeds is None:
             return self._embedding(input_ids)[None], {}
@@ -117,8 +123,9 @@ class ModelAdapter:
         attention_call: AttentionCall,
         extra: dict[str, Any],
     ) -> torch.Tensor:
-        """[1, N, hidden] and positions [3, N] (M-RoPE) or [N]: the last hidden states [N,
-        hidden].
+        """Run the decoder on embeddings [1, N, hidden]. Return its last hidden states [N, hidden].
+
+        Positions are [3, N] with M-RoPE, and [N] otherwise.
         """
         position_ids = positions[:, None] if self.has_mrope else positions[None]
         output = self._decoder(
@@ -131,11 +138,11 @@ class ModelAdapter:
         return output.last_hidden_state[0]
 
     def choosing_factors(self, is_long: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Compute tokens with long rotary factors where `is_long` [N] is true, inside a `with`."""
+        """Return a context in which the tokens with `is_long` [N] use the long rotary factors."""
         return self._long_rope.choosing(is_long)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, hidden] → float32 [B, vocabulary], scaled as the model's own head does."""
+        """Return float32 logits [B, vocabulary] of hidden states, scaled as the model does it."""
         logits = self._head(hidden).float()
         return self._scale(logits) if self._scales_logits else logits
 
@@ -151,8 +158,9 @@ class ModelAdapter:
 
     @torch.inference_mode()
     def probe_layers(self) -> tuple[LayerSpec, ...]:
-        """The KV layout, from forward passes over two tokens; a `ModelError` if they show that
-        the model can't be run as others are.
+        """Return the shape of each layer's keys and values, found by running two tokens.
+
+        Raises a `ModelError` if these runs show that the model can't be run through this interface.
         """
         name = type(self.model).__name__
         if not hasattr(self._embedding, "weight"):
@@ -166,7 +174,7 @@ class ModelAdapter:
         except ModelError as error:
             raise ModelError(f"{name} can't be run: {error}") from error
         except Exception as error:
-            # Whatever a decoder raises here, it is one that works in another way than expected.
+            # Any error means that the decoder does not work in the way that is expected here.
             raise ModelError(
                 f"{name} can't be run: its decoder refused a trial: {error}"
             ) from error
@@ -184,11 +192,11 @@ class ModelAdapter:
         return tuple(replace(layer, window=windows[layer.layer_index]) for layer in layers)
 
     def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
-        """The longest sequence that can be computed, if the model has a limit of its own."""
+        """Return the longest sequence that can be computed, if the model has a limit of its own."""
         return find_context_limit(self.model, layers, self.long_after)
 
     def _probe_masks(self) -> dict[int, int | None]:
-        """Layer index -> the window of its mask."""
+        """Return a map from the index of each layer to the window of its mask."""
         probe = MaskProbe()
         self._set_attention(PROBE_ATTENTION)
         try:
@@ -205,10 +213,10 @@ class ModelAdapter:
         )
 
     def _probe(self) -> tuple[tuple[LayerSpec, ...], bool]:
-        """Run two tokens part by part, and the whole model beside it: do they agree?
+        """Return the layers' shapes, and whether the adapter's logits agree with the model's own.
 
-        Not every model scales its logits as its config says: if they come nearer without, by more
-        than rounding, they are left as they are.
+        Not every model scales its logits as its config describes. If they agree better without
+        scaling, by more than rounding, the adapter does not scale them.
         """
         probe = KVProbe()
         hidden = self._run_two_tokens(probe)
@@ -226,26 +234,28 @@ class ModelAdapter:
         num_roundings = 32 if self.dtype == torch.float32 else 4
         rounding = num_roundings * torch.finfo(self.dtype).eps * float(theirs.abs().max())
         self._scales_logits = distances[True] <= max(distances[False], rounding)
-        # Both ran the same operations but for the scaling, so a few roundings are all there may be.
+        # Both ran the same operations except for the scaling, so they may differ by a few roundings
+        # at most.
         return probe.layers, distances[self._scales_logits] <= 3 * rounding
 
     def fuse(self) -> None:
-        """Fuse what the model computes in many small kernels, where that changes nothing."""
+        """Fuse operations of the model's layers into fewer kernels if the results stay the same."""
         logger.info(
-            "fused forms of the model's layers are compared with the originals; at the first start "
-            "on a machine their kernels are compiled, which takes some seconds"
+            "comparing fused forms of the model's layers with the originals; at the first start on "
+            "a machine their kernels are compiled, which takes some seconds"
         )
         fusion = fuse(self.model, self.device)
         try:
             distance = self._compare_fused(fusion)
-        except Exception as error:  # whatever a model may say to it
+        except Exception as error:  # models raise all kinds of errors: run them unfused
             logger.debug("the fused model failed", exc_info=True)
             fusion.turn_off()
             logger.warning("nothing is fused: with %s the model failed: %r", fusion, error)
             return
         finally:
             if self.device.type == "cuda":
-                # Weights that were joined lie in new memory. Torch would keep the old for itself.
+                # Joined weights lie in new memory. Without this, torch would keep the old memory
+                # for later tensors.
                 torch.cuda.empty_cache()
         if is_many_roundings(distance, self.dtype):
             self.fusion = fusion
@@ -264,7 +274,7 @@ class ModelAdapter:
 
     @property
     def own_attention_name(self) -> str:
-        """The attention that Transformers chose for the decoder."""
+        """Return the name of the attention that Transformers chose for the decoder."""
         return self._own_attention
 
     @property
@@ -277,8 +287,9 @@ class ModelAdapter:
 
     @contextmanager
     def own_attention(self, name: str | None = None) -> Iterator[None]:
-        """Let the model compute as Transformers wrote it. The decoder gets its own attention, or
-        that of `name`.
+        """Let the model compute as Transformers wrote it, inside a `with`.
+
+        The decoder uses its own attention, or the one of this name.
         """
         self._set_attention(name or self._own_attention)
         set_attention(self._towers, DENSE_ATTENTION)
@@ -290,7 +301,7 @@ class ModelAdapter:
             set_attention(self._towers, PACKED_ATTENTION)
 
     def forget_positions(self) -> None:
-        """Forget what the model itself keeps of its last call's positions."""
+        """Delete what the model itself has stored about the positions of its last call."""
         if hasattr(self._base, "rope_deltas"):
             self._base.rope_deltas = None
 
@@ -302,9 +313,11 @@ class ModelAdapter:
         features: Sequence[MultiModalFeatureSpec],
         items: Sequence[MultiModalKwargsItem],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [3, prompt] on the CPU, and [3, 1] what to add to the index of a token behind
-        the prompt. `generate` goes on from the last position, which is not always the highest:
-        some families let a text begin before the last frame's time.
+        """Return the positions [3, prompt] of a prompt on the CPU, and an offset [3, 1].
+
+        The position of a token after the prompt is its index plus this offset. As in `generate`,
+        positions continue from the last one of the prompt, which is not always the highest: in some
+        families a text may begin before the time of the last frame.
         """
         if not features:
             return torch.arange(len(token_ids)).expand(3, -1), torch.zeros(3, 1, dtype=torch.long)
@@ -322,7 +335,7 @@ class ModelAdapter:
         token_types: torch.Tensor,
         items: Sequence[MultiModalKwargsItem],
     ) -> torch.Tensor:
-        """Return the model's own positions of a prompt, of shape [3, 1, prompt]."""
+        """Return the positions [3, 1, prompt] that the model itself computes for a prompt."""
         function = self._base.get_rope_index
         arguments = gather_arguments(items, inspect.signature(function).parameters.keys())
         positions: torch.Tensor = function(input_ids, mm_token_type_ids=token_types, **arguments)[0]
@@ -333,8 +346,9 @@ class ModelAdapter:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run one modality's encoder over items of any requests; one [num_embeds, width] per
-        item.
+        """Run the encoder of a modality. Return embeddings [num_embeds, width] for each item.
+
+        The items may belong to different requests.
         """
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
@@ -350,45 +364,54 @@ class ModelAdapter:
         return self.split(output, items, num_embeds)
 
     def to_model(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the model's device; numbers in its dtype, which not every encoder sees to."""
+        """Return a tensor on the model's device, with floating-point numbers in its dtype.
+
+        Not every encoder converts its inputs itself.
+        """
         moved = to_device(tensor, self.device)
         return moved.to(self.dtype) if moved.is_floating_point() else moved
 
     def _get_encoder(self, modality: str) -> Any:
-        """Some families have no encoder for videos: their frames are pictures."""
+        """Return the function that encodes a modality.
+
+        A family without an encoder for videos encodes their frames as images.
+        """
         is_plain = modality == "video" and not hasattr(self._base, "get_video_features")
         return getattr(self._base, f"get_{'image' if is_plain else modality}_features")
 
     def split(
         self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Each item's share of what its encoder gave."""
+        """Return the embeddings of each item from the output of its encoder."""
         return _split(output, [_get_num_parts(item) for item in items], num_embeds)
 
 
 def _get_probe_ids(device: torch.device) -> torch.Tensor:
-    """Two tokens, not one twice: the embedding of the first may be zero, and say nothing."""
+    """Return two different tokens. The embedding of one may be zero and would show nothing."""
     return torch.arange(2, device=device)
 
 
 def gather_arguments(
     items: Sequence[MultiModalKwargsItem], names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Of the tensors with these names, those that there are, each over all items."""
+    """Return the tensors with these names that some item has, each concatenated over all items."""
     found = {name: [item[name] for item in items if name in item] for name in names}
     return {name: torch.cat(tensors) for name, tensors in found.items() if tensors}
 
 
 def _get_num_parts(item: MultiModalKwargsItem) -> int:
-    """How many outputs an item has in an encoder's batch: 1, or its chunks of sound. Tensors with
-    more rows than that hold patches.
+    """Return how many entries an item has in an encoder's batch: 1, or its chunks of sound.
+
+    It is the smallest number of rows of its tensors: those with more rows hold patches.
     """
     return min((len(tensor) for tensor in item.values() if tensor.ndim), default=0)
 
 
 def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> list[torch.Tensor]:
-    """Each item's share of an encoder's output, found by its number of parts where the output has
-    parts, so that one item too many can't shift the others.
+    """Return the embeddings of each item from an encoder's output.
+
+    If the output has parts, they are counted for each item. So a wrong number of embeddings for one
+    item raises an error, and can't shift the embeddings of the others.
     """
     embeds = output.pooler_output
     if embeds is None:
@@ -419,7 +442,7 @@ def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> 
 
 
 def collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
-    """Concatenate the items' tensors, which agree in all but their first dimension."""
+    """Concatenate the tensors of items, which have equal shapes except for the first dimension."""
     names = items[0].keys()
     for item in items:
         if item.keys() != names:

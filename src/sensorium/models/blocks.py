@@ -1,6 +1,6 @@
-"""The repeated blocks of a model: the places at which a long forward pass shows that it moves on.
+"""Finds the repeated blocks of a model, at which a long forward pass can report progress.
 
-A pass over a long prompt or a large picture may take minutes on a CPU, one block of it takes
+On a CPU a pass over a long prompt or a large picture may take minutes. One block of it takes
 seconds at most.
 """
 

@@ -1,9 +1,9 @@
-"""Where a checkpoint lies: a directory, a snapshot in the hub's own cache, or, of the embedded
-model, where that was expanded.
+"""Finds the directory of a checkpoint, and downloads it from the hub if needed.
 
-Whatever is loaded of a model is loaded from one directory, hence from one revision. A hub id is
-looked up once; its weights are fetched last, by the names that the snapshot itself gives. What the
-hub tells in many ways is told here in one sentence.
+It is a local directory, a snapshot in the hub's own cache, or the place at which the embedded model
+was expanded. All files of a model are loaded from this one directory, and so from one revision. A
+hub id is looked up once. Its weights are fetched last, by the names that the snapshot itself gives.
+The many errors of the hub become one sentence each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @contextmanager
 def blame_checkpoint(model: str) -> Iterator[None]:
-    """Whatever broken files make libraries raise becomes one sentence that names the model."""
+    """Turn any error into a `ModelError` that names the model, inside a `with`.
+
+    Broken files make libraries raise many kinds of errors.
+    """
     try:
         yield
     except SensoriumError:
@@ -55,8 +58,11 @@ def blame_checkpoint(model: str) -> Iterator[None]:
 def find_checkpoint(
     model: str, *, revision: str | None, trust_remote_code: bool, use_tqdm: bool
 ) -> Path:
-    """The directory with all but the weights of a model; code only if it may run."""
-    if not model:  # would be the current directory
+    """Return a directory with all files of a model but its weights.
+
+    Its code is fetched only with `trust_remote_code`.
+    """
+    if not model:  # an empty path would be the current directory
         raise ModelError("the name of the model is empty")
     path = Path(model).expanduser()
     is_embedded = model == EMBEDDED_MODEL
@@ -73,8 +79,9 @@ def find_checkpoint(
 
 
 def get_revision(directory: Path) -> str:
-    """What tells this checkpoint from others of its name: the commit of a snapshot, or a digest of
-    a directory's config.
+    """Return a text that distinguishes this checkpoint from others of the same name.
+
+    It is the commit of a snapshot, or a digest of a directory's config.
     """
     if directory.parent.name == "snapshots":
         return directory.name
@@ -83,12 +90,15 @@ def get_revision(directory: Path) -> str:
 
 
 def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint that `find_checkpoint` found, fetched if need be."""
+    """Return the safetensors files of a checkpoint, and fetch them if they are missing.
+
+    The directory is the one that `find_checkpoint` returned.
+    """
     names = _get_weight_names(directory)
     if not Path(model).expanduser().is_dir() and not all(
         (directory / name).is_file() for name in names
     ):
-        # The directory of a snapshot bears the name of its commit.
+        # The name of a snapshot's directory is its commit.
         _fetch(model, revision=directory.name, patterns=names, use_tqdm=use_tqdm)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing == [WEIGHTS]:
@@ -112,7 +122,10 @@ def _get_weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def _get_hint(directory: Path) -> str:
-    """Pickles can run code when they are read."""
+    """Return the rest of the error for missing weights, which mentions pickles if there are any.
+
+    Pickles are not loaded, because they can run code when they are read.
+    """
     pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
     if not pickles:
         return f": {WEIGHTS} or {WEIGHTS_INDEX} is needed"
@@ -123,7 +136,10 @@ def _get_hint(directory: Path) -> str:
 
 
 def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqdm: bool) -> Path:
-    """A snapshot with the files; of a hub that doesn't answer what the cache has of it."""
+    """Return a snapshot with the files that match the patterns.
+
+    If the hub doesn't answer, it is the snapshot in the cache.
+    """
     no_answer = _ask_hub(model, revision)
     try:
         return Path(
@@ -136,16 +152,20 @@ def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqd
             )
         )
     except Exception as error:
-        # Network, server and disk fail in many ways; the model can't be loaded in any of them.
+        # Network, server and disk raise many kinds of errors. The model can't be loaded after any
+        # of them.
         cause = no_answer if isinstance(no_answer, HfHubHTTPError) else error
         raise ModelError(_explain(model, revision, cause)) from error
 
 
 def _ask_hub(model: str, revision: str | None) -> Exception | None:
-    """Why the hub doesn't answer. It is asked once: a download repeats that for half a minute."""
+    """Ask the hub about a model once. Return the error if it doesn't answer, or `None`.
+
+    A download would repeat its requests for half a minute.
+    """
     try:
         huggingface_hub.model_info(model, revision=revision, timeout=_TIMEOUT_S)
-    except Exception as error:  # its client's many kinds; the cache may have the model all the same
+    except Exception as error:  # of many kinds; the cache may have the model all the same
         return error
     return None
 
@@ -174,9 +194,9 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
 
 
 class _Bar(tqdm):
-    """On a terminal, when it takes long."""
+    """A progress bar that appears only on a terminal, and only if a download takes long."""
 
-    is_hidden: bool | None = None  # tqdm's word for: unless it is a terminal
+    is_hidden: bool | None = None  # None makes tqdm hide the bar unless it writes to a terminal
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "disable": self.is_hidden, "delay": BAR_DELAY_S})
@@ -187,7 +207,7 @@ class _NoBar(_Bar):
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A file of the checkpoint; empty if it isn't there."""
+    """Return the JSON object in a file of the checkpoint. A missing file counts as empty."""
     if not path.is_file():
         return {}
     try:

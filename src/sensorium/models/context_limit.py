@@ -1,5 +1,6 @@
-"""The longest sequence that a model computes in a way that can be had here, if that is less than
-its config allows.
+"""Finds the longest sequence that this engine computes as the model's own `generate` does.
+
+For some models that is less than their config allows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ContextLimit:
 def find_context_limit(
     model: PreTrainedModel, layers: Sequence[LayerSpec], long_after: int | None
 ) -> ContextLimit | None:
-    """Return the lowest limit that the model has. `long_after`: see `LongRope`."""
+    """Return the lowest limit of a model, if it has any. `long_after` is that of `LongRope`."""
     text_config = model.config.get_text_config(decoder=True)
     limits = [
         *_find_long_rope_limits(model.config, long_after),
@@ -36,7 +37,11 @@ def find_context_limit(
 def _find_long_rope_limits(
     config: PretrainedConfig, long_after: int | None
 ) -> Iterator[ContextLimit]:
-    """A sequence that crosses the border must be computed again, as the model's own class does."""
+    """Yield a limit at the border of the two sets of factors, unless the model recomputes there.
+
+    The scheduler computes a sequence again that crosses the border. That is right only if the
+    model's own class does so too.
+    """
     own_border = getattr(config, "original_max_position_embeddings", None)
     is_computed_again = config.model_type in RECOMPUTING and own_border == long_after
     if long_after is not None and not is_computed_again:
@@ -49,7 +54,10 @@ def _find_long_rope_limits(
 def _find_dynamic_limits(
     decoder: torch.nn.Module, text_config: PretrainedConfig
 ) -> Iterator[ContextLimit]:
-    """Dynamic factors depend on the longest sequence of a step, and on earlier steps."""
+    """Yield a limit if the rotary factors are dynamic.
+
+    Beyond it they depend on the longest sequence of a step, and on earlier steps.
+    """
     kinds = [str(getattr(module, "rope_type", "")) for module in decoder.modules()]
     if any("dynamic" in kind for kind in kinds):
         yield ContextLimit(
@@ -61,7 +69,11 @@ def _find_dynamic_limits(
 def _find_cache_limits(
     text_config: PretrainedConfig, layers: Sequence[LayerSpec]
 ) -> Iterator[ContextLimit]:
-    """A cache that forgets what the mask still shows: prompts see more than answers do."""
+    """Yield a limit for each layer with a cache in Transformers that is shorter than its mask.
+
+    The cache drops tokens that the mask still shows. So in longer sequences, the tokens of a prompt
+    attend to more tokens than those of an answer do.
+    """
     cached = DynamicCache(config=text_config).layers
     for layer in layers:
         if layer.layer_index >= len(cached) or not cached[layer.layer_index].is_sliding:

@@ -1,5 +1,6 @@
-"""What a model's `generation_config.json` says about sampling: greedy decoding by default equals
-`generate`.
+"""Reads the sampling defaults of a model from its `generation_config.json`.
+
+With them, the engine decodes by default as Transformers' `generate` does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBa
 
 logger = logging.getLogger(__name__)
 
-# Fields that change the tokens and are not supported yet, with the value that changes nothing.
+# Fields that change the tokens and are not supported yet -> the value that has no effect.
 _IGNORED_FIELDS: dict[str, object] = {
     "typical_p": 1.0,
     "top_h": None,
@@ -39,20 +40,26 @@ _IGNORED_FIELDS: dict[str, object] = {
 def get_generation_defaults(
     model: PreTrainedModel, generation_config: str = "auto"
 ) -> GenerationDefaults:
-    """Greedy unless the config says `do_sample`, as in Transformers' `generate`: temperature and
-    filters count only then, penalties and bans always.
+    """Return the sampling defaults of a loaded model.
 
-    With "none" only its end-of-sequence tokens count, without which no answer would end: a request
-    that is silent samples from the model's own distribution, and no token is banned.
+    They are greedy unless the config has `do_sample`, as in Transformers' `generate`. Temperature
+    and filters apply only with `do_sample`, penalties and bans always.
+
+    With "none" only the config's end-of-sequence tokens are used, because no answer would end
+    without them. A request without sampling parameters then samples from the model's own
+    distribution, and no token is banned.
     """
     return _make_defaults(model.generation_config, generation_config)
 
 
 def load_generation_defaults(directory: str, generation_config: str = "auto") -> GenerationDefaults:
-    """The same for a checkpoint whose model is not loaded: a model reads these files too."""
+    """Return the sampling defaults of a checkpoint without loading its model.
+
+    Loading the model would read the same files.
+    """
     try:
         config = GenerationConfig.from_pretrained(directory)
-    except OSError:  # there is none: configs of older checkpoints have its fields among theirs
+    except OSError:  # it is missing: older checkpoints have its fields in their `config.json`
         config = GenerationConfig.from_pretrained(
             directory, config_file_name="config.json", _from_model_config=True
         )
@@ -60,10 +67,10 @@ def load_generation_defaults(directory: str, generation_config: str = "auto") ->
 
 
 def load_string_limit(directory: str) -> int | None:
-    """Return how long strings may be that a schema leaves free, if the model's directory says so.
+    """Return the longest string that a schema without a limit allows, if the model sets one.
 
-    `structured_string_limit` is a key of our own in `generation_config.json`, for models that
-    don't end such strings by themselves.
+    `structured_string_limit` is our own key in `generation_config.json`, for models that don't end
+    such strings by themselves.
     """
     limit = read_json(Path(directory) / "generation_config.json").get("structured_string_limit")
     if limit is None:
@@ -123,7 +130,11 @@ def _warn_of_ignored(config: Any) -> None:
 
 
 def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
-    """Transformers drops end-of-sequence tokens from `bad_words_ids`, and from nothing else."""
+    """Return the tokens and sequences that the config bans.
+
+    As in Transformers, end-of-sequence tokens are dropped from `bad_words_ids` and from no other
+    list.
+    """
     bad_words = [
         _check_ids("bad_words_ids", sequence) for sequence in _as_ids(_get(config, "bad_words_ids"))
     ]
@@ -142,12 +153,12 @@ def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
 
 
 def _get(config: Any, name: str) -> Any:
-    """Versions of Transformers differ in the fields that a config has."""
+    """Return a field of a config, or `None`: versions of Transformers differ in the fields."""
     return getattr(config, name, None)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
-    """A list of ids, one id or none, as configs have them."""
+    """Return the ids of a config's field, which may hold a list, a single id, or none."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)

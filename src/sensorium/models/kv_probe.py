@@ -1,5 +1,6 @@
-"""Learns the KV layout of a decoder by watching one small forward pass, instead of reading
-family-specific configs.
+"""Finds out the KV layout of a decoder from one small forward pass.
+
+So the configs of single families don't have to be interpreted.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from sensorium.types.errors import ModelError
 
 
 class KVProbe:
-    """An `AttentionCall` that notes what each layer brings. Layers that share keys and values
-    bring the very same tensors.
+    """An `AttentionCall` that records the shapes of each layer's keys and values.
+
+    Layers that share keys and values pass the very same tensors.
     """
 
     def __init__(self) -> None:
-        # Layer index -> its keys and values, kept alive so that no later ones get their addresses.
+        # Layer index -> its keys and values. They are kept alive, because tensors are recognised by
+        # their addresses, and later ones could get the address of one that was freed.
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._specs: dict[int, LayerSpec] = {}
 
@@ -32,7 +35,7 @@ class KVProbe:
     ) -> torch.Tensor:
         del scaling
         if layer_index in self._specs:
-            # Keys and values are stored by layer: those of the second call would replace the first.
+            # Keys and values are stored by layer, so the second call would overwrite the first.
             raise ModelError(
                 f"layer {layer_index} attends more than once in a forward pass: not supported"
             )

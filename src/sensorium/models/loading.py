@@ -1,6 +1,4 @@
-"""From a checkpoint's directory to a model that is ready to run, or to one sentence that says why
-not.
-"""
+"""Loads a model from a checkpoint's directory, or raises a `ModelError` with the reason."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ logger = logging.getLogger(__name__)
 _NEEDS_TRUST = (
     "{!r} brings code of its own: it is run only with trust_remote_code=True (--trust-remote-code)"
 )
-# Where a checkpoint says which of its classes generates.
+# The keys of a checkpoint's `auto_map` that name a class that generates text.
 _AUTO_MODELS = (
     "AutoModelForMultimodalLM",
     "AutoModelForImageTextToText",
     "AutoModelForVision2Seq",
     "AutoModelForCausalLM",
 )
-# Checkpoints of several models, and the one among them that reads and writes text.
+# Types of checkpoints that contain several models -> config and class of the one that writes text.
 _PARTS = {
     "qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration"),
 }
@@ -42,7 +40,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    read_json(Path(directory) / "generation_config.json")  # Transformers goes on without it
+    # Raise an error if this file is broken: Transformers would silently continue without it.
+    read_json(Path(directory) / "generation_config.json")
     content = read_json(Path(directory) / "config.json")
     is_known = content.get("model_type") in CONFIG_MAPPING
     if "AutoConfig" in content.get("auto_map", ()) and not is_known and not trust_remote_code:
@@ -50,7 +49,7 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
-        # Transformers raises many kinds for what is one fault: there is no such model.
+        # Transformers raises many kinds of errors for one fault: there is no such model.
         raise ModelError(f"no model can be loaded from {directory!r}: {error}") from error
     if config.model_type in _PARTS:
         name, architecture = _PARTS[config.model_type]
@@ -71,8 +70,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """`auto`: the checkpoint's, but float32 on a CPU that has no bfloat16 instructions (it would
-    be 100 times slower).
+    """Return the dtype of this name, or a suitable one for `auto`.
+
+    On a GPU `auto` is the dtype of the checkpoint. On a CPU it is float32, except for checkpoints
+    in bfloat16 if the CPU has instructions for it. Without these, bfloat16 would be 100 times
+    slower.
     """
     if dtype in _DTYPES:
         return _DTYPES[dtype]
@@ -91,7 +93,7 @@ def _has_fast_bfloat16() -> bool:
 
 
 def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer alone, without the processor of media around it."""
+    """Return the tokenizer alone, without the processor of media around it."""
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
@@ -115,7 +117,7 @@ def load_model(
                 output_loading_info=True,
             )
     except Exception as error:
-        # As above: missing or broken weights are told in many ways.
+        # As above, missing or broken weights raise many kinds of errors.
         raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error
     _check_weights(directory, report)
     loaded.to(device).eval()
@@ -125,7 +127,7 @@ def load_model(
 
 @contextmanager
 def _loading_bar(use_tqdm: bool) -> Iterator[None]:
-    """Transformers' own bar over the tensors, but only on a terminal and if it takes long."""
+    """Show Transformers' own progress bar only on a terminal, and only if loading takes long."""
 
     def make_bar(bar: Any, arguments: Any, options: Any) -> Any:
         return bar(
@@ -141,7 +143,10 @@ def _loading_bar(use_tqdm: bool) -> Iterator[None]:
 
 
 def _check_weights(model: str, report: Mapping[str, Any]) -> None:
-    """Transformers fills what is missing with random numbers and says so in a log."""
+    """Raise a `ModelError` if weights are missing, and log those that are not used.
+
+    Transformers would fill missing weights with random numbers, and only log a warning.
+    """
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
@@ -150,14 +155,15 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
     unexpected = sorted(report["unexpected_keys"])
     if unexpected:
         names = ", ".join(unexpected[:3])
-        logger.warning("%d tensors of the checkpoint are not used, as %s", len(unexpected), names)
+        logger.warning("%d tensors of the checkpoint are unused: %s", len(unexpected), names)
 
 
 def get_model_class(
     directory: str, config: PretrainedConfig, *, trust_remote_code: bool = False
 ) -> Any:
-    """The class that the checkpoint names, if its decoder lets us in: Transformers' own, or the
-    checkpoint's if that may run.
+    """Return the class that the checkpoint names, or raise a `ModelError` if it can't be run.
+
+    It is a class of Transformers, or with `trust_remote_code` the checkpoint's own.
     """
     name = (config.architectures or [""])[0]
     remote_classes = getattr(config, "auto_map", None) or {}
@@ -179,5 +185,5 @@ def get_model_class(
 def _get_remote_class(directory: str, reference: str) -> Any:
     try:
         return get_class_from_dynamic_module(reference, directory)
-    except Exception as error:  # code of others, and its imports
+    except Exception as error:  # the checkpoint's code and its imports may raise anything
         raise ModelError(f"the code of {directory!r} can't be loaded: {error}") from error

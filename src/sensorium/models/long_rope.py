@@ -1,13 +1,13 @@
-"""Rotary positions with two sets of factors (rope_type "longrope"), chosen for each token.
+"""Chooses between two sets of rotary factors (rope_type "longrope") for each token.
 
-Transformers chooses by the largest position of a call, which here is a step of many requests. A
-request must be computed with the factors of its own length instead, as `generate` does: the short
-ones up to `long_after` tokens, the long ones for every token of it once it is longer. The scheduler
-starts a request again that crosses that border.
+Transformers chooses by the largest position of a call, and here a call is a step of many requests.
+But a request must be computed with the factors of its own length, as in `generate`: with the short
+ones up to `long_after` tokens, and with the long ones for all its tokens when it is longer. The
+scheduler restarts a request that crosses this border.
 
 Invariants:
-  1. While tokens are chosen, nothing depends on the positions of other tokens of the step.
-  2. Outside of it the model computes as Transformers wrote it.
+  1. Inside `choosing`, a token's factors don't depend on the positions of other tokens of the step.
+  2. Outside of it, the model computes as Transformers wrote it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 from sensorium.types.errors import ModelError
 
-# Models that compute a sequence again in `generate` when it crosses the border. Others go on with
-# keys of both kinds, in a mixture that depends on where the prompt ended.
+# In `generate` these models compute a sequence again when it crosses the border. Others continue
+# with keys of both kinds, in a mixture that depends on where the prompt ended.
 RECOMPUTING = frozenset({"phi3", "phi4_multimodal", "phimoe"})
 
 
@@ -29,14 +29,14 @@ class LongRope:
     """The rotary modules of a decoder that have two sets of factors, if it has any."""
 
     def __init__(self, decoder: torch.nn.Module) -> None:
-        # The most tokens that a request may have for the short factors. None: there is one set.
+        # The most tokens of a request that uses the short factors. None: there is only one set.
         self.long_after: int | None = None
         self._is_long: torch.Tensor | None = None  # bool [N], while a step is computed
         borders: set[int] = set()
         for module in decoder.modules():
             if found := _find_borders(module):
                 borders |= found
-                # An attribute of the instance: `Module.__call__` finds it before the class's.
+                # It is set on the instance, where `Module.__call__` finds it before the class's.
                 module.forward = self._wrap(module.forward)
         if len(borders) > 1:
             raise ModelError(
@@ -48,7 +48,7 @@ class LongRope:
 
     @contextmanager
     def choosing(self, is_long: torch.Tensor | None) -> Iterator[None]:
-        """Give the tokens of the calls inside the long factors where `is_long` [N] is true."""
+        """Use the long factors for the tokens with `is_long` [N], in calls inside a `with`."""
         self._is_long = is_long
         try:
             yield
@@ -60,9 +60,9 @@ class LongRope:
             is_long, border = self._is_long, self.long_after
             if is_long is None or border is None:
                 return own_forward(x, position_ids, *args, **kwargs)
-            # Tokens of short requests lie before the border; what others get here is not used.
+            # Tokens of short requests lie before the border. The result for others is not used.
             short = own_forward(x, position_ids.clamp(max=border - 1), *args, **kwargs)
-            # One position beyond the border makes the model choose its long factors.
+            # The model chooses its long factors because of this one position beyond the border.
             beyond = torch.full_like(position_ids[..., :1], border)
             longer = torch.cat([position_ids, beyond], dim=-1)
             long = own_forward(x, longer, *args, **kwargs)
@@ -75,11 +75,11 @@ class LongRope:
 
 
 def _find_borders(module: torch.nn.Module) -> set[int]:
-    """Return the lengths at which a module changes its factors: none, unless it is rotary."""
+    """Return the lengths at which a module changes its rotary factors, if it has two sets."""
     rope_type = getattr(module, "rope_type", None)
     if rope_type == "longrope":
         return {_get_border(module.config.rope_parameters)}  # type: ignore[union-attr]
-    if isinstance(rope_type, Mapping):  # by kind of layer
+    if isinstance(rope_type, Mapping):  # kind of layer -> rope type
         return {
             _get_border(module.config.rope_parameters[kind])  # type: ignore[union-attr,index]
             for kind, value in rope_type.items()

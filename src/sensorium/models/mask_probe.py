@@ -1,9 +1,9 @@
-"""Learns from a decoder's own masks which positions each of its layers attends to.
+"""Finds out from a decoder's own masks which positions each of its layers attends to.
 
-Transformers composes a mask as a function of two positions and hands it to the attention
-implementation. For an implementation that only this module uses, the function is asked about chosen
-positions, so that a window is found in whatever way the model expresses it. Its mask tensors carry
-the answer to the layers.
+Transformers composes a mask as a function of two positions, and passes it to the attention
+implementation. This module registers an implementation that calls this function for chosen
+positions. So it finds a window in whatever way the model expresses it. The result is attached to
+the mask tensor, which brings it to the layers.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sensorium.types.errors import ModelError
 
 PROBE_ATTENTION = "sensorium_probe"
-# A position beyond every context. It is odd and prime: no multiple of a chunk.
+# A position beyond every context. It is a prime, so it is no multiple of a chunk's length.
 _FAR = 1_000_003
-_ANSWER = "sensorium_answer"  # the attribute of a mask tensor that holds what was read
+_ANSWER = "sensorium_answer"  # the attribute of a mask tensor that holds the `MaskAnswer`
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskAnswer:
-    """What a mask lets a position see."""
+    """The positions that a mask lets a token attend to."""
 
-    window: int | None = None  # the last positions that are seen, its own included; None: all
-    fault: str | None = None  # why the mask can't be had from our attention; None: it can
+    # The number of positions that are attended to, the token's own included. None: all before it.
+    window: int | None = None
+    fault: str | None = None  # why our attention can't apply this mask; None: it can
 
 
 class MaskProbe:
-    """Notes the mask of every layer of a decoder that runs with `PROBE_ATTENTION`."""
+    """A recorder of the mask of every layer in a decoder that runs with `PROBE_ATTENTION`."""
 
     def __init__(self) -> None:
         self._windows: dict[int, int | None] = {}
 
     @property
     def windows(self) -> dict[int, int | None]:
-        """Layer index -> its window."""
+        """Return a map from the index of each layer to its window."""
         return dict(self._windows)
 
     def note(
@@ -51,9 +52,9 @@ class MaskProbe:
         mask: torch.Tensor | None,
         *,
         is_causal: bool,
-        window: int | None,  # that the layer asks its attention function for
+        window: int | None,  # the window that the layer passes to its attention function
     ) -> None:
-        """Note a layer's window, or raise a `ModelError` if its mask is not supported."""
+        """Record the window of a layer, or raise a `ModelError` if its mask is not supported."""
         answer = MaskAnswer(window=window)
         if mask is not None:
             answer = getattr(
@@ -75,11 +76,12 @@ class MaskProbe:
 
 
 def read_mask(mask_function: MaskFunction) -> MaskAnswer:
-    """Find out what a mask function means by asking it about chosen positions."""
+    """Find out which positions a mask function shows, by calling it for chosen positions."""
     zero = torch.tensor(0)
 
     def sees(query: int, key: int) -> bool:
-        # Scalars on the CPU: an index that is out of range raises, also for tensors on a GPU.
+        # With scalars on the CPU, an index out of range raises an error even if the function
+        # indexes a tensor on a GPU.
         return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
 
     try:
@@ -101,8 +103,8 @@ def _read(sees: Callable[[int, int], bool]) -> MaskAnswer:
 
 
 def _find_window(sees: Callable[[int, int], bool]) -> int:
-    """Bisect for the distance from which on a far position sees nothing."""
-    low, high = 0, _FAR  # distances that are seen and not seen
+    """Return the smallest distance that a far position doesn't attend to, found by bisection."""
+    low, high = 0, _FAR  # the distance `low` is attended to, and `high` is not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sees(_FAR, _FAR - middle) else (low, middle)
@@ -110,7 +112,7 @@ def _find_window(sees: Callable[[int, int], bool]) -> int:
 
 
 def _choose_queries(window: int | None) -> list[int]:
-    """Choose positions around the first ones, the window's border and far away."""
+    """Return positions at the beginning, around multiples of the window, and far away."""
     size = window or 1
     near = [0, 1, 2, 3, 63, 64, 1000, 4096, 8191, 8192, 99_991, _FAR - 1, _FAR]
     return [*near, *(size * factor + step for factor in (1, 2, 3) for step in (-1, 0, 1))]
@@ -129,8 +131,8 @@ def _make_probe_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Make a mask that carries its meaning. Versions of Transformers differ in other arguments."""
-    del kwargs
+    """Return a mask with its `MaskAnswer` attached."""
+    del kwargs  # versions of Transformers differ in them
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     setattr(mask, _ANSWER, read_mask(mask_function))
     return mask
@@ -149,7 +151,7 @@ def _probe_attention(
     **kwargs: Any,  # noqa: ARG001
 ) -> tuple[torch.Tensor, None]:
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))  # as Transformers' own attention
+        is_causal = bool(getattr(module, "is_causal", True))  # as in Transformers' own attention
     attention_call.note(module, attention_mask, is_causal=is_causal, window=sliding_window)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

@@ -1,4 +1,4 @@
-"""Why a model can't be run, said from its config and class before any weight is read."""
+"""Decides from its config and class whether a model can be run, before any weight is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _REASONS = {
 
 
 def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
-    """One sentence behind the model's name, or `None` if it may be tried."""
+    """Return why a model can't be run, or `None` if it may be tried.
+
+    The reason is a phrase that follows the model's name.
+    """
     text_config = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "is an encoder-decoder model: not supported yet"
@@ -38,7 +41,10 @@ def _find_unknown_layer(text_config: PretrainedConfig) -> str | None:
 
 
 def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
-    """Some classes don't say it of themselves, but their decoders do."""
+    """Return whether a model uses Transformers' attention interface.
+
+    Some classes don't declare it themselves, but their decoders do.
+    """
     if getattr(model_class, "_supports_attention_backend", False):
         return True
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What a safetensors file says of its tensors before any is read: is it whole, and how large.
+"""Reads the header of a safetensors file, to check its length and the size of its tensors.
 
 The format: 8 bytes with the length of the header (little endian), the header as JSON, the tensors.
 """
@@ -15,13 +15,14 @@ from sensorium.types.errors import ModelError
 
 _PREFIX_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-# Transformers converts these to the dtype that is asked for; the others stay as they are.
+# Transformers converts these types to the dtype that is asked for. Others stay as they are.
 _CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
-    """The size of all tensors once floating-point ones have `element_size` bytes an element; a
-    `ModelError` for a file that is cut short.
+    """Return the size of all tensors when floating-point ones are converted to `element_size`.
+
+    Raises a `ModelError` for a file that is cut short.
     """
     return sum(
         _get_num_bytes(tensor, element_size) for path in paths for tensor in read_tensors(path)
@@ -36,7 +37,7 @@ def _get_num_bytes(tensor: dict[str, Any], element_size: int) -> int:
 
 
 def read_tensors(path: Path) -> list[dict[str, Any]]:
-    """`dtype`, `shape` and `data_offsets` of each tensor."""
+    """Return the `dtype`, `shape` and `data_offsets` of each tensor in a file."""
     num_file_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(_PREFIX_BYTES), "little")

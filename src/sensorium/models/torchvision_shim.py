@@ -1,9 +1,9 @@
 """Makes `import torchvision` work beside a CPU build of torch.
 
-The wheels of the package index link their compiled operators against CUDA. Without it they don't
-load, and the import ends with "operator torchvision::nms does not exist". `transforms.v2`, all that
-the processors need, is pure torch: with the schemas of the two operators declared, the import
-succeeds. Goes when a CPU wheel exists for every platform.
+The wheels on the package index link their compiled operators against CUDA. Without CUDA these don't
+load, and the import fails with "operator torchvision::nms does not exist". The processors need only
+`transforms.v2`, which is pure torch. If the schemas of two operators are declared first, the import
+succeeds. This module can be removed when there is a CPU wheel for every platform.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _library: torch.library.Library | None = None  # the declarations live as long a
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision, with the operators declared if it fails without. Absent is fine: not
-    every model needs it.
+    """Import torchvision, and declare its operators if the import fails without them.
+
+    It need not be installed: not every model needs it.
     """
     global _library
     try:

@@ -1,7 +1,7 @@
 """Runs a model as Transformers alone would: its own `generate`, its own attention, its own cache.
 
-It is the reference that an engine is compared with. It follows tokens that are given instead of
-choosing its own, so that both are asked about the same text at every position.
+It is the reference that an engine is compared with. It is made to generate given tokens instead of
+choosing its own, so that both are compared on the same text at every position.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from sensorium.models.adapter import ModelAdapter
 
-_MAX_ROWS = 64  # positions whose logits exist at the same time
-# What a model's own attention can be exchanged for, to learn how much rounding alone changes.
+_MAX_ROWS = 64  # the number of positions that have logits in memory at the same time
+# A model's own attention -> another one, to measure how much rounding alone changes.
 _OTHER_ATTENTIONS = {"sdpa": "eager"}
 
 
@@ -30,11 +30,11 @@ class WholeModel:
         output_ids: Sequence[int],
         wanted_ids: Sequence[Sequence[int]],
     ) -> list[float]:
-        """Return log-probabilities of tokens by the model on its own.
+        """Return the log-probabilities that the model on its own gives to tokens.
 
-        `inputs` are what the model's processor made of a prompt, and `output_ids` follow it.
-        `wanted_ids` has the tokens that are asked about, for each position from that of the second
-        prompt token to that of the last output.
+        `inputs` is the output of the model's processor for a prompt, and `output_ids` follow the
+        prompt. `wanted_ids` has the tokens to score at each position, from that of the second
+        prompt token to that of the last output token.
         """
         with self._adapter.own_attention():
             return self._score(inputs, output_ids, wanted_ids)
@@ -45,10 +45,10 @@ class WholeModel:
         output_ids: Sequence[int],
         wanted_ids: Sequence[Sequence[int]],
     ) -> list[float]:
-        """Return the same, computed by the same model with other rounding.
+        """Return the same as `score`, computed by the same model with different rounding.
 
-        The attention of its decoder is Transformers' eager one instead of PyTorch's. A model that
-        has only the eager one gets embeddings that are off by one rounding error instead.
+        The decoder uses Transformers' eager attention instead of PyTorch's. A model that has only
+        the eager one gets embeddings that are off by about one rounding error instead.
         """
         own = self._adapter.own_attention_name
         other = _OTHER_ATTENTIONS.get(own)
@@ -65,14 +65,15 @@ class WholeModel:
         output_ids: Sequence[int],
         wanted_ids: Sequence[Sequence[int]],
     ) -> list[float]:
-        # A model that draws random numbers draws the same ones each time: they are no rounding.
+        # A model that draws random numbers must draw the same ones each time: `score_otherwise` is
+        # to differ by rounding alone.
         with torch.random.fork_rng():
             torch.manual_seed(0)
             hidden, logits = self._generate(inputs, output_ids)
         num_prompt_tokens = inputs["input_ids"].shape[1]
         found: list[float] = []
         for first in range(0, num_prompt_tokens - 1, _MAX_ROWS):
-            # The adapter's logits of hidden states equal the model's own: that is checked at load.
+            # The adapter's logits equal the model's own, as was checked when it was loaded.
             last = min(first + _MAX_ROWS, num_prompt_tokens - 1)
             found += _pick(self._adapter.logits(hidden[first:last]), wanted_ids[first:last])
         return found + _pick(logits.float(), wanted_ids[num_prompt_tokens - 1 :])
@@ -80,7 +81,7 @@ class WholeModel:
     def _generate(
         self, inputs: Mapping[str, torch.Tensor], output_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden states of the prompt [P, width] and the logits behind it [n, vocab]."""
+        """Return the prompt's hidden states [P, width] and the logits [n, vocab] of the output."""
         adapter, states = self._adapter, []
         adapter.forget_positions()
         model = adapter.model
@@ -88,7 +89,8 @@ class WholeModel:
             lambda _module, _inputs, output: states.append(output.last_hidden_state[0])
         )
         eos_token_id = model.generation_config.eos_token_id
-        model.generation_config.eos_token_id = None  # the tokens are given, the last one too
+        # The output is given to its last token, so an end token must not stop it early.
+        model.generation_config.eos_token_id = None
         try:
             output = model.generate(
                 **{name: adapter.to_model(tensor) for name, tensor in inputs.items()},
@@ -107,7 +109,7 @@ class WholeModel:
 
 
 class _Follow(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the given tokens, one after another."""
+    """A processor that forces `generate` to choose the given tokens, one after another."""
 
     def __init__(self, token_ids: Sequence[int], *, num_prompt_tokens: int) -> None:
         self._token_ids = token_ids
@@ -129,7 +131,7 @@ def _pick(logits: torch.Tensor, wanted_ids: Sequence[Sequence[int]]) -> list[flo
 
 @contextmanager
 def _disturb(embedding: Any) -> Iterator[None]:
-    """Let an embedding layer's outputs be wrong by about one rounding error."""
+    """Change the outputs of an embedding layer by about one rounding error, inside a `with`."""
     generator = torch.Generator().manual_seed(0)
 
     def change(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

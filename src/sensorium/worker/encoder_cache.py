@@ -1,4 +1,4 @@
-"""Encoder outputs by key. When to keep and when to drop them is the core's business."""
+"""Holds encoder outputs by key. The core decides when they are kept and when they are dropped."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import torch
 
 
 class EncoderCache:
-    """Every entry owns its memory: a view would keep the whole batch alive that it was cut from."""
+    """A map from encoder keys to embeddings, in which every entry owns its memory.
+
+    A view would keep alive the whole batch that it was cut from.
+    """
 
     def __init__(self) -> None:
-        self._embeds: dict[str, torch.Tensor] = {}
+        self._embeds: dict[str, torch.Tensor] = {}  # key -> [num_embeds, width]
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self._embeds[key]
@@ -21,7 +24,7 @@ class EncoderCache:
         return len(self._embeds)
 
     def add(self, key: str, embeds: torch.Tensor) -> None:
-        """[num_embeds, width]"""
+        """Store embeddings [num_embeds, width]; a view of a larger tensor is copied."""
         num_bytes = embeds.numel() * embeds.element_size()
         is_whole = embeds.is_contiguous() and embeds.untyped_storage().nbytes() == num_bytes
         self._embeds[key] = (
@@ -29,7 +32,7 @@ class EncoderCache:
         )
 
     def drop(self, key: str) -> None:
-        """Keys that were never added are fine: their encoding failed."""
+        """Remove an entry. The key may be missing, because its encoding may have failed."""
         self._embeds.pop(key, None)
 
     @property

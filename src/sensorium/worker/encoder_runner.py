@@ -1,5 +1,6 @@
-"""Runs the encoders for the items of a step, in batches across requests; one bad item fails
-alone.
+"""Runs the encoders for the items of a step, in batches across requests.
+
+An item that can't be encoded fails alone: the others of its batch are encoded one by one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ class EncoderJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedBatch:
-    """`is_finite`: on the device, not read yet."""
-
     jobs: Sequence[EncoderJob]
-    embeds: Sequence[torch.Tensor]
-    is_finite: torch.Tensor
+    embeds: Sequence[torch.Tensor]  # per job
+    is_finite: torch.Tensor  # one bool for the batch, on the device and not read yet
 
 
 class EncoderRunner:
@@ -40,7 +39,7 @@ class EncoderRunner:
         self._cache = cache
 
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
-        """Fill the cache; the keys that could not be encoded, with the reason."""
+        """Encode jobs into the cache. Return the keys that failed, each with the reason."""
         batches: dict[Hashable, list[EncoderJob]] = {}
         for job in jobs:
             batches.setdefault(_get_batch_key(job), []).append(job)
@@ -49,7 +48,7 @@ class EncoderRunner:
             if len(batch) == 1:
                 failed[batch[0].key] = _explain(batch[0], reason)
                 continue
-            # One by one, to find out whose fault it is.
+            # Encode one by one, so that only the items at fault fail.
             for [job], own_reason in self._run_batches([[job] for job in batch]):
                 failed[job.key] = _explain(job, own_reason)
         return failed
@@ -57,8 +56,9 @@ class EncoderRunner:
     def _run_batches(
         self, batches: Sequence[Sequence[EncoderJob]]
     ) -> list[tuple[Sequence[EncoderJob], str]]:
-        """Encode and store each batch as a whole; those that failed, with the reason. Whether the
-        numbers are finite is read from the device once for all of them.
+        """Encode and store each batch as a whole. Return those that failed, with the reason.
+
+        Whether the numbers are finite is read from the device once, for all batches together.
         """
         encoded: list[_EncodedBatch] = []
         failed: list[tuple[Sequence[EncoderJob], str]] = []
@@ -78,15 +78,15 @@ class EncoderRunner:
         return failed
 
     def _encode(self, jobs: Sequence[EncoderJob]) -> _EncodedBatch | str:
-        """A batch's embeddings, or the reason if it fails."""
+        """Return the embeddings of a batch, or the reason why it can't be encoded."""
         modality = jobs[0].feature.modality
         try:
             embeds = self._get_embeds(modality, jobs)
             # A NaN in a stored key or value would reach other requests: attention multiplies masked
-            # values by zero.
+            # values by zero, and NaN times zero is NaN.
             is_finite = torch.stack([torch.isfinite(item).all() for item in embeds]).all()
         except Exception as error:
-            # The boundary at which one request's media may fail, whatever the model raises.
+            # Models raise all kinds of errors. Caught here, they fail only the requests concerned.
             logger.debug("encoding %d %s item(s) failed", len(jobs), modality, exc_info=True)
             return f"{type(error).__name__}: {error}"
         return _EncodedBatch(jobs=jobs, embeds=embeds, is_finite=is_finite)
@@ -100,7 +100,10 @@ class EncoderRunner:
         return self._adapter.encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
-        """A copy: the item's own memory may belong to a cache that uses it again."""
+        """Return a copy of precomputed embeddings, in the model's type and on its device.
+
+        The item's own memory may belong to a cache that uses it again.
+        """
         if len(embeds) != num_expected:
             raise RequestError(f"{len(embeds)} embeddings for placeholders of {num_expected}")
         return self._adapter.to_model(embeds.clone())
@@ -111,8 +114,9 @@ def _explain(job: EncoderJob, reason: str) -> str:
 
 
 def _get_batch_key(job: EncoderJob) -> Hashable:
-    """Items of one key can be concatenated as they are. Padding would let an item's embeddings
-    depend on its neighbours, where an encoder has no mask for it.
+    """Return a key that is equal for items that can be concatenated without padding.
+
+    With padding, an item's embeddings would depend on its neighbours if the encoder has no mask.
     """
     shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(job.item.items()))
     return job.feature.modality, shapes

@@ -1,6 +1,7 @@
-"""Which embeddings of which items stand at which tokens of a window. Index work only, no tensors.
+"""Finds the embeddings that belong to the tokens of a window of a prompt.
 
-Costs O(log n) in the number of items of the request, plus the window itself.
+It computes indices only and touches no tensors. The cost is O(log n) in the number of items of the
+request, plus the length of the window.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ from sensorium.utils.arrays import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSlice:
-    """The embeddings `[start, end)` of item `mm_index` go to the tokens `positions` of the
-    prompt.
-    """
+    """A run of an item's embeddings, and the prompt tokens that they replace."""
 
-    mm_index: int
-    start: int
+    mm_index: int  # the item's index in the request
+    start: int  # the embeddings [start, end) of the item
     end: int
-    positions: IntArray
+    positions: IntArray  # the index in the prompt of each of these embeddings
 
 
 def get_gather_slices(
     features: Sequence[MultiModalFeatureSpec], window_start: int, window_end: int
 ) -> list[GatherSlice]:
-    """The slices for the prompt positions `[window_start, window_end)`, in order."""
+    """Return the slices for the prompt positions `[window_start, window_end)`, in order."""
     slices = []
     lo, hi = get_mm_features_in_window(features, window_start, window_end)
     for mm_index in range(lo, hi):

@@ -1,9 +1,9 @@
 """Follows the grammars of requests: which tokens may come next, and when an answer is complete.
 
-Owns a matcher per request that has `structured_outputs`. Grammars are compiled and masks are filled
-in threads, from the moment that a request or its newest token is known, so that the model computes
-meanwhile. A step waits for them only for a moment: a request whose mask is late then gets no token
-in this step, and the others do.
+Owns a matcher for each request that has `structured_outputs`. Threads begin to compile a grammar
+when its request arrives, and to fill a mask when the token before it is chosen, while the model
+computes. A step waits for masks for a short time only. If the mask of a request is late, only that
+request gets no token in this step.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from sensorium.types.request import EngineCoreRequest
 from sensorium.worker.request_states import RequestState
 
 logger = logging.getLogger(__name__)
-MAX_WAIT_S = 0.05  # as long as a step of a large model, and longer than all masks of a batch take
+# About as long as a step of a large model, and longer than it takes to fill all masks of a batch.
+MAX_WAIT_S = 0.05
 _NUM_COMPILERS = 2
 _MAX_FILLERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMasks:
-    """By request id: `masks` of those that have one; `late_ids` have none yet; `failures` never
-    will.
-    """
+    """The masks of one step, for the requests that have a grammar."""
 
-    masks: Mapping[str, Words] = field(default_factory=dict)
-    late_ids: frozenset[str] = frozenset()
-    failures: Mapping[str, RequestError] = field(default_factory=dict)
+    masks: Mapping[str, Words] = field(default_factory=dict)  # request id -> mask
+    late_ids: frozenset[str] = frozenset()  # requests with masks that are not filled yet
+    failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
 
     def is_without(self, request_id: str) -> bool:
-        """Whether no token can be chosen for it in this step."""
+        """Return whether no token can be chosen for a request in this step."""
         return request_id in self.late_ids or request_id in self.failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What new tokens mean: `completed_ids` have said all that their grammar allows."""
+    """The effect of new tokens on the requests that have a grammar."""
 
-    completed_ids: frozenset[str] = frozenset()
-    failures: Mapping[str, RequestError] = field(default_factory=dict)
+    completed_ids: frozenset[str] = frozenset()  # requests with grammars that allow no more tokens
+    failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
 
 
 _NO_MASKS = StepMasks()
@@ -57,30 +56,35 @@ _NO_PROGRESS = Progress()
 
 
 class _Entry:
-    """`mask` and `failure` are written by the thread that `jobs` are run in, before `is_ready`."""
+    """The state of a request that has a grammar.
+
+    A thread of the pools writes `mask` and `failure`, and sets `is_ready` last. The step reads them
+    only when `is_ready` is set, so no lock is needed.
+    """
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
-        self.matcher: Matcher | None = None
+        self.matcher: Matcher | None = None  # None until the grammar is compiled
         self.mask: Words | None = None
         self.failure: RequestError | None = None
-        self.num_consumed = 0
+        self.num_consumed = 0  # output tokens that the matcher has consumed
         self.is_ready = False
-        self.is_late = False
-        self.jobs: Sequence[Future[None]] = ()
+        self.is_late = False  # the last step ran without its mask
+        self.jobs: Sequence[Future[None]] = ()  # one of them makes the entry ready
 
 
 class GrammarMasks:
-    """`compiler`: `None` where no tokenizer is at hand, and requests with a grammar are refused."""
+    """The matchers of all requests that have a grammar, and the threads that fill their masks."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
+        # None if the engine has no tokenizer. Requests with a grammar are then refused.
         self._compiler = compiler
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}  # by request id
 
     # ---- requests come and go
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Begin to compile its grammar, if it has one."""
+        """Begin to compile the grammar of a request, if it has one."""
         if request.sampling_params.structured_outputs is None:
             return
         if self._compiler is None:
@@ -89,7 +93,11 @@ class GrammarMasks:
         entry.jobs = (self._compilers.submit(self._prepare, entry, ()),)
 
     def start(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
-        """It runs from here on; resumed after a preemption, with the tokens that it has made."""
+        """Prepare for a request that starts to run, or resumes after a preemption.
+
+        A resumed request comes with the output tokens that it already has. If its matcher has not
+        consumed exactly these, a new one is compiled and consumes them.
+        """
         if request.sampling_params.structured_outputs is None:
             return
         if request.request_id not in self._entries:
@@ -106,8 +114,10 @@ class GrammarMasks:
     # ---- one step
 
     def take(self, states: Sequence[RequestState]) -> StepMasks:
-        """The masks of those that choose a token now. Waits for what was begun since the last
-        time; and for what was late then, if nobody else is kept from a token.
+        """Return the masks of the requests that choose a token in this step.
+
+        Waits up to `MAX_WAIT_S` for masks that are not ready. A mask that was late in the last step
+        is waited for only if all requests of this step have a grammar, so that it delays no others.
         """
         entries = self._find(states)
         if not entries:
@@ -134,7 +144,7 @@ class GrammarMasks:
         return StepMasks(masks=masks, late_ids=frozenset(late), failures=failures)
 
     def consume(self, tokens: Iterable[tuple[RequestState, int]]) -> Progress:
-        """These tokens were chosen. The masks behind them are begun at once."""
+        """Advance the matchers by the chosen tokens, and begin to fill the next masks at once."""
         completed, failures, going_on = [], {}, []
         for state, token_id in tokens:
             if state.params.structured_outputs is None:
@@ -161,7 +171,11 @@ class GrammarMasks:
         return [entry for entry in found if entry is not None]
 
     def _begin(self, entries: Sequence[_Entry]) -> None:
-        """Whichever thread is free takes the next entry, so that a slow one holds up nobody."""
+        """Fill the masks of entries in threads.
+
+        The threads share a queue, and each takes the next entry when it is free, so that one slow
+        mask does not delay the others.
+        """
         if not entries:
             return
         queue = deque(entries)
@@ -173,8 +187,10 @@ class GrammarMasks:
             entry.jobs = jobs
 
     def _get_mask(self, entry: _Entry) -> Words:
-        """Without the tokens that end it, where these must not; if nothing else is left, the answer
-        is complete, and ends all the same.
+        """Return the mask of a request, without end tokens if it must not end here.
+
+        It must not end before `min_tokens`, or with `ignore_eos`. If the grammar allows only end
+        tokens, the answer is complete and ends all the same.
         """
         request, mask = entry.request, entry.mask
         params = request.sampling_params
@@ -193,7 +209,7 @@ class GrammarMasks:
     def _prepare(self, entry: _Entry, output_token_ids: Sequence[int]) -> None:
         params, compiler = entry.request.sampling_params.structured_outputs, self._compiler
         if self._entries.get(entry.request.request_id) is not entry:
-            return  # it has ended: others wait for this thread
+            return  # the request has ended or was replaced: don't keep others waiting
         try:
             if params is not None and compiler is not None:
                 entry.matcher = compiler.compile(params)
@@ -202,7 +218,7 @@ class GrammarMasks:
                 self._fill(entry)
         except RequestError as error:
             entry.failure = error
-        except Exception as error:  # of this request alone: a tokenizer that can't be loaded
+        except Exception as error:  # fails this request alone: a tokenizer that can't be loaded
             logger.exception("a grammar could not be compiled")
             entry.failure = RequestError(str(error), path=_PATH)
         entry.is_ready = True
@@ -215,7 +231,7 @@ class GrammarMasks:
                 return
             try:
                 self._fill(entry)
-            except Exception as error:  # of this request alone
+            except Exception as error:  # fails this request alone
                 logger.exception("a mask could not be filled")
                 entry.failure = _make_error(entry, str(error))
             entry.is_ready = True

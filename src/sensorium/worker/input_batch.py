@@ -1,4 +1,7 @@
-"""Turns one step's schedule into tensors: a flat batch of tokens, decoding requests first."""
+"""Turns the schedule of a step into tensors.
+
+A step is a flat batch of tokens, and the requests that compute one token come first.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,18 @@ Row = tuple[ScheduledRequest, RequestState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """`sampled`: the rows that choose a next token, and `logits_index` their last tokens in the
-    batch.
-    """
+    """The tensors of a step with N tokens."""
 
     rows: tuple[Row, ...]
     input_ids: torch.Tensor  # [N]
     positions: torch.Tensor  # [N], or [3, N] with M-RoPE
-    is_long: torch.Tensor | None  # bool [N]: tokens of long requests; None: the model has no such
+    # bool [N]: the tokens of long requests. None if the model treats all lengths alike.
+    is_long: torch.Tensor | None
     layout: StepLayout
-    mm_index: torch.Tensor | None  # tokens that are replaced by embeddings
-    mm_embeds: torch.Tensor | None
-    sampled: tuple[RequestState, ...]
-    logits_index: torch.Tensor
+    mm_index: torch.Tensor | None  # indices of the tokens that are replaced by embeddings
+    mm_embeds: torch.Tensor | None  # one row for each of these tokens
+    sampled: tuple[RequestState, ...]  # the requests that choose a next token
+    logits_index: torch.Tensor  # for each of these requests, the index of its last token
     partial_blocks: tuple[torch.Tensor, ...]  # per group: new blocks that the step doesn't fill
 
 
@@ -134,8 +136,9 @@ class InputBatch:
         return (np.concatenate(index) if index else np.empty(0, dtype=np.int64)), embeds
 
     def _make_attend_until(self, rows: Sequence[Row], starts: IntArray) -> IntArray | None:
-        """For each token the end of what it sees. `None` unless some span of the step is seen in
-        both directions.
+        """Return for each token the end of the positions that it attends to.
+
+        Return `None` if no token of the step belongs to a span with attention in both directions.
         """
         if not self._bidirectional_modalities:
             return None
@@ -158,7 +161,7 @@ class InputBatch:
 
 
 def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:
-    """Return the new blocks that a step fills in part: the last one of a request, if any."""
+    """Return the new blocks that a step fills only in part, at most one for each request."""
     block_ids = [
         entry.new_block_ids[group_index][-1]
         for entry, _ in rows

@@ -1,4 +1,4 @@
-"""The paged key and value tensors of every layer. Which block holds what is the core's business."""
+"""Holds the paged key and value tensors of all layers. The core assigns the blocks to requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sensorium.layers.attention.backend import LayerCache
 from sensorium.layers.kv_layout import LayerGroup
 from sensorium.types.scheduling import KVCacheGroup
 
-_ALIGNMENT = 64  # bytes, as torch's own allocator gives
+_ALIGNMENT = 64  # bytes, the alignment of torch's own allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """Layers of one group and shape lie behind one another, so that one call reaches all."""
+    """The memory of all layers of one group and shape, so that one call can clear them all."""
 
     group_index: int
     keys: torch.Tensor  # [layers, blocks, block_size, K, D]
@@ -26,8 +26,10 @@ class _Stack:
 
 
 class KVCache:
-    """Owns the tensors, zeroed at the start: padding reads the null block, and garbage there
-    could be NaN.
+    """The owner of the key and value tensors of all layers.
+
+    They are zeroed at the start, because padding reads the null block, and garbage in it could be
+    NaN.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class KVCache:
         self._layers: dict[int, LayerCache] = {}
         self._stacks: list[_Stack] = []
         for group_index, (layer_group, group) in enumerate(zip(layer_groups, groups, strict=True)):
+            # A layer with another layer as its source shares the tensors of that layer.
             own = [layer for layer in layer_group.layers if layer.source == layer.layer_index]
             shapes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in own}
             for shape in sorted(shapes):
@@ -72,8 +75,10 @@ class KVCache:
         }
 
     def clear_blocks(self, group_index: int, block_ids: torch.Tensor) -> None:
-        """Zero blocks that a step fills only in part. What an earlier request left there is masked,
-        but masked values are multiplied by zero, which a NaN survives.
+        """Zero blocks that a step fills only in part.
+
+        What an earlier request left there is masked. But masking multiplies by zero, and NaN times
+        zero is NaN.
         """
         for stack in self._stacks:
             if stack.group_index == group_index:
@@ -84,13 +89,15 @@ class KVCache:
         return self._layers[layer_index]
 
     def get_stored(self, layer_index: int) -> LayerCache:
-        """Return a layer whose new keys and values are stored already."""
+        """Return a layer for attention that must not store the new keys and values again."""
         return self._stored[layer_index]
 
 
 def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`torch.zeros` writes every page, about a second per GiB. numpy takes pages that the system
-    zeroes when they are first touched.
+    """Return a tensor of zeros without touching its memory on a CPU.
+
+    There `torch.zeros` writes every page, which takes about a second per GiB. numpy takes pages
+    that the system zeroes when they are first touched.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

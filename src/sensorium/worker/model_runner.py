@@ -1,6 +1,7 @@
-"""Obeys a `SchedulerOutput`: encode, gather, run the decoder, sample. It chooses nothing.
+"""Carries out a `SchedulerOutput`: encode, gather, run the decoder, sample. It schedules nothing.
 
-Owns all tensors of the engine. Item tensors are read from `payloads`, which the engine core fills.
+Owns all tensors of the engine but those of media items, which it reads from `payloads`. The engine
+core fills these.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ModelRunner:
         self._attention = attention
         self._payloads = payloads
         self._states: dict[str, RequestState] = {}
-        self._mrope: dict[str, PromptPositions] = {}
+        self._mrope: dict[str, PromptPositions] = {}  # by request id
         self._encoder_runner = EncoderRunner(adapter, self.encoder_cache)
         self._input_batch = InputBatch(
             groups=groups,
@@ -86,8 +87,9 @@ class ModelRunner:
     # ---- requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Prepare what a request needs whenever it runs; a `RequestError` if its items don't fit
-        the model.
+        """Prepare a request before it runs. Raise a `RequestError` if it does not fit the model.
+
+        The positions that are computed here are kept when the request is preempted.
         """
         self._check_token_ids(request)
         self._grammars.add(request)
@@ -98,14 +100,17 @@ class ModelRunner:
             positions, delta = self._adapter.get_mrope_positions(
                 request.prompt_token_ids, request.mm_features, items
             )
-        except Exception as error:  # one request's media may fail here, whatever the model raises
+        except Exception as error:  # models raise all kinds of errors: fail this request alone
             raise RequestError(f"no positions for the media of this prompt: {error!r}") from error
         self._mrope[request.request_id] = PromptPositions(
             positions=positions.numpy(), delta=np.asarray(delta)
         )
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:
-        """Only placeholders may lie outside the vocabulary: encoders give their embeddings."""
+        """Raise a `RequestError` if a token id is outside the model's vocabulary.
+
+        Placeholders may be outside, because their embeddings come from encoders.
+        """
         token_ids = np.array(request.prompt_token_ids)
         for feature in request.mm_features:
             for start, end in feature.mm_position.extract_embeds_range():
@@ -130,7 +135,7 @@ class ModelRunner:
             )
 
     def forget_request(self, request_id: str) -> None:
-        """The request has ended."""
+        """Release what `add_request` prepared for a request that has ended."""
         self._mrope.pop(request_id, None)
         self._grammars.forget(request_id)
 
@@ -174,8 +179,10 @@ class ModelRunner:
             self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
 
     def _encode(self, scheduled: Sequence[ScheduledRequest]) -> tuple[dict[str, str], float]:
-        """The keys that could not be encoded, with the reason; and the seconds that it took. The
-        runner waits for the device once, if there is anything to encode.
+        """Encode the items of a step. Return the keys that failed with the reason, and the seconds.
+
+        The encoder runner waits for the device before it returns, so the seconds include the
+        device's work. A step with nothing to encode does not wait.
         """
         jobs = self._get_encoder_jobs(scheduled)
         if not jobs:
@@ -197,8 +204,10 @@ class ModelRunner:
     def _get_left_out(
         self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
     ) -> dict[str, RequestError]:
-        """The requests that need embeddings in this step that could not be made, or that are of
-        another number than their placeholders; and why not.
+        """Return the requests that can't run in this step, each with its error.
+
+        They need embeddings in this step that could not be computed, or that do not have the number
+        of their placeholders.
         """
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
@@ -215,7 +224,11 @@ class ModelRunner:
         return left_out
 
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
-        """A name from elsewhere may have stood for another item when its output was made."""
+        """Return why a cached encoder output does not fit its placeholder, or `None` if it fits.
+
+        A hash that was chosen outside this engine may have stood for another item when the output
+        was computed.
+        """
         feature = state.request.mm_features[mm_index]
         num_there = len(self.encoder_cache[state.get_encoder_key(mm_index)])
         num_embeds = feature.mm_position.get_num_embeds()
@@ -227,7 +240,7 @@ class ModelRunner:
         )
 
     def _run(self, rows: Sequence[Row]) -> ModelRunnerOutput:
-        """Compute a step, and the next token of each request that has reached its last one."""
+        """Compute a step, and choose a token for each request with all its tokens computed."""
         graphs = self._graphs.decoding
         size = None if graphs is None else graphs.find_size(rows)
         if graphs is None or size is None:
@@ -315,10 +328,8 @@ class ModelRunner:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """The decoder's attention layers call this (`models.seams`); the window is that of the
-        layer's group.
-        """
-        del window
+        """Run attention for one layer of the decoder, which calls this through `models.seams`."""
+        del window  # the layer's group has it
         cache = self._kv_cache[layer_index]
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 
@@ -331,7 +342,7 @@ class ModelRunner:
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Attend where a graph has stored the keys and values."""
+        """Run attention for a layer with new keys and values that a graph has already stored."""
         cache = self._kv_cache.get_stored(layer_index)
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 

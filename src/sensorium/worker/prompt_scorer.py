@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens, for the requests of a step that want them.
+"""Computes log-probabilities of prompt tokens, for the requests of a step that want them.
 
-The logits at a position are about the token behind it. They are made for a bounded number of
-positions at a time: those of a whole prompt may be larger than the model.
+The logits at a position predict the token after it. They are computed for a bounded number of
+positions at a time, because those of a whole prompt may take more memory than the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sensorium.worker.input_batch import Row
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
 from sensorium.worker.staging import StagingBuffer
 
-MAX_ROWS = 128  # positions whose logits exist at the same time
+MAX_ROWS = 128  # the number of positions that have logits in memory at the same time
 
 
 class PromptScorer:
@@ -29,15 +29,20 @@ class PromptScorer:
     def score(
         self, hidden: torch.Tensor, rows: Sequence[Row]
     ) -> dict[str, tuple[TokenLogprobs, ...]]:
-        """By request id; `hidden` [N, width] belongs to the rows one after another."""
+        """Return the log-probabilities of this step's prompt tokens by request id.
+
+        The hidden states [N, width] are those of the rows, one row's tokens after the other's.
+        """
         if all(state.params.prompt_logprobs is None for _, state in rows):
             return {}
         index: list[IntArray] = []
         targets: list[IntArray] = []
-        spans: list[tuple[str, int, int]] = []  # request id, number of positions, of top tokens
+        # Request id, number of positions, number of top tokens.
+        spans: list[tuple[str, int, int]] = []
         start = 0
         for scheduled, state in rows:
             first = scheduled.num_computed_tokens
+            # The last prompt token predicts the first output token, which is not scored here.
             num_scored = min(scheduled.num_new_tokens, state.num_prompt_tokens - 1 - first)
             if state.params.prompt_logprobs is not None and num_scored > 0:
                 index.append(np.arange(start, start + num_scored))

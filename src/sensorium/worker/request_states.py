@@ -1,6 +1,6 @@
-"""What the worker remembers of each request that runs: tokens, block tables, positions.
+"""Holds what the worker keeps for each running request: tokens, block tables, positions.
 
-Owned by the model runner and changed only as `SchedulerOutput` says.
+The model runner owns it, and changes it by a `SchedulerOutput` and by the tokens it samples.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sensorium.worker.sampling.token_history import SequenceBans, TokenCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """M-RoPE: positions [3, prompt], and what to add to the index of a later token, [3, 1]."""
+    """The positions of a request's tokens with M-RoPE."""
 
-    positions: IntArray
-    delta: IntArray
+    positions: IntArray  # [3, prompt]
+    delta: IntArray  # [3, 1], added to the index of a token after the prompt
 
 
 class RequestState:
@@ -36,7 +36,7 @@ class RequestState:
         is_long: bool = False,
     ) -> None:
         self.request = request
-        self.is_long = is_long  # as in `StartedRequest`
+        self.is_long = is_long  # the scheduler's choice, from `StartedRequest.is_long`
         self.params = request.sampling_params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))
@@ -56,7 +56,11 @@ class RequestState:
             self._counts.add(token_id)
 
     def get_sampling_row(self, mask: IntArray | None = None) -> SamplingRow:
-        """For the token behind those it has. A mask of its grammar says itself when it may end."""
+        """Return what the sampler needs for the next token of this request.
+
+        With a mask, end tokens are not banned before `min_tokens`: the mask already leaves them
+        out.
+        """
         num_output_tokens = self.num_output_tokens
         banned: tuple[int, ...] = ()
         if self._bans is not None:
@@ -83,7 +87,7 @@ class RequestState:
         return self.request.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def get_positions(self, start: int, end: int) -> IntArray:
-        """[end - start], or [3, end - start] with M-RoPE."""
+        """Return the positions of tokens: [end - start], or [3, end - start] with M-RoPE."""
         indices = np.arange(start, end)
         if self._mrope is None:
             return indices
@@ -94,7 +98,7 @@ class RequestState:
         return positions
 
     def get_slots(self, group_index: int, start: int, end: int, block_size: int) -> IntArray:
-        """Where the keys and values of the tokens `[start, end)` are stored."""
+        """Return the slots in which the keys and values of the tokens `[start, end)` are stored."""
         indices = np.arange(start, end)
         slots: IntArray = self.block_ids[group_index].values[indices // block_size] * block_size
         return slots + indices % block_size

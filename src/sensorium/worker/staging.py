@@ -1,6 +1,4 @@
-"""One host-to-device copy a step: everything a step needs is packed into one buffer of 64-bit
-words.
-"""
+"""Packs the arrays of a step into one buffer of 64-bit words, for one copy to the device."""
 
 from __future__ import annotations
 
@@ -14,13 +12,14 @@ from sensorium.types.errors import InvariantError
 
 
 class StagingBuffer:
-    """Persistent host and device memory, grown when a step needs more. On a CPU both are the
-    same memory.
+    """A host buffer and a device buffer that are kept from step to step and grow if needed.
+
+    On a CPU both are the same memory.
     """
 
     def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
         self._device_type = device
-        # Reached once the last copy has read the host memory.
+        # Recorded behind each copy: when it is reached, the host memory may be written again.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._allocate(num_words)
 
@@ -35,13 +34,11 @@ class StagingBuffer:
 
     @property
     def address(self) -> int:
-        """Where the device's memory lies. It moves when a step needs more than there is."""
+        """Return the address of the device memory, which changes when the buffer grows."""
         return self._device.data_ptr()
 
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """int64 and float64 arrays by name, as tensors on the device; valid until the next
-        upload.
-        """
+        """Return int64 and float64 arrays as device tensors, valid until the next upload."""
         for name, array in arrays.items():
             if array.dtype not in (np.int64, np.float64):
                 raise InvariantError(f"{name} is {array.dtype}, not int64 or float64")
@@ -49,7 +46,8 @@ class StagingBuffer:
         if num_words > len(self._host):
             self._allocate(2 * num_words)
         if self._copied is not None:
-            self._copied.synchronize()  # steps that sample nothing let the host run ahead
+            # The last copy may not be done: in steps that sample nothing, the host runs ahead.
+            self._copied.synchronize()
         words = self._host.numpy()
         spans = {}
         start = 0

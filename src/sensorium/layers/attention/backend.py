@@ -1,4 +1,4 @@
-"""What every paged attention implementation offers, and what it is told about a step.
+"""Defines the interface of paged attention backends, and the description of a step that they get.
 
 Shapes: N tokens of the step, B requests, H query heads, K key/value heads, D head size, S key
 positions. Requests with one query token (decoding) come first; the tokens of a request are
@@ -12,31 +12,29 @@ from typing import Protocol
 
 import torch
 
-NO_SLOT = -1  # of a token that is padding: kernels in graphs store nothing for it
+NO_SLOT = -1  # the slot of a padding token: kernels in graphs store nothing for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
-    """Where one group of layers keeps the step's keys and values. `is_causal`: spans that other
-    groups see in both directions are like text to this one.
-    """
+    """The places in the cache at which one group of layers keeps the keys and values of a step."""
 
     window: int | None
     slot_mapping: torch.Tensor  # int64 [N]: block_id * block_size + offset, for each new token
     block_tables: torch.Tensor  # int64 [B, blocks], padded with the null block
-    is_causal: bool = False
+    is_causal: bool = False  # True: ignore `StepLayout.attend_until`, attend to spans like text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """One step's requests. `attend_until[i]`: token i sees the positions before it; beyond its
-    own inside a span that is attended in both directions. `None`: causal everywhere.
-    """
+    """The requests of a step, and the tokens that each token attends to."""
 
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]  # positions known after the step
+    query_lens: tuple[int, ...]  # per request: tokens that the step computes
+    seq_lens: tuple[int, ...]  # per request: tokens computed after the step
     groups: tuple[GroupTables, ...]
-    attend_until: torch.Tensor | None  # int64 [N]
+    # int64 [N]: each token attends to the positions before this one. Inside a span with attention
+    # in both directions, it is the end of the span. None: attention is causal everywhere.
+    attend_until: torch.Tensor | None
 
     @property
     def num_decodes(self) -> int:
@@ -48,31 +46,32 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """One layer's paged keys and values, and the group whose tables address them."""
+    """The paged keys and values of one layer, and the group with the tables that address them."""
 
     keys: torch.Tensor  # [blocks, block_size, K, D]
     values: torch.Tensor  # [blocks, block_size, K, D of values]
     group_index: int
-    is_shared: bool  # the new keys and values are there already; those of an earlier layer may be
+    # The new keys and values are in the cache already: an earlier layer or a graph has stored them.
+    is_shared: bool
 
 
 def store_new_tokens(
     cache: LayerCache, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Put keys and values [1, K, N, D] into their slots."""
+    """Store keys and values [1, K, N, D] in their slots."""
     cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value[0].transpose(0, 1))
 
 
 class PagedAttention(Protocol):
-    """Attention over paged keys and values for one step at a time."""
+    """A backend that computes attention over paged keys and values, one step at a time."""
 
     @property
     def name(self) -> str:
-        """As in the option `attention_backend`."""
+        """Return the backend's name in the option `attention_backend`."""
 
     def prepare(self, layout: StepLayout) -> None:
-        """Learn the next step; called once before its layers."""
+        """Prepare for the next step. This is called once, before its layers attend."""
 
     def attend(
         self,
@@ -83,6 +82,7 @@ class PagedAttention(Protocol):
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Store the new keys and values unless they are shared; the attention output [1, N, H, D
-        of values].
+        """Return the attention output [1, N, H, D of values] of one layer.
+
+        The new keys and values are stored first, unless `cache.is_shared`.
         """

@@ -1,11 +1,13 @@
-"""Paged attention with FlashInfer's FA2 kernels, which read the pages where they lie.
+"""Computes paged attention with FlashInfer's FA2 kernels, which read pages in place.
 
-One wrapper per kind of layer, planned once a step when its first layer comes: heads, sizes and
-scaling are known only then. Plans are made from host arrays, so that nothing is read back from the
-device. Decoding requests are prefills of one token. A step that has spans attended in both
-directions goes through the gather of `torch_backend` as a whole.
+There is one wrapper for each kind of layer. It is planned once per step, when the first layer of
+its kind attends, because heads, sizes and scaling are known only then. Plans are made from host
+arrays, so that nothing is read back from the device. Decoding requests are treated as prefills of
+one token. A step that has spans with attention in both directions uses the gather of
+`torch_backend` for all its tokens.
 
-FA2, not FA3: it is compiled in a third of the time, once per machine, and has all head sizes.
+FA2 is used and not FA3: it compiles in a third of the time, once per machine, and supports all head
+sizes.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from sensorium.utils.arrays import to_device
 from sensorium.utils.process import long_work
 
 HEAD_DIMS = (64, 128, 256, 512)
-# Partial results of split sequences: heads / key heads × 264 tiles × 128 queries × head size × 4
-# bytes, which is 139 MB for 8 × 128 on 132 multiprocessors. vLLM reserves as much.
+# The workspace holds partial results of split sequences: heads / key heads × 264 tiles × 128
+# queries × head size × 4 bytes. That is 139 MB for 8 heads per key head and a head size of 128 on
+# 132 multiprocessors. vLLM reserves 394 MiB as well.
 _WORKSPACE_BYTES = 394 << 20
 
 
 def find_obstacle(
     layers: Sequence[LayerSpec], *, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why these layers can't be computed here; `None` if they can."""
+    """Return why these layers can't be computed here, or `None` if they can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -52,7 +55,7 @@ def find_obstacle(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Layers that one plan serves."""
+    """The properties that layers must have in common to share a plan."""
 
     group_index: int
     num_heads: int
@@ -62,19 +65,21 @@ class _Kind:
 
 
 class _Wrapper:
-    """FlashInfer's wrapper and the step that it is planned for."""
+    """A wrapper of FlashInfer, and the step that it is planned for."""
 
     def __init__(self, workspace: torch.Tensor) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self.kernel: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         self.step_index: int | None = None
-        # Reached once the last plan has been copied from the wrapper's pinned memory.
+        # Recorded behind each plan: when it is reached, the plan has been copied from the wrapper's
+        # pinned memory, which may be written again.
         self._copied = torch.cuda.Event()
 
     def plan(self, step_index: int, *arguments: Any, **options: Any) -> None:
-        self._copied.synchronize()  # steps that sample nothing let the host run ahead
-        # The first plan of a kind compiles its kernels where the trial at the start did not.
+        # The last copy may not be done: in steps that sample nothing, the host runs ahead.
+        self._copied.synchronize()
+        # The first plan of a kind compiles its kernels if the trial at the start did not.
         with long_work() if self.step_index is None else nullcontext():
             self.kernel.plan(*arguments, **options)
         self._copied.record(torch.cuda.current_stream(self.kernel.device))
@@ -83,7 +88,10 @@ class _Wrapper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepPages:
-    """The step as FlashInfer wants it: int32, pinned host memory but for the page ids."""
+    """The layout of a step in the form of FlashInfer, as int32.
+
+    All but the page ids are in pinned host memory.
+    """
 
     query_starts: torch.Tensor  # [B + 1]
     page_starts: torch.Tensor  # [B + 1]

@@ -1,9 +1,9 @@
-"""Attention inside the sequences of a packed batch, for encoders: each token sees its sequence.
+"""Computes the attention of encoders in a packed batch: each token attends to its own sequence.
 
-Two implementations compute it. torch's `varlen_attn` is one kernel for all sequences; it needs a
+There are two implementations. torch's `varlen_attn` is one kernel for all sequences, and needs a
 CUDA device and half precision. The other one works everywhere: sequences of equal length form one
-batch of `scaled_dot_product_attention`. A tower with windows has hundreds of sequences but few
-lengths.
+batch of `scaled_dot_product_attention`. An encoder with windows has hundreds of sequences, but they
+have only a few different lengths.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sensorium.utils.arrays import to_device
 logger = logging.getLogger(__name__)
 
 _MAX_HEAD_DIM = 256
-_HEAD_DIM_STEP = 8  # head sizes of the kernel are multiples of it
-_ALIGNMENT = 16  # bytes
+_HEAD_DIM_STEP = 8  # the kernel needs head sizes that are multiples of it
+_ALIGNMENT = 16  # in bytes, for the kernel's loads
 _TRIAL_LENGTHS = (5, 17, 1, 40)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLengths:
-    """The sequences of a packed batch. The host knows their lengths without asking the device."""
+    """The lengths of the sequences of a packed batch, on the host and on the device."""
 
     lengths: tuple[int, ...]
     starts: torch.Tensor  # int32 [sequences + 1], on the device of the batch
@@ -37,13 +37,16 @@ class PackedLengths:
 
     @staticmethod
     def from_starts(starts: torch.Tensor, host_starts: torch.Tensor) -> PackedLengths:
-        """Make it from the same numbers, on the device and on the host."""
+        """Return the lengths of sequences that start at the same numbers on device and host.
+
+        The host's copy saves reading from the device, for which the host would have to wait.
+        """
         lengths = tuple(b - a for a, b in pairwise(host_starts.tolist()))
         return PackedLengths(lengths, starts.to(torch.int32), max(lengths, default=0))
 
 
 class PackedKernel(Protocol):
-    """Computes attention inside the sequences of a packed batch."""
+    """An implementation of attention inside the sequences of a packed batch."""
 
     name: str
 
@@ -60,7 +63,7 @@ class PackedKernel(Protocol):
 
 
 class BatchKernel:
-    """Attends with one call for all sequences of the same length."""
+    """A kernel that makes one call for all sequences of the same length."""
 
     name = "batches of equal length"
 
@@ -86,11 +89,11 @@ class BatchKernel:
         return output[None]
 
 
-@lru_cache(maxsize=64)  # the layers of a tower ask for the same one or two
+@lru_cache(maxsize=64)  # all layers of an encoder ask for the same one or two groupings
 def _group_by_length(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Return each length with the tokens of all its sequences."""
+    """Return each length with the token indices of all sequences of that length."""
     starts_by_length: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
@@ -107,7 +110,7 @@ def _group_by_length(
 
 
 class VarlenKernel:
-    """Attends with torch's kernel for sequences of different lengths."""
+    """A kernel that uses torch's `varlen_attn` for sequences of different lengths."""
 
     name = "varlen"
 
@@ -144,7 +147,7 @@ class VarlenKernel:
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether the kernel can read a tensor where it lies, in steps of 16 bytes."""
+    """Return whether the kernel can read a tensor without a copy: it loads 16 bytes at a time."""
     *outer, inner = tensor.stride()
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in outer))
     return inner == 1 and all(start % _ALIGNMENT == 0 for start in starts)
@@ -152,7 +155,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 @cache
 def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedKernel:
-    """Return the fastest kernel that works here, chosen once."""
+    """Return the fastest kernel that works on this device. The choice is made once."""
     obstacle = _find_obstacle(device, dtype, head_dim)
     if obstacle is None:
         logger.info("attention of encoders: %s", VarlenKernel.name)
@@ -172,7 +175,8 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     try:
         return _try_varlen(device, dtype, head_dim)
     except Exception as error:
-        # Imports and kernels fail in their own ways; here all mean: not on this machine.
+        # Imports and kernels raise many kinds of errors. Each means that the kernel can't be used
+        # on this machine.
         logger.debug("the trial of varlen failed", exc_info=True)
         return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
@@ -180,7 +184,7 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 def _try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TRIAL_LENGTHS)
-    # Parts of one tensor, as encoders have them.
+    # Queries, keys and values are parts of one tensor, as they often are in encoders.
     joined = torch.randn(num_tokens, 3, 2, head_dim, generator=generator).to(device, dtype)
     query, key, value = (part.transpose(0, 1)[None] for part in joined.unbind(1))
     starts = torch.tensor([sum(_TRIAL_LENGTHS[:index]) for index in range(len(_TRIAL_LENGTHS) + 1)])
@@ -189,7 +193,8 @@ def _try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
         query.float(), key.float(), value.float(), lengths, scaling=None
     )
     found = VarlenKernel().attend(query, key, value, lengths, scaling=None)
-    # Random values of size 1 are averaged, and rounded a few times on the way.
+    # The outputs are averages of random values of about 1 and are rounded a few times, so an error
+    # of a few units in the last place is allowed.
     distance = float((found.float() - expected).abs().max())
     if distance > 8 * torch.finfo(dtype).eps:
         return f"a trial gave numbers that are wrong by {distance:.3g}"

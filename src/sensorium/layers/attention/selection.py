@@ -1,7 +1,8 @@
-"""Chooses the attention backend, once per start: the first that can do it, and says why.
+"""Chooses the attention backend once at start, and logs the reasons.
 
-`auto` prefers kernels that read pages where they lie; the gather of `torch_backend` can do
-everything. A backend that was asked for by name and can't do it is an error, never replaced.
+`auto` takes the first backend that works here. It prefers kernels that read pages in place; the
+gather of `torch_backend` always works. A backend that the user names is never replaced: if it can't
+be used, that is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Candidate:
     make: Callable[..., PagedAttention]
 
 
-# In the order of preference.
+# Best first.
 _CANDIDATES = {
     "flashinfer": _Candidate(
         find_obstacle=flashinfer_backend.find_obstacle, make=FlashInferAttention
@@ -49,7 +50,10 @@ def choose_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PagedAttention:
-    """The backend of that name, or the best one (`auto`); a `ModelError` if it can't be had."""
+    """Return the backend of a name, or the best one for `auto`.
+
+    Raises a `ModelError` if the named backend can't be used.
+    """
     reasons = []
     for candidate in _CANDIDATES if name == "auto" else {name} - {"torch"}:
         found = _try(candidate, layers, block_size=block_size, dtype=dtype, device=device)
@@ -71,7 +75,7 @@ def _try(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PagedAttention | str:
-    """The backend, or why it can't be used."""
+    """Return the backend, or the reason why it can't be used."""
     candidate = _CANDIDATES[name]
     obstacle = candidate.find_obstacle(layers, dtype=dtype, device=device)
     if obstacle is not None:
@@ -80,8 +84,9 @@ def _try(
         attention = candidate.make(block_size=block_size, dtype=dtype, device=device)
         fault = find_fault(attention, layers, block_size=block_size, dtype=dtype, device=device)
     except Exception as error:
-        # Imports, compilers and kernels fail in their own ways; here all mean: not on this machine.
+        # Imports, compilers and kernels raise many kinds of errors. Each means that the backend
+        # can't be used on this machine.
         logger.debug("the trial of %s failed", name, exc_info=True)
-        # A compiler's whole output may be in there; the debug log has it.
+        # The text may contain a compiler's whole output, so it is cut. The debug log has all of it.
         return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return attention if fault is None else f"a trial gave wrong numbers: {fault}"

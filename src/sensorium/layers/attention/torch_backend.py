@@ -1,14 +1,14 @@
-"""Paged attention with torch's own kernels: gathers blocks, then one call per bucket of equal
-length.
+"""Computes paged attention with torch's own kernels, on keys and values gathered from blocks.
 
-Grouped query heads are folded into the query length, which is about a third faster than repeating
-the keys. Decoding requests are padded within a bucket (lengths of one power of two), so that a long
-one doesn't slow down the short ones.
+Decoding requests with lengths between the same two powers of two form a bucket. Each bucket is
+padded and takes one call, so that a long request doesn't slow down the short ones. The query heads
+of one key head are folded into the query length, which is about a third faster than repeating the
+keys.
 
 Masks and block lists are made once per step and group, and used by all its layers.
 
-Of torch's kernels those of cuDNN are left out: they are compiled for every new pair of lengths,
-which takes some 50 ms, and requests have ever new lengths.
+The kernels of cuDNN are not used: they are compiled for every new pair of lengths, which takes some
+50 ms, and new lengths come with almost every request.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from sensorium.layers.attention.backend import (
 )
 from sensorium.utils.arrays import to_device
 
-_BIAS_ALIGNMENT = 16  # numbers; a row of a bias that starts elsewhere is copied by every layer
+# In numbers. A bias with rows that start at other multiples would be copied by every layer.
+_BIAS_ALIGNMENT = 16
 
 
 @contextmanager
 def use_ready_kernels() -> Iterator[None]:
-    """Let `scaled_dot_product_attention` use only kernels that need not be compiled first."""
+    """Let `scaled_dot_product_attention` use only kernels that don't have to be compiled first."""
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -45,7 +46,7 @@ def use_ready_kernels() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeBucket:
-    rows: slice | torch.Tensor  # which of the first `num_decodes` requests
+    rows: slice | torch.Tensor  # indices of its requests in the step
     block_ids: torch.Tensor  # [b * blocks]
     num_blocks: int
     mask: torch.Tensor  # float [b, 1, 1, S], 0 or -inf
@@ -64,7 +65,7 @@ class _Prefill:
 class _GroupPlan:
     slot_mapping: torch.Tensor
     num_decodes: int
-    decodes: Any  # what `_plan_decodes` made
+    decodes: Any  # the result of `_plan_decodes`
     prefills: tuple[_Prefill, ...]
 
 
@@ -91,7 +92,8 @@ class TorchPagedAttention:
         plan = self._plans[cache.group_index]
         if not cache.is_shared:
             self._store(cache, plan.slot_mapping, key, value)
-        if not plan.num_decodes and len(plan.prefills) == 1:  # the result needs no other place
+        # With a single request there is nothing to put together, and nothing to copy.
+        if not plan.num_decodes and len(plan.prefills) == 1:
             return _prefill(cache, query, key, value, plan.prefills[0], scaling)
         num_heads, num_tokens = query.shape[1], query.shape[2]
         output = query.new_empty(num_tokens, num_heads, cache.values.shape[-1])
@@ -119,7 +121,7 @@ class TorchPagedAttention:
             prefills=tuple(prefills),
         )
 
-    # ---- requests that decode: another backend may do this part otherwise
+    # ---- requests that decode: a backend that inherits from this one may replace this part
 
     def _store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -177,7 +179,7 @@ class TorchPagedAttention:
         columns = (first + torch.arange(num_blocks, device=device)).clamp_(
             max=group.block_tables.shape[1] - 1
         )
-        # [b, S]: the position that each gathered key has in its request
+        # [b, S]: the position of each gathered key in its request
         positions = first * self._block_size + torch.arange(
             num_blocks * self._block_size, device=device
         )
@@ -240,14 +242,17 @@ class TorchPagedAttention:
         return mask if device.type == "cpu" else self._make_bias(mask)
 
     def _make_bias(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return a mask as the kernels for GPUs want it, which every layer would make again."""
+        """Return a mask in the form that kernels for GPUs need.
+
+        Made here, it is converted once per step and not once per layer.
+        """
         num_queries, num_keys = mask.shape
         width = -(-num_keys // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
         bias = torch.zeros(num_queries, width, dtype=self._dtype, device=mask.device)[:, :num_keys]
         return bias.masked_fill_(~mask, float("-inf"))
 
     def _first_block(self, group: GroupTables, position: int) -> int:
-        """The first block that `position` reads."""
+        """Return the first block that the token at `position` attends to."""
         if group.window is None:
             return 0
         return max(0, position - group.window + 1) // self._block_size
@@ -257,7 +262,7 @@ class TorchPagedAttention:
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """[blocks, block_size, K, D] → [batch, K, S, D]"""
+    """Return the given blocks of [blocks, block_size, K, D] as [batch, K, S, D]."""
     gathered = blocks.index_select(0, block_ids)
     return gathered.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)
 
@@ -276,7 +281,8 @@ def _prefill(
         value = _gather(cache.values, prefill.block_ids, 1)[:, :, : prefill.num_keys]
     group = query.shape[1] // key.shape[1]
     if group > 1 and prefill.mask is not None and query.is_cuda:
-        # The kernel that takes a mask has no grouped heads; without it all scores are stored.
+        # The kernel that takes a mask can't group heads. With grouped heads, torch would fall back
+        # to a kernel that stores all scores.
         key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
         group = 1
     result = scaled_dot_product_attention(
@@ -294,7 +300,10 @@ def _prefill(
 def _decode(
     cache: LayerCache, queries: torch.Tensor, bucket: _DecodeBucket, scaling: float | None
 ) -> torch.Tensor:
-    """[b, H, D] → [b, H, D of values], with the query heads of one key head as the query length."""
+    """Return the attention output [b, H, D of values] for queries [b, H, D] that decode.
+
+    The query heads of one key head take the place of the query length.
+    """
     batch, num_heads, _ = queries.shape
     num_kv_heads = cache.keys.shape[2]
     result = scaled_dot_product_attention(

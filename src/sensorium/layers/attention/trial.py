@@ -1,7 +1,8 @@
-"""Tries an attention backend at start: does it run these layers here, and agree with the gather?
+"""Tests at start whether an attention backend runs a model's layers and gives the right numbers.
 
-A kernel may be missing, fail to compile or refuse a shape for reasons that no table of ours knows;
-better that a start tells it than a request. The trial also compiles what is compiled on demand.
+A kernel may be missing, fail to compile or reject a shape for reasons that can't be foreseen. The
+trial finds that at start and not in a request. It also compiles the kernels that are compiled on
+demand. The right numbers are those of the gather in `torch_backend`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def find_fault(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """What goes wrong when each kind of layer runs once; `None` if nothing does."""
+    """Return what goes wrong when each kind of layer runs once, or `None` if nothing does."""
     kinds = {
         (layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.window): layer
         for layer in layers
@@ -36,7 +37,7 @@ def find_fault(
         expected = _run(gather, layer, block_size=block_size, dtype=dtype, device=device)
         output = _run(attention, layer, block_size=block_size, dtype=dtype, device=device)
         error = float((output.float() - expected.float()).abs().max())
-        if not error <= 8 * torch.finfo(dtype).eps:  # also if it is no number
+        if not error <= 8 * torch.finfo(dtype).eps:  # `not <=` is also true for NaN
             return f"heads of size {layer.key_dim}, window {layer.window}: off by {error:.3g}"
     return None
 
@@ -49,7 +50,7 @@ def _run(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """The same random step for every backend."""
+    """Return the output of a random step, which is the same for every backend."""
     random = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -75,7 +76,10 @@ def _run(
 
 
 def _make_layout(window: int | None, block_size: int, device: torch.device) -> StepLayout:
-    """Both requests have positions in the cache; every block of the tables is its own."""
+    """Return a step of two requests that both have earlier tokens in the cache.
+
+    No block is used twice.
+    """
     seq_lens = (2 * block_size + 1, block_size + _QUERY_LENS[1])
     width = max(-(-length // block_size) for length in seq_lens)
     tables = torch.arange(1, 1 + 2 * width).view(2, width)

@@ -1,7 +1,7 @@
-"""Paged attention with kernels of our own where requests decode, and torch's for prompts.
+"""Computes paged attention with our own kernels for decoding requests, and torch's for prompts.
 
-The kernels read pages where they lie, in every precision and for every head size. Prompts go
-through the gather of `torch_backend`, whose attention over many queries is fast as it is.
+Our kernels read pages in place, in every precision and for every head size. Prompts use the gather
+of `torch_backend`, because its attention over many queries is fast enough.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def find_obstacle(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingRows:
-    """The requests of a step that decode, as the kernel reads them for one group of layers."""
+    """The input of the kernel for the decoding requests of a step, for one group of layers."""
 
     block_tables: torch.Tensor  # int32 [b, blocks]
     seq_lens: torch.Tensor  # int [b]
@@ -56,7 +56,7 @@ class TritonPagedAttention(TorchPagedAttention):
     def _plan_decodes(self, group: GroupTables, seq_lens: tuple[int, ...]) -> DecodingRows:
         device = group.block_tables.device
         return DecodingRows(
-            # As in CUDA graphs: the kernel that was compiled for them serves here too.
+            # int32 as in CUDA graphs, so that the kernel compiled for them is used here as well.
             block_tables=group.block_tables[: len(seq_lens)].to(torch.int32),
             seq_lens=to_device(torch.tensor(seq_lens), device),
             window=group.window,

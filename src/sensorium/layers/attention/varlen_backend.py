@@ -1,12 +1,13 @@
-"""Paged attention with torch's own `varlen_attn`, where it reads pages.
+"""Computes paged attention with torch's own `varlen_attn`, if it can read pages.
 
-It does so from torch 2.13 on (`block_table`, `seqused_k`), and then only with the FlashAttention-3
-kernels, which are a package of their own (`flash_attn_interface`, Hopper only) that torch routes
-its flash attention to when asked; its built-in FA2 refuses a block table. FA3 takes pages of any
-size and heads of at most 256. Whether a build really does is found out by the trial at start.
+From torch 2.13 on it has the parameters for that, `block_table` and `seqused_k`. But its built-in
+FA2 kernels refuse a block table. The FlashAttention-3 kernels accept one. They are a separate
+package (`flash_attn_interface`, Hopper only), and torch uses them when asked to. FA3 takes pages of
+any size and heads of at most 256 numbers. Whether a build really works is tested by the trial at
+start.
 
-A step that has spans attended in both directions goes through the gather of `torch_backend` as a
-whole.
+A step that has spans with attention in both directions uses the gather of `torch_backend` for all
+its tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _KERNEL_PACKAGE = "flash_attn_interface"
 def find_obstacle(
     layers: Sequence[LayerSpec], *, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why these layers can't be computed here; `None` if they can."""
+    """Return why these layers can't be computed here, or `None` if they can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -50,7 +51,7 @@ def find_obstacle(
 
 
 def _find_function() -> Callable[..., Any] | None:
-    """torch's function, if it takes a block table."""
+    """Return torch's `varlen_attn` if it takes a block table, or `None`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -60,7 +61,7 @@ def _find_function() -> Callable[..., Any] | None:
 
 
 def _activate_kernels() -> None:
-    """Let torch use FlashAttention 3: in the whole process, so for encoders too."""
+    """Make torch use FlashAttention 3 in the whole process, which includes the encoders."""
     from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
     if current_flash_attention_impl() != "FA3":
@@ -89,7 +90,7 @@ class VarlenAttention:
         uploaded = to_device(torch.tensor(lengths, dtype=torch.int32), self._device)
         num_starts = len(layout.query_lens) + 1
         self._query_starts = uploaded[:num_starts]  # [B + 1]
-        self._seq_lens = uploaded[num_starts:].clone()  # [B]; kernels want it aligned
+        self._seq_lens = uploaded[num_starts:].clone()  # [B]; copied, as kernels need it aligned
         self._block_tables = [group.block_tables.to(torch.int32) for group in layout.groups]
         self._max_query_len = max(layout.query_lens)
         self._max_seq_len = max(layout.seq_lens)

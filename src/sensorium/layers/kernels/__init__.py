@@ -1,4 +1,4 @@
-"""Kernels of our own, in Triton. Import its modules only where `find_obstacle` finds none."""
+"""Our own kernels, written in Triton. Import its modules only if `find_obstacle` returns `None`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Paged attention for requests that decode: one query token each, in two kernels.
+"""Computes paged attention for requests that decode, with one query token each, in two kernels.
 
-Each request's keys are divided among several programs, so that a few long requests fill the device
-as well as many short ones; the second kernel puts the parts together. Everything that changes from
-step to step is read from tensors, and nothing is planned on the host: the same two launches serve
-every step of a batch size, which is what CUDA graphs need.
+The first kernel divides the keys of each request among several programs, so that a few long
+requests use the device as fully as many short ones. The second kernel merges their results.
+Everything that changes from step to step is read from tensors, and nothing is planned on the host.
+So every step of a batch size consists of the same two launches, which is what CUDA graphs need.
 
 Keys and values beyond a request's length are never loaded, so it does not matter what an earlier
 request left in its last block.
@@ -15,16 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-# Programs that fill a large device twice: it has about 132 multiprocessors.
+# Twice the number of multiprocessors of a large device, which is about 132.
 _NUM_PROGRAMS = 264
 _MAX_SPLITS = 64
-_MIN_SIDE = 16  # of a matrix product in Triton
-_ENDLESS = 1 << 30  # a window that nothing is outside of
+_MIN_SIDE = 16  # the smallest side of a matrix product in Triton
+_ENDLESS = 1 << 30  # a window that is longer than any request
 
 
-# Triton compiles a kernel anew for numbers that are 1 or divide by 16, and for addresses that are
-# aligned. Those below change from step to step where prompts stand beside requests that decode:
-# a new kernel would be compiled while requests wait.
+# Triton compiles a kernel anew for numbers that are 1 or divisible by 16, and for addresses that
+# are aligned. The arguments below change from step to step if prompts are computed beside decoding
+# requests. They are not specialised, so that no kernel is compiled while requests wait.
 _NUMBERS_THAT_CHANGE = ("table_row", "num_splits")
 _ADDRESSES_THAT_CHANGE = ("tables", "seq_lens", "sums")
 
@@ -109,7 +109,7 @@ def _merge_parts(
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
 ):
-    """Put the parts of one query head together. A part that saw no key weighs nothing."""
+    """Merge the parts of one query head. A part without any key gets the weight 0."""
     row = tl.program_id(0)
     split = tl.arange(0, SPLITS_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -143,7 +143,7 @@ def attend_decoding(
     block_size, num_kv_heads = keys.shape[1:3]
     value_dim = values.shape[3]
     num_splits = get_num_splits(batch * num_kv_heads)
-    # For every part: the sum of values, then the largest score and the sum of weights.
+    # Each part has a weighted sum of values, its largest score, and the sum of its weights.
     parts = query.new_empty(batch, num_heads, num_splits, value_dim, dtype=torch.float32)
     maxima, sums = query.new_empty(2, batch, num_heads, num_splits, dtype=torch.float32)
     output = query.new_empty(batch, num_heads, value_dim)
@@ -180,7 +180,10 @@ def attend_decoding(
 
 
 def get_num_splits(num_pairs: int) -> int:
-    """Return into how many parts the keys of each pair of request and key head are divided."""
+    """Return the number of parts into which each request's keys of one key head are divided.
+
+    There are `num_pairs` pairs of a request and a key head.
+    """
     return max(1, min(_MAX_SPLITS, -(-_NUM_PROGRAMS // num_pairs)))
 
 

@@ -1,4 +1,4 @@
-"""An activation of one half of each row, times the other half, in one kernel."""
+"""Multiplies the activation of one half of each row by the other half, in one kernel."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ def _multiply(both, output, row_stride, width, KIND: tl.constexpr, BLOCK: tl.con
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = gate / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh x) is a sigmoid of 2 x
+        active = gate / (1.0 + tl.exp(-2.0 * inner))  # 0.5 (1 + tanh x) = sigmoid(2 x)
     kind = output.dtype.element_ty
     product = active.to(kind).to(tl.float32) * up.to(tl.float32)
     tl.store(output + row * width + i, product.to(kind), mask=is_inside)
 
 
 def activate_and_multiply(both: torch.Tensor, *, kind: str) -> torch.Tensor:
-    """[..., 2 × width] → [..., width]: the activation of the first half, times the second."""
+    """Return the activation of the first half of each row, times the second half.
+
+    The shape [..., 2 × width] becomes [..., width].
+    """
     rows = both.reshape(-1, both.shape[-1])
     if rows.stride(-1) != 1:
         rows = rows.contiguous()

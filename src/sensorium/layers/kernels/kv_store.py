@@ -1,4 +1,4 @@
-"""Puts the new keys and values of a step into their slots, in one kernel."""
+"""Stores the new keys and values of a step in their slots, in one kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _store(
     DV: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Store the keys and values of one token and one head. Nothing is stored below slot 0."""
+    """Store the key and value of one token and one head, unless its slot is below 0."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -42,7 +42,7 @@ def store_new_tokens(
     new_keys: torch.Tensor,  # [1, K, N, D]
     new_values: torch.Tensor,
 ) -> None:
-    """Put keys and values into their slots."""
+    """Store new keys and values in their slots."""
     if new_keys.stride(-1) != 1:
         new_keys = new_keys.contiguous()
     if new_values.stride(-1) != 1:

@@ -1,4 +1,4 @@
-"""RMS normalisation of rows, in one kernel, also of a sum."""
+"""Computes the RMS normalisation of rows, or of a sum of two tensors, in one kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _normalize(
     ROUNDS_FIRST: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Normalise one row. `ROUNDS_FIRST`: it is rounded before it is multiplied by the weight."""
+    """Normalise one row. With `ROUNDS_FIRST` it is rounded before the weight is applied."""
     kind = output.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
@@ -63,7 +63,7 @@ def add_and_normalize(
     offset: float = 0.0,
     rounds_first: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + added, and the same normalised."""
+    """Return x + added, and the normalisation of this sum."""
     return _run(x, added, weight, eps, offset, rounds_first)
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, in one kernel."""
+"""Applies rotary positions to queries and keys, in one kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-_HEADS = 16  # of one program: enough work for its threads, and few programs for long prompts
+# Heads per program: enough work for its threads, and not too many programs for long prompts.
+_HEADS = 16
 
 
 @triton.jit
@@ -28,7 +29,10 @@ def _rotate(
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Rotate some heads of one token. The numbers of a head are pairs of its two halves."""
+    """Rotate some heads of one token. A number of the first half is paired with one of the second.
+
+    The programs of the second axis take the heads of the query first, then those of the key.
+    """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     num_query_parts = tl.cdiv(num_query_heads, HEADS)
@@ -64,7 +68,7 @@ def rotate(
     cos: torch.Tensor,  # [N, D]
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both, rotated; contiguous."""
+    """Return the rotated query and key as contiguous tensors."""
     num_tokens, num_query_heads, head_dim = query.shape
     num_key_heads = key.shape[1]
     new_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -1,6 +1,7 @@
-"""Code that single families of models need: one small file each, found by `model_type`.
+"""Holds the code that single families of models need, in one small file for each family.
 
-Models of other types run through the same generic adapter, if they pass a trial.
+The adapter of a family is found by its `model_type`. Models of other types run through the generic
+adapter, if they pass a trial.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemma 3: the embeddings of an image see each other in both directions."""
+"""Adapts Gemma 3, in which the embeddings of an image attend to each other in both directions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Gemma 4: per-layer inputs, looked up by token; vision attended in both directions by the layers
-with a window, where the checkpoint says so.
+"""Adapts Gemma 4, in which each layer of the decoder has inputs that are looked up by token.
+
+If its config asks for it, layers with a window attend to images and videos in both directions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class Gemma4Adapter(ModelAdapter):
     def embed(
         self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Transformers takes every placeholder for padding here, those that the model itself
-        generated too.
+        """Return the embeddings of tokens, and the inputs of each layer.
+
+        As in Transformers, every placeholder is looked up as padding here, even one that the model
+        itself generated.
         """
         is_placeholder = torch.isin(input_ids, self._placeholder_ids)
         token_ids = input_ids.masked_fill(is_placeholder, self.text_config.pad_token_id)

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker: positions from arguments with names of their own."""
+"""Adapts the thinker of Qwen2.5-Omni, which computes positions from its own set of arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Qwen25OmniAdapter(ModelAdapter):
         token_types: torch.Tensor,
         items: Sequence[MultiModalKwargsItem],
     ) -> torch.Tensor:
-        del token_types  # it looks for the placeholders itself
+        del token_types  # the model finds the placeholders itself
         arguments = gather_arguments(items, ("image_grid_thw", "video_grid_thw"))
         masks = gather_arguments(items, ("feature_attention_mask",))
         seconds = gather_arguments(items, ("video_second_per_grid",))

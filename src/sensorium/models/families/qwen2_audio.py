@@ -1,4 +1,4 @@
-"""Qwen2-Audio: its model has no function that encodes sounds alone."""
+"""Adapts Qwen2-Audio, in which the model has no function that only encodes sounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Qwen2AudioAdapter(ModelAdapter):
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        del modality  # there is but one
+        del modality  # audio is the only one
         tensors = {name: self.to_model(tensor) for name, tensor in collate(items).items()}
         tower = self._base.audio_tower
         features = tensors["input_features"]
@@ -34,7 +34,7 @@ class Qwen2AudioAdapter(ModelAdapter):
         return [row[:length] for row, length in zip(embeds, num_embeds, strict=True)]
 
     def _make_mask(self, lengths: torch.Tensor, size: int) -> torch.Tensor | None:
-        """Attention to what is sound and not padding."""
+        """Return a mask that lets tokens attend to sound, and not to padding."""
         is_sound = torch.arange(size, device=self.device) < lengths[:, None]
         return create_bidirectional_mask(
             config=self._base.audio_tower.config,

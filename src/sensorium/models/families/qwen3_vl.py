@@ -1,4 +1,4 @@
-"""Qwen3-VL: an item also has embeddings for the first layers of the decoder (DeepStack)."""
+"""Adapts Qwen3-VL, which also gives media embeddings to the decoder's first layers (DeepStack)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from sensorium.types.multimodal import MultiModalKwargsItem
 
 
 class Qwen3VLAdapter(ModelAdapter):
-    """They travel behind the item's own embeddings, as more columns."""
+    """An adapter that appends the DeepStack embeddings to an item's own, as more columns."""
 
     def split(
         self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
         embeds = torch.cat(super().split(output, items, num_embeds))
         layers = [
-            layer if isinstance(layer, torch.Tensor) else torch.cat(layer)  # older: not by item
+            # A list has one tensor per item. Older versions of Transformers give a single tensor.
+            layer if isinstance(layer, torch.Tensor) else torch.cat(layer)
             for layer in output.deepstack_features
         ]
         return list(torch.cat([embeds, *layers], dim=-1).split(list(num_embeds)))

@@ -1,9 +1,10 @@
-"""Pads products whose width makes GPUs slow.
+"""Pads matrix products that are slow on GPUs because of their width.
 
-A matrix whose rows are no multiple of 16 bytes gets a slow kernel: a width of 3,420 takes three
-times as long as one of 3,456. Where such a width lies between two products of one module, both get
-rows or columns of zeros. The numbers in between are computed and then multiplied by zero, so the
-result is the same. Each module is compared with itself before; one that differs stays as it was.
+A matrix with rows that are no multiple of 16 bytes gets a slow kernel: a width of 3,420 takes three
+times as long as one of 3,456. If such a width lies between two products of one module, rows of
+zeros are added to the first matrix and columns of zeros to the second. The added numbers are
+multiplied by zero in the end, so the result is the same. Each module is compared with its original.
+If it differs, it stays as it was.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.nn.functional import pad
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 8  # numbers of 2 bytes
-_STEP = 64  # a width is padded to the next multiple
+_ALIGNMENT = 8  # in numbers of 2 bytes
+_STEP = 64  # a width is padded to the next multiple of it
 _NUM_ROWS = 32
-_LARGE = 32.0
+_LARGE = 32.0  # how much larger the test numbers in the padding are than others
 
 
 @torch.inference_mode()
@@ -37,19 +38,19 @@ def align_widths(model: nn.Module) -> int:
         for width in {linear.out_features for linear in linears}:
             padded += width % _ALIGNMENT != 0 and _align(module, linears, width)
     if padded:
-        logger.info("%d modules have widths that were padded for the device", padded)
+        logger.info("padded the widths of %d modules, to compute faster on this device", padded)
     return padded
 
 
 def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
-    """Pad one width of a module, if that changes nothing. Return whether it was done."""
+    """Pad one width of a module if that does not change its results. Return whether it was done."""
     producers = [linear for linear in linears if linear.out_features == width]
     consumers = [linear for linear in linears if linear.in_features == width]
     if not consumers or set(producers) & set(consumers):
         return False
     own = {id(parameter) for linear in producers + consumers for parameter in linear.parameters()}
     if any(width in p.shape for p in module.parameters() if id(p) not in own):
-        return False  # a norm, or whatever else looks at all of the numbers in between
+        return False  # it has a norm, or another part that depends on all numbers in between
     weight = producers[0].weight
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_NUM_ROWS, producers[0].in_features, generator=generator).to(weight)
@@ -86,17 +87,18 @@ def _measure_padded(
     rows: torch.Tensor,
     expected: torch.Tensor,
 ) -> float:
-    """Return how far a padded module is from what it was, at the worst.
+    """Return the largest relative difference between a padded module and its original.
 
-    It is run with zeros, and with large numbers in their place. These are multiplied by zero in the
-    end, but show if something in between looks at all numbers, such as a norm or a softmax.
+    The module is run with zeros in the padding of the first products, and then with large numbers
+    instead. These are multiplied by zero in the end. But they change the result if something in
+    between depends on all numbers, such as a norm or a softmax.
     """
     try:
         distances = [_get_distance(module(rows), expected)]
         for added, others in _get_padding(producers, width):
             added.copy_(others * _LARGE)
         distances.append(_get_distance(module(rows), expected))
-    except Exception:  # e.g. it splits the numbers in between
+    except Exception:  # for example because it splits the numbers in between
         logger.debug("%s can't be padded", type(module).__name__, exc_info=True)
         return float("inf")
     finally:
@@ -112,7 +114,7 @@ def _get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _get_padding(
     producers: Sequence[nn.Linear], width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the rows that were added, each with as many others of the same product."""
+    """Yield the added rows of each product, with as many of its other rows."""
     for tensor in (tensor for linear in producers for tensor in linear.parameters()):
         yield tensor.data[width:], tensor.data[: len(tensor) - width]
 

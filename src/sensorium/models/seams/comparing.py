@@ -1,4 +1,4 @@
-"""Compares two computations of the same thing: do they agree but for rounding?"""
+"""Decides whether two computations of the same numbers differ only by rounding."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _NUM_ROUNDINGS = 8
 _NUM_ROWS = 8
-# Of all layers of a model. What is wrong in one place is at 1 or more in the end.
+# The roundings of all layers of a model together.
 _MANY_ROUNDINGS = 4096
+# An error in one place grows to a distance of 1 or more at the end of the model.
 _MOST = 0.5
 
 
 def make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """Return random rows to compare with, of a weight's type and on its device.
+    """Return random rows for comparisons, in the type of a weight and on its device.
 
-    Rows are of very different sizes, so that limits of activations are reached. Columns are so too,
-    and grow: what is computed of a part of a row differs from what is computed of all of it.
+    The rows have very different magnitudes, so that the limits of activations are reached. So have
+    the columns, which grow along a row: a computation that uses only a part of a row then gives
+    other results than one that uses all of it.
     """
     generator = torch.Generator().manual_seed(0)
     columns = torch.logspace(-1, 1, width) * 10 ** (torch.rand(width, generator=generator) - 0.5)
@@ -28,16 +30,17 @@ def make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, as a share of the number or of its row, whichever is larger.
+    """Return the largest relative difference, or NaN if the tensors can't be compared.
 
-    Rows that are not finite in the original say nothing, as long as half of them are.
+    A difference is divided by the expected number, or by the root mean square of its row if that is
+    larger. Rows that are not finite in `expected` are ignored, if at least half of them are finite.
     """
     distances = _get_distances(found, expected)
     return float(distances.max()) if distances.numel() else float("nan")
 
 
 def find_closest(candidates: Sequence[torch.Tensor], expected: torch.Tensor) -> int | None:
-    """Return which candidate is the same but for rounding, and on average the closest."""
+    """Return the index of the closest candidate on average, if it differs only by rounding."""
     distances = [_get_distances(candidate, expected) for candidate in candidates]
     if any(part.numel() == 0 for part in distances):
         return None
@@ -52,7 +55,7 @@ def _get_mean(distances: torch.Tensor) -> float:
 
 
 def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each number in the rows that count, if enough of them do."""
+    """Return the distance of each number in the finite rows, or nothing if too few are finite."""
     if found.shape != expected.shape:
         return expected.new_empty(0)
     found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)
@@ -65,12 +68,12 @@ def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def is_rounding(distance: float, dtype: torch.dtype) -> bool:
-    """Return whether a distance can come from rounding to this type. NaN can't."""
+    """Return whether a distance can come from rounding to this type. It is false for NaN."""
     return distance <= _NUM_ROUNDINGS * torch.finfo(dtype).eps
 
 
 def is_many_roundings(distance: float, dtype: torch.dtype) -> bool:
-    """Return whether a distance can come from roundings in all layers of a model."""
+    """Return whether a distance can come from the roundings in all layers of a model."""
     return distance <= min(_MOST, _MANY_ROUNDINGS * torch.finfo(dtype).eps)
 
 

@@ -1,9 +1,9 @@
-"""Fuses what a model computes in many small kernels, without touching its source.
+"""Fuses the many small kernels of a model into fewer ones, without touching its source.
 
-Six seams are known: badly aligned widths, siblings among products, gated layers, norms, sums with
-the norm behind them, and rotary positions. Each replacement is compared with the original on random
-input when it is made; what differs by more than rounding stays as it was. `paused` gives the
-originals back for a while, but for widths, which stay padded.
+There are six kinds of replacements: for badly aligned widths, matrix products of the same input,
+gated layers, norms, sums that are followed by a norm, and rotary positions. Each one is compared
+with the original on random input when it is made. If it differs by more than rounding, the original
+stays. `paused` restores the originals for a while, except for widths, which stay padded.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 
 @dataclass
 class Fusion:
-    """What was fused in a model. `counts` says how often, by kind."""
+    """The replacements that were made in a model."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)  # kind -> number of replacements
+    # Modules and the `forward` that replaces their own.
     _forwards: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class Fusion:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the model compute as Transformers wrote it."""
+        """Let the model compute as Transformers wrote it, inside a `with`."""
         self.turn_off()
         try:
             yield
@@ -67,7 +68,7 @@ class Fusion:
 
 @torch.inference_mode()
 def fuse(model: nn.Module, device: torch.device) -> Fusion:
-    """Fuse what can be fused in a model on this device."""
+    """Fuse all parts of a model that can be fused on this device."""
     fusion = Fusion()
     if device.type == "cuda" and next(model.parameters()).dtype.itemsize == 2:
         fusion.counts["padded widths"] = align_widths(model)
@@ -89,12 +90,12 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
 
 
 def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *arguments: Any) -> None:
-    """Fuse one module. One that can't be tried stays as it is."""
-    if "forward" in vars(module):  # somebody else has replaced it
+    """Fuse one module. It stays as it is if that raises an error."""
+    if "forward" in vars(module):  # it has been replaced already
         return
     try:
         fuse_one(fusion, module, *arguments)
-    except Exception:  # modules that only look like what we know fail in their own ways
+    except Exception:  # a module may only look like one that can be fused, and then raise anything
         logger.debug("%s was not tried", type(module).__name__, exc_info=True)
 
 
@@ -104,7 +105,7 @@ def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *argu
 def _fuse_gate(fusion: Fusion, layer: nn.Module, groups: Sequence[SiblingGroup]) -> None:
     from sensorium.layers.kernels.gate import KINDS, activate_and_multiply
 
-    both = getattr(layer, "gate_up_proj", None)  # some models have joined them themselves
+    both = getattr(layer, "gate_up_proj", None)  # in some models the two products are one already
     down = getattr(layer, "down_proj", None)
     group = next((group for group in groups if len(group.members) == 2), None)
     multiply: Callable[[torch.Tensor], torch.Tensor]
@@ -134,7 +135,7 @@ def _fuse_gate(fusion: Fusion, layer: nn.Module, groups: Sequence[SiblingGroup])
 def _copy_exactly(layer: nn.Module) -> nn.Module:
     """Return a copy of a layer in float32, as Transformers wrote it.
 
-    Half precision can't tell apart some activations that differ by a tenth where they are small.
+    In half precision, some activations that differ by a tenth at small values look the same.
     """
     replaced = {part: part.forward for part in layer.modules() if "forward" in vars(part)}
     for part in replaced:
@@ -147,7 +148,7 @@ def _copy_exactly(layer: nn.Module) -> nn.Module:
 
 
 def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the last product of a gated layer is called with, and what the others give."""
+    """Return the input of a gated layer's last product, and the outputs of its first ones."""
     seen: list[torch.Tensor] = []
     layer.get_submodule("down_proj").register_forward_pre_hook(lambda _, x: seen.append(x[0]))
     layer(x)
@@ -164,7 +165,7 @@ def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
     weight: torch.Tensor
-    variant: dict[str, Any]  # of the kernel
+    variant: dict[str, Any]  # arguments of the kernel
 
 
 def _fuse_norm(fusion: Fusion, module: nn.Module, norms: dict[nn.Module, _Norm]) -> None:
@@ -174,7 +175,7 @@ def _fuse_norm(fusion: Fusion, module: nn.Module, norms: dict[nn.Module, _Norm])
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or eps is None or not _takes_one(module):
         return
-    if weight is None or weight.ndim != 1:  # its width is not known here
+    if weight is None or weight.ndim != 1:  # its width can't be found
         return
     x = make_rows(weight, len(weight))
     variants: list[dict[str, Any]] = [
@@ -206,8 +207,10 @@ def _fuse_residual(fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, _
 
 
 def _fuse_rotary_positions(fusion: Fusion, model: nn.Module) -> None:
-    """Let attention modules rotate by our kernel, each in a copy of its `forward` that finds our
-    function under the name of Transformers'. Other models in the process keep theirs.
+    """Let attention modules apply rotary positions with our kernel.
+
+    Each module gets a copy of its `forward` with other globals, in which our function has the name
+    of Transformers' own. Other models in the process keep theirs.
     """
     weight = next(model.parameters())
     forwards: dict[Any, FunctionType | None] = {}
@@ -239,13 +242,13 @@ def _make_rotating(forward: FunctionType, weight: torch.Tensor) -> FunctionType 
 
 
 def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | None:
-    """Return what can take the place of a function of Transformers, if something can."""
+    """Return a replacement for a rotary function of Transformers, if it can be replaced."""
     from sensorium.layers.kernels.rotary import rotate
 
     parameters = list(inspect.signature(original).parameters) if callable(original) else []
     if parameters[:4] != ["q", "k", "cos", "sin"]:
         return None
-    # Decoders rotate [1, H, N, D], encoders [N, H, D]. Each is tried, and used, in its own layout.
+    # Decoders rotate [1, H, N, D], encoders [N, H, D]. Each is compared and used in its own layout.
     is_batched = "unsqueeze_dim" in parameters
 
     def rotate_both(
@@ -259,7 +262,7 @@ def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | No
         is_dense = q.stride(-1) == k.stride(-1) == 1
         is_known = is_dense and q.ndim == k.ndim == cos.ndim + 1 == (4 if is_batched else 3)
         token_axis = 2 if is_batched else 0
-        size = (q.shape[token_axis], q.shape[-1])  # the angles must be as many
+        size = (q.shape[token_axis], q.shape[-1])  # the size that the angles must have
         if (
             arguments
             or options
@@ -283,7 +286,7 @@ def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | No
         shapes = [((6, 4, size), (6, size)) for size in (64, 80)]
     try:
         agrees = all(_agrees(rotate_both, original, *shape, weight) for shape in shapes)
-    except Exception:  # a function that is called in another way
+    except Exception:  # a function that has to be called in another way
         logger.debug("%s was not tried", original, exc_info=True)
         return None
     return rotate_both if agrees else None
@@ -297,7 +300,7 @@ def _agrees(
     weight: torch.Tensor,
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    # Angles differ for both halves: a function that pairs neighbours must not look like this one.
+    # The angles of both halves differ, so that a function that pairs neighbours does not agree.
     inputs = [
         torch.randn(size, generator=generator).to(weight) for size in (shape, shape, angles, angles)
     ]
@@ -305,13 +308,13 @@ def _agrees(
     return all(is_rounding(get_distance(a, b), weight.dtype) for a, b in pairs)
 
 
-# ---- what all need
+# ---- shared helpers
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether somebody wants to know when a module is called."""
+    """Return whether a module has hooks. A fused form would not call them."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _takes_one(module: nn.Module) -> bool:
-    return len(inspect.signature(type(module).forward).parameters) == 2  # and itself
+    return len(inspect.signature(type(module).forward).parameters) == 2  # `self` and the tensor

@@ -1,12 +1,12 @@
-"""Spares towers the wait for the device when they need the sizes of pictures as numbers.
+"""Lets encoders compute lengths and positions on the host, so that they don't wait for the device.
 
-A tower gets the grids of its pictures as a tensor on the device, and derives positions, windows and
-lengths from it with functions of `transformers.vision_utils`. They read the tensor back, and so
-wait for all work that the device has. The host knew the grids before. Inside `keeping` these
-functions compute on the host and send their results to the device.
+An encoder, or tower, gets the grids of its pictures as a tensor on the device. It derives
+positions, windows and lengths from it with functions of `transformers.vision_utils`. These read the
+tensor back, and so wait for all pending work of the device. But the host had the grids before.
+Inside `keeping` these functions compute on the host and send their results to the device.
 
-The functions are replaced in the modules of the towers, under the names by which these call them.
-Outside `keeping` they do what they did before.
+The functions are replaced in the Python modules of the towers, under the names that are used there.
+Outside `keeping` they work as before.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from transformers.utils.generic import get_max_seqlen
 from sensorium.utils.arrays import to_device
 
 _T = TypeVar("_T")
-Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers: on the device, on the host
+Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers on the device and on the host
 
 
 class _Copies:
-    """The host's copies of tensors on the device. Both are kept: a freed `id` is given again."""
+    """The host's copies of tensors on the device."""
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
+        # `id` of the tensor on the device -> both tensors. That on the device is kept as well,
+        # because Python may reuse the `id` of an object that was freed.
         self._pairs: dict[int, Pair] = {}
+        # (`id` of the tensor on the device, function) -> the function's result
         self.derived: dict[tuple[int, Callable[..., Any]], Any] = {}
         for on_device, on_host in pairs:
             self.add(on_device, on_host)
@@ -50,7 +53,7 @@ _current: ContextVar[_Copies | None] = ContextVar("host copies of tensors", defa
 
 @contextmanager
 def keeping(pairs: Iterable[Pair]) -> Iterator[None]:
-    """Know these copies, and those that are made of them, inside a `with`."""
+    """Use these host copies, and those that are derived from them, inside a `with`."""
     token = _current.set(_Copies(pairs))
     try:
         yield
@@ -59,7 +62,7 @@ def keeping(pairs: Iterable[Pair]) -> Iterator[None]:
 
 
 def get_host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host. If the host has no copy yet, this waits for the device."""
+    """Return the host's copy of a tensor. If there is none yet, this waits for the device."""
     copies = _current.get()
     if tensor.device.type == "cpu" or copies is None:
         return tensor.cpu()
@@ -71,9 +74,9 @@ def get_host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def derive(tensor: torch.Tensor, make: Callable[[torch.Tensor, torch.Tensor], _T]) -> _T:
-    """Return what a function makes of a tensor on the device and its copy on the host.
+    """Return the result of a function of a tensor on the device and its copy on the host.
 
-    All layers of a tower ask for the same, so it is made once inside `keeping`.
+    All layers of a tower need the same result, so inside `keeping` it is computed only once.
     """
     on_host = get_host_copy(tensor)
     copies = _current.get()
@@ -87,7 +90,10 @@ def derive(tensor: torch.Tensor, make: Callable[[torch.Tensor, torch.Tensor], _T
 
 
 def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:
-    """Replace what towers call to learn lengths and positions, once for each module of code."""
+    """Replace the functions with which towers compute lengths and positions.
+
+    That is done once for each Python module.
+    """
     for name in {type(tower).__module__ for tower in towers}:
         names = vars(sys.modules[name])
         for key, value in list(names.items()):

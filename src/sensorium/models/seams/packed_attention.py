@@ -1,9 +1,10 @@
-"""Lets encoders attend to all sequences of a batch in one call.
+"""Lets encoders compute the attention of all sequences of a batch in one call.
 
-Many towers of Transformers pack pictures, frames or windows behind one another. For each attention
-implementation whose name contains "flash" they call it once, with the lengths; for all others they
-call it in a loop, and wait for the device to learn the lengths. So ours has such a name. Only
-towers that have this way of calling get it; all others keep the attention that they have.
+Many encoders of Transformers, or towers, pack pictures, frames or windows into one sequence. If the
+name of the attention implementation contains "flash", they call it once and pass the lengths. Any
+other implementation is called in a loop, for which they read the lengths from the device and wait.
+So ours has "flash" in its name. Only towers that can call it in this way get it. All others keep
+their attention.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sensorium.layers.attention.packed import PackedLengths, choose_packed_kerne
 from sensorium.models.seams.host_lengths import derive
 
 PACKED_ATTENTION = "sensorium_flash_packed"
-# The implementation that is replaced, and that computes what comes without lengths.
+# The implementation that ours replaces, and that it uses for calls without lengths.
 DENSE_ATTENTION = "sdpa"
 
 
@@ -41,13 +42,13 @@ def find_packing_towers(model: PreTrainedModel, decoder: torch.nn.Module) -> lis
 
 
 def set_attention(towers: list[PreTrainedModel], name: str) -> None:
-    """Let towers use the attention of this name."""
+    """Make towers use the attention implementation of this name."""
     for tower in towers:
         tower.config._attn_implementation = name
 
 
 def _can_pack(tower: PreTrainedModel) -> bool:
-    """Return whether the code of a tower asks for a flash attention, and tells it the lengths."""
+    """Return whether a tower's code checks for a flash attention, and passes it the lengths."""
     module = sys.modules[type(tower).__module__]
     asks = any(value is is_flash_attention_requested for value in vars(module).values())
     return asks and "cu_seq_lens_q=" in inspect.getsource(module)
@@ -64,7 +65,7 @@ def _packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as Transformers' interface wants it."""
+    """Compute attention behind the interface of Transformers."""
     if cu_seq_lens_q is None:
         dense = ALL_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
         output, _ = dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -75,7 +76,7 @@ def _packed_attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)
-# Without this line Transformers would make no masks, and padding would be attended to in silence.
+# Without this line Transformers would make no masks, and tokens would attend to padding unnoticed.
 ALL_MASK_ATTENTION_FUNCTIONS.register(
     PACKED_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
 )

@@ -1,9 +1,9 @@
-"""Where Transformers' attention layers meet ours: one function, registered under a name of our own.
+"""Registers our attention as an implementation that the decoders of Transformers can call.
 
-A model's decoder is told to use it and calls it in every attention layer. What to do travels with
-the call: the decoder hands unknown keyword arguments down to the attention function, in every
-family tried. Encoders keep their attention. Transformers builds no masks for a name that it doesn't
-know.
+A decoder that is set to its name calls it in every attention layer. The object that computes
+attention is passed as a keyword argument of the decoder: in every family tried, a decoder passes
+unknown keyword arguments on to the attention function. Encoders keep their attention. Transformers
+builds no masks for an implementation that it doesn't have in its own list.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sensorium.types.errors import ModelError
 
 PAGED_ATTENTION = "sensorium_paged"
-# Arguments that change the result and that no backend of ours honours.
+# Arguments that change the result and that none of our backends supports.
 _UNSUPPORTED = ("softcap", "s_aux")
 
 
 class AttentionCall(Protocol):
-    """What runs in place of a decoder's attention."""
+    """The attention that a decoder calls instead of its own."""
 
     def attend(
         self,
@@ -33,7 +33,7 @@ class AttentionCall(Protocol):
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """[1, N, H, D of values]"""
+        """Return the attention output [1, N, H, D of values] of one layer."""
 
 
 def _paged_attention(
@@ -49,7 +49,7 @@ def _paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if attention_mask is not None:
-        # Transformers makes none for us: it is the layer's own work.
+        # Transformers makes no mask for this implementation, so the layer has made it itself.
         raise ModelError(
             f"{type(module).__name__} makes an attention mask of its own: not supported"
         )

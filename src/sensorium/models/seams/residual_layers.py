@@ -1,9 +1,9 @@
-"""Adds what attention gives to a layer's input and normalises the sum, in one kernel.
+"""Adds the output of attention to a layer's input and normalises the sum, in one kernel.
 
-The sum and the norm behind it belong to a layer, so its whole `forward` is replaced. That is done
-for layers of the common kind: norm, attention, sum, norm, MLP, sum. Whether a layer is of this kind
-is found by running it with attention that only notes what it is called with: result and arguments
-must be the same.
+The sum and the norm after it are part of a layer, so its whole `forward` is replaced. That is done
+for layers of the common kind: norm, attention, sum, norm, MLP, sum. To find out whether a layer is
+of this kind, both forms are run with a stand-in for attention that records its arguments. The
+results and the recorded arguments must be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sensorium.models.seams.comparing import get_distance, is_rounding, make_row
 
 logger = logging.getLogger(__name__)
 
-# Norm, attention, norm and MLP of a layer, as they are called in the field.
+# Usual names of the norm, the attention, the second norm and the MLP of a layer.
 _NAMES = (
     ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
     ("norm1", "attn", "norm2", "mlp"),
@@ -55,7 +55,7 @@ def make_forward(
 ) -> Callable[..., torch.Tensor] | None:
     """Return a `forward` for a layer, or `None` if the layer is of another kind.
 
-    `weight` is that of its second norm, which `add_and_normalize` takes the place of.
+    `weight` is the weight of its second norm, which `add_and_normalize` replaces.
     """
     parameters = list(inspect.signature(layer.forward).parameters.values())
     named = [p for p in parameters[1:] if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -73,13 +73,13 @@ def make_forward(
         return total + parts.mlp(normalized)
 
     x = make_rows(weight, len(weight))[None]
-    # Nobody looks into these: they must only arrive at attention as they were given.
+    # Any objects will do as arguments: they only have to reach attention unchanged.
     takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     options = {name: object() for name in (*names, *(["something_else"] if takes_more else []))}
     try:
         expected, theirs = _run(layer.forward, parts.attention, x, options)
         found, ours = _run(forward, parts.attention, x, options)
-    except Exception:  # a layer that wants more than that is of another kind
+    except Exception:  # a layer that needs other arguments is of another kind
         logger.debug("%s was not tried", type(layer).__name__, exc_info=True)
         return None
     is_same = isinstance(expected, torch.Tensor) and expected.shape == found.shape
@@ -91,13 +91,13 @@ def make_forward(
 def _run(
     forward: Callable[..., Any], attention: nn.Module, x: torch.Tensor, options: Mapping[str, Any]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Run a layer; return its result and what its attention was called with, beside the input."""
+    """Run a layer. Return its result, and the arguments of its attention except for the input."""
     calls: list[dict[str, Any]] = []
     is_tuple = _returns_tuple(attention)
 
     def attend(hidden_states: torch.Tensor, **given: Any) -> Any:
         calls.append(given)
-        attended = hidden_states.roll(1, dims=-1) * 0.7  # something that is not the input
+        attended = hidden_states.roll(1, dims=-1) * 0.7  # any output that differs from the input
         return (attended, None) if is_tuple else attended
 
     with _replaced(attention, attend):

@@ -1,10 +1,11 @@
-"""Computes products of one input together: query, key and value, or the two of a gated layer.
+"""Joins the matrix products of one input: query, key and value, or the two of a gated layer.
 
 Their weights become parts of one matrix. The member that is called first multiplies by all of it,
-the others take their share. They recognise each other's input by its identity, so a member that is
-called with another tensor never gets a wrong share. (A module that changes the tensor in place
-between two members would get one. No family does so.) A group whose shares are left several times
-in a row falls apart: its members then compute for themselves.
+and the others take their shares of the result. A share is used only by a member that is called with
+the very same tensor object, so a member that is called with another tensor never gets a wrong
+share. (It would if a module changed the tensor in place between two members. No family does so.) If
+shares are left over several times in a row, the group is dissolved, and its members compute for
+themselves.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch.nn.functional import linear
 
 from sensorium.models.seams.comparing import get_distance, is_rounding, make_rows
 
-# Members of one module that are called with the same tensor, by convention of the field.
+# Usual names of members of one module that are called with the same tensor.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("gate_proj", "up_proj"))
 _MAX_MISSES = 3
 
 
 class SiblingGroup:
-    """Products of one input. The weights of its members are views of `weight`."""
+    """A group of products of one input. The weights of its members are views of `weight`."""
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self.members = tuple(members)
@@ -32,20 +33,20 @@ class SiblingGroup:
         self.weight = torch.cat(tuple(member.weight for member in members))
         biases = tuple(member.bias for member in members if member.bias is not None)
         self.bias = torch.cat(biases) if biases else None
-        self._input: torch.Tensor | None = None
-        self._shares: dict[int, torch.Tensor] = {}
-        self._num_misses = 0
+        self._input: torch.Tensor | None = None  # the input that the shares were computed from
+        self._shares: dict[int, torch.Tensor] = {}  # member's index -> its result, not taken yet
+        self._num_misses = 0  # how often in a row shares were left over
         for member, weight in zip(members, self.weight.split(self._sizes), strict=True):
             member.weight = nn.Parameter(weight, requires_grad=False)
         if self.bias is not None:
             for member, bias in zip(members, self.bias.split(self._sizes), strict=True):
                 member.bias = nn.Parameter(bias, requires_grad=False)
         for index, member in enumerate(members):
-            # An attribute of the instance: `Module.__call__` finds it before the class's.
+            # It is set on the instance, where `Module.__call__` finds it before the class's.
             member.forward = partial(self._compute, index)  # type: ignore[method-assign]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the products of all members, one behind the other."""
+        """Return the products of all members, joined in the last dimension."""
         return linear(x, self.weight, self.bias)
 
     def _compute(self, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,8 @@ class SiblingGroup:
             if not self._shares:
                 self._input, self._num_misses = None, 0
             return share
-        if self._input is not None:  # not all took their shares: an error, or other inputs
+        # Shares are left over if an error ended the last call, or if members get other inputs.
+        if self._input is not None:
             self._input, self._shares = None, {}
             self._num_misses += 1
         if self._num_misses >= _MAX_MISSES:
@@ -71,7 +73,10 @@ class SiblingGroup:
 
 @torch.inference_mode()
 def find_groups(model: nn.Module) -> dict[nn.Module, list[SiblingGroup]]:
-    """Join all siblings of a model that agree with themselves afterwards, by their parent."""
+    """Join the products of a model that have the same input. Return the groups by their parent.
+
+    Products that would give other results when joined are left as they are.
+    """
     groups: dict[nn.Module, list[SiblingGroup]] = {}
     for parent in model.modules():
         children = dict(parent.named_children())

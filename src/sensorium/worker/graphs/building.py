@@ -1,4 +1,4 @@
-"""Makes the graphs of an engine at its start, or says why it has none."""
+"""Captures the CUDA graphs of an engine at its start, or gives the reason why it has none."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """What the graphs of an engine have to serve."""
+    """The settings of an engine that decide which graphs are captured."""
 
     enforce_eager: bool = False
-    sizes: Sequence[int] | None = None  # batch sizes; None: as many as are useful
+    sizes: Sequence[int] | None = None  # batch sizes; None: those of `get_decode_sizes`
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -44,11 +44,11 @@ class GraphOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graphs:
-    """The graphs of an engine. `words` says what they serve, or why there are none."""
+    """The graphs of an engine, if it has any."""
 
-    decoding: DecodeGraphs | None = None
-    segments: SegmentGraphs | None = None
-    words: str = "none"
+    decoding: DecodeGraphs | None = None  # for steps in which every request decodes
+    segments: SegmentGraphs | None = None  # for steps with tokens of prompts
+    words: str = "none"  # a description for people, with the reason if there are none
 
 
 NO_GRAPHS = Graphs()
@@ -56,7 +56,7 @@ NO_GRAPHS = Graphs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphParts:
-    """What graphs are made with. Tests make them without a GPU."""
+    """The parts that graphs are made with. Tests replace them and need no GPU."""
 
     kernels: DecodeKernels
     recorder: Recorder
@@ -66,14 +66,14 @@ class GraphParts:
 def find_graph_parts(
     adapter: ModelAdapter, layers: Sequence[LayerSpec], *, block_size: int
 ) -> GraphParts | str:
-    """Return what graphs need on the adapter's device, or why they can't be had."""
+    """Return the parts of graphs on the adapter's device, or why it can have no graphs."""
     device, dtype = adapter.device, adapter.dtype
     if (obstacle := kernels.find_obstacle(device)) is not None:
         return obstacle
     try:
         attention = TritonPagedAttention(block_size=block_size, dtype=dtype, device=device)
         fault = find_fault(attention, layers, block_size=block_size, dtype=dtype, device=device)
-    except Exception as error:  # compilers and kernels fail in their own ways
+    except Exception as error:  # compilers and kernels raise many kinds of errors
         logger.debug("the trial of the decode kernels failed", exc_info=True)
         return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if fault is not None:
@@ -94,7 +94,7 @@ def build_graphs(
     groups: Sequence[KVCacheGroup],
     block_size: int,
 ) -> Graphs:
-    """Capture the graphs of an engine, as far as it can have some."""
+    """Capture the graphs of an engine, without those that can't be captured."""
     if options.enforce_eager:
         return Graphs(words="none: they are turned off (enforce_eager)")
     started, before = monotonic(), _get_used_bytes(adapter.device)
@@ -123,7 +123,7 @@ def build_graphs(
             sizes=token_sizes,
         )
         logger.info(
-            "CUDA graphs are captured for %d batch sizes and %d sizes of prompts",
+            "capturing CUDA graphs for %d batch sizes and %d sizes of steps with prompts",
             *(len(sizes), len(token_sizes)),
         )
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
@@ -169,7 +169,7 @@ def _describe(sizes: Sequence[int], reason: str | None) -> str:
 
 
 def _warn(words: str, reason: str, device: torch.device) -> None:
-    """A CPU has no graphs, which is no news."""
+    """Log a warning on a GPU. A CPU never has graphs, so there is nothing to warn about."""
     if device.type == "cuda":
         logger.warning(words, reason)
 
@@ -178,13 +178,13 @@ def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> 
     now = _get_used_bytes(device)
     used, reserved = ((after - then) >> 20 for after, then in zip(now, before, strict=True))
     logger.info(
-        "CUDA graphs took %.1f s and %d MiB, of which %d MiB are tensors",
+        "CUDA graphs took %.1f s and %d MiB (%d MiB of that for tensors)",
         *(monotonic() - started, used, reserved),
     )
 
 
 def _get_used_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use on a device, and those of them that torch has for tensors."""
+    """Return the bytes in use on a device, and how many of them torch has reserved for tensors."""
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)

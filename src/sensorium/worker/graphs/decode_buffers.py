@@ -1,7 +1,7 @@
-"""What a captured step that only decodes reads: fixed memory, filled anew for each step.
+"""Holds the inputs of captured decode steps in fixed memory, which is filled anew for each step.
 
-A batch is padded to the size of its graph. Padding rows have a slot below 0, where nothing is
-stored, and read one key of the null block, which is zero.
+A batch is padded to the size of its graph. A padding row has a slot below 0, so nothing is stored
+for it, and it reads one key of the null block, which is zero.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from sensorium.worker.staging import StagingBuffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
-    """One batch size's share of the buffers. B is that size."""
+    """The part of the buffers that the graph of one batch size B reads."""
 
     input_ids: torch.Tensor  # [B]
     positions: torch.Tensor  # [B], or [3, B] with M-RoPE
     seq_lens: torch.Tensor  # [B]
-    is_long: torch.Tensor | None  # [B], other than 0 for long requests; None: there are no such
+    # [B], nonzero for long requests. None if the model treats all lengths alike.
+    is_long: torch.Tensor | None
     slots: tuple[torch.Tensor, ...]  # per group: [B]
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
 
 
 class DecodeBuffers:
-    """Owns the memory. All batch sizes share it: only one step runs at a time."""
+    """The owner of the memory. All batch sizes share it, because only one step runs at a time."""
 
     def __init__(
         self,
@@ -60,9 +61,9 @@ class DecodeBuffers:
         ]
 
     def fill(self, rows: Sequence[Row], size: int) -> DecodeInputs:
-        """Write a step's rows, and padding up to `size`; return where they lie.
+        """Write the rows of a step, padded up to `size`, and return the tensors that hold them.
 
-        The tensors that are returned for a size have the same addresses each time.
+        For one size, these tensors have the same addresses each time.
         """
         arrays = self._make_arrays(rows, size)
         tables = [self._make_table(rows, index) for index in range(self._num_groups)]
@@ -111,7 +112,7 @@ class DecodeBuffers:
 
     @staticmethod
     def _make_table(rows: Sequence[Row], group_index: int) -> IntArray:
-        """Return the block tables of the rows, as wide as the longest; its own copy is int32."""
+        """Return the int64 block tables of the rows, padded to the width of the longest."""
         tables = [state.block_ids[group_index].values for _, state in rows]
         width = max(map(len, tables), default=0)
         padded = np.zeros((len(tables), width), dtype=np.int64)

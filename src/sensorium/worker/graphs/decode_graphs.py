@@ -1,8 +1,9 @@
-"""Steps in which every request decodes, replayed as one CUDA graph each.
+"""Replays a step in which every request decodes as a single CUDA graph.
 
 A graph has everything from token ids to logits and the likeliest token. It is captured once for
 each batch size at start, on padding alone, and its logits are compared with those of the same
-computation without a graph. A model that can't be captured runs without; the reason is kept.
+computation without a graph. A model that can't be captured runs without graphs, and the reason is
+returned.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from sensorium.worker.sampling.sampler import mark_likeliest
 
 
 class DecodeKernels(Protocol):
-    """Attention over pages, with everything that changes in tensors."""
+    """The kernels of attention over pages that a graph can replay.
+
+    All that changes from step to step is passed in tensors.
+    """
 
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Put keys and values [1, K, B, D] into slots; those below 0 are left out."""
+        """Store keys and values [1, K, B, D] in slots; rows with a slot below 0 are skipped."""
 
     def attend(
         self,
@@ -45,7 +49,7 @@ class DecodeKernels(Protocol):
 
 
 class TritonKernels:
-    """The kernels of `layers.kernels`."""
+    """The Triton kernels of `layers.kernels`."""
 
     def __init__(self) -> None:
         from sensorium.layers.kernels.decode_attention import attend_decoding
@@ -76,10 +80,10 @@ class TritonKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeResult:
-    """What a replay computed for the rows of a step, valid until the next one."""
+    """The results of a replay for the rows of a step, valid until the next replay."""
 
     logits: torch.Tensor  # float32 [rows, vocabulary]
-    likeliest: torch.Tensor  # int64 [rows], as `mark_likeliest` gives it
+    likeliest: torch.Tensor  # int64 [rows], the result of `mark_likeliest`
 
     def get_front(self, num_rows: int) -> DecodeResult:
         return DecodeResult(logits=self.logits[:num_rows], likeliest=self.likeliest[:num_rows])
@@ -88,7 +92,7 @@ class DecodeResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
     recording: Recording
-    results: DecodeResult  # where the recording leaves them
+    results: DecodeResult  # the memory that a replay writes its results to
 
 
 class DecodeGraphs:
@@ -111,12 +115,12 @@ class DecodeGraphs:
         self._recorder = recorder
         self._sizes = tuple(sizes)
         self._captured: dict[int, _Captured] = {}
-        # All sizes share the memory of their results: that of the largest, which comes first.
+        # All sizes share the memory of the largest one's results. It is captured first.
         self._results: DecodeResult | None = None
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture all sizes; return why that is not possible, or `None` if it was done."""
+        """Capture all sizes. Return why that is not possible, or `None` if it was done."""
         reason = capture_sizes(self._sizes, self._capture_size, what="graphs", use_tqdm=use_tqdm)
         if reason is not None:
             self._captured.clear()
@@ -124,7 +128,8 @@ class DecodeGraphs:
 
     def _capture_size(self, size: int) -> str | None:
         inputs = self._buffers.fill([], size)
-        expected = self._compute(inputs)  # also the first use of kernels and workspaces
+        # This run also compiles kernels and allocates workspaces, which a capture must not do.
+        expected = self._compute(inputs)
         self._results = self._results or expected
         results = self._results.get_front(size)
         logits = expected.logits.clone()
@@ -135,7 +140,7 @@ class DecodeGraphs:
             results.likeliest.copy_(computed.likeliest)
 
         recording = self._recorder.record(compute)
-        results.logits.fill_(float("nan"))
+        results.logits.fill_(float("nan"))  # so that a replay that writes nothing is noticed
         recording.replay()
         scale = max(float(logits.abs().max()), 1.0)
         distance = float((results.logits - logits).abs().max())
@@ -145,7 +150,7 @@ class DecodeGraphs:
         return None
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
-        """Return the batch size whose graph can compute these rows, if there is one."""
+        """Return the size of a graph that can compute these rows, if there is one."""
         is_decoding = all(_is_decoding(row) for row in rows)
         return find_size(self._sizes, len(rows)) if is_decoding else None
 
@@ -156,7 +161,7 @@ class DecodeGraphs:
         return captured.results.get_front(len(rows))
 
     def _compute(self, inputs: DecodeInputs) -> DecodeResult:
-        """One step, from token ids to logits and the likeliest tokens."""
+        """Compute a step, from token ids to logits and the likeliest tokens."""
         adapter = self._adapter
         embeds, extra = adapter.embed(inputs.input_ids, None, None)
         is_long = None if inputs.is_long is None else inputs.is_long.bool()
@@ -168,7 +173,7 @@ class DecodeGraphs:
 
 
 class _DecodeCall:
-    """Runs in place of the decoder's attention."""
+    """The attention of a decode step, which the decoder calls instead of its own."""
 
     def __init__(
         self,
@@ -192,7 +197,7 @@ class _DecodeCall:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        del window  # that of the layer's group
+        del window  # `self._windows` has that of the layer's group
         cache = self._kv_cache[layer_index]
         group = cache.group_index
         if not cache.is_shared:
@@ -209,7 +214,7 @@ class _DecodeCall:
 
 
 def _is_decoding(row: Row) -> bool:
-    """Return whether a row computes one token of its answer."""
+    """Return whether a row computes one output token and samples the next."""
     scheduled, state = row
     return (
         scheduled.num_new_tokens == 1

@@ -1,5 +1,6 @@
-"""Records what a function does on the device, so that it can be done again in one launch, and tries
-that for all sizes of an engine.
+"""Records the work of a function on the device, so that one launch can repeat it.
+
+`capture_sizes` does that for all sizes of an engine.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
-    """A function's work on the device."""
+    """The recorded work of a function on the device."""
 
     def replay(self) -> None:
-        """Do the work again, on what the same memory holds now."""
+        """Repeat the work on the same memory, with its present content."""
 
 
 class Recorder(Protocol):
@@ -27,10 +28,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs. They share one pool of memory, since only one of them runs at a time.
+    """A recorder that captures CUDA graphs.
 
-    Capture the largest first: the others then find room in what it needed. That holds as long as
-    nobody keeps a tensor that was made in a capture.
+    The graphs share one pool of memory, since only one of them runs at a time. Capture the largest
+    first: the others then fit into its memory. That works only if no tensor that was made in a
+    capture is kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,20 +57,20 @@ def capture_sizes(
 ) -> str | None:
     """Capture ascending sizes, the largest first. Return why that is not possible, or `None`.
 
-    `capture` captures one size, and returns or raises what is wrong with it. `what` stands on the
-    progress bar.
+    `capture` captures one size. If it can't, it returns the reason or raises an error. `what` is
+    the text of the progress bar.
     """
     for size in tqdm(
         sizes[::-1],
         desc=f"capturing {what}",
         unit="size",
-        disable=None if use_tqdm else True,  # None: only on a terminal
+        disable=None if use_tqdm else True,  # None: show it only on a terminal
         leave=False,
     ):
         try:
             reason = capture(size)
         except Exception as error:
-            # What can't be captured says so in many ways, most of them CUDA's.
+            # A function that can't be captured raises one of many errors, most of them CUDA's.
             logger.debug("capturing %s of size %d failed", what, size, exc_info=True)
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if reason is not None:

@@ -1,10 +1,11 @@
-"""Steps with tokens of prompts, replayed as CUDA graphs that are broken at attention.
+"""Replays steps with tokens of prompts as CUDA graphs that are broken at attention.
 
-Of all that a decoder computes, only attention depends on which requests a step has. So what lies
-between two attention layers is captured for a number of tokens, storing of keys and values
-included, and attention runs between the replays as it does without graphs. Steps are padded to the
-next number of tokens that was captured. Padding has no slot, and no row looks at another one
-outside of attention, so padding touches nobody.
+Of all that a decoder computes, only attention depends on which requests a step has. So the work
+between two attention layers is captured for a number of tokens, including the storing of keys and
+values. Attention runs between the replays as it does without graphs.
+
+Steps are padded to the next number of tokens that was captured. Padding changes no result: it has
+no slot, so nothing is stored for it, and outside of attention no row reads another one.
 
 Tensors that cross a break lie in fixed memory that all layers and sizes share. Nothing else of a
 capture is kept, so that the next one can use its memory again.
@@ -30,23 +31,23 @@ class StoreKernel(Protocol):
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Put keys and values [1, K, N, D] into slots; those below 0 are left out."""
+        """Store keys and values [1, K, N, D] in slots; rows with a slot below 0 are skipped."""
 
 
 class SegmentRecording(Protocol):
-    """The segments of a function that was recorded."""
+    """The recorded work of a function, in segments."""
 
     def replay(self, attend: Callable[[int], None]) -> None:
-        """Do the work again. `attend` is called at each break with its number."""
+        """Repeat the work, and call `attend` at each break with the number of the break."""
 
 
 class SegmentRecorder(Protocol):
     def record(self, function: Callable[[Callable[[int], None]], None]) -> SegmentRecording:
-        """Record a function that is handed what it has to call at each break."""
+        """Record a function. Its argument is a callback that it calls at each break."""
 
 
 class CudaSegmentRecorder:
-    """Captures one CUDA graph for each stretch between two breaks."""
+    """A recorder that captures one CUDA graph for each segment between two breaks."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -86,7 +87,7 @@ class _CudaSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Crossing:
-    """The tensors that cross breaks. All layers of one shape share them."""
+    """The tensors that are passed across a break. All layers of one shape share them."""
 
     query: torch.Tensor  # [1, H, n, D]
     key: torch.Tensor
@@ -106,7 +107,7 @@ class _Crossing:
 class _Break:
     layer_index: int
     scaling: float | None
-    crossing: _Crossing  # as long as the size that was captured
+    crossing: _Crossing  # for as many tokens as were captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ class _Captured:
 
 
 class Attend(Protocol):
-    """The attention of a step, without graphs. The new keys and values are stored already."""
+    """The attention of a step, which runs without graphs on keys and values already stored."""
 
     def __call__(
         self,
@@ -148,13 +149,14 @@ class SegmentGraphs:
         self._sizes = tuple(sizes)  # ascending
         self._memory = _FixedMemory(self._sizes[-1])
         self._captured: dict[int, _Captured] = {}
+        # The decoder's extra inputs: name -> shape without batch and tokens.
         self._extra_shapes: dict[str, tuple[int, ...]] = {}
 
     # ---- at start
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture all sizes; return why that is not possible, or `None` if it was done."""
+        """Capture all sizes. Return why that is not possible, or `None` if it was done."""
         reason = capture_sizes(
             self._sizes, self._capture_size, what="graphs of prompts", use_tqdm=use_tqdm
         )
@@ -175,7 +177,7 @@ class SegmentGraphs:
             positions.expand(3, -1) if adapter.has_mrope else positions,
             extra,
             is_long=None if adapter.long_after is None else is_long,
-            slots=[positions[:0]] * self._num_groups,  # so nothing is stored
+            slots=[positions[:0]] * self._num_groups,  # no slots, so nothing is stored
         )
         breaks: list[_Break] = []
 
@@ -183,12 +185,15 @@ class SegmentGraphs:
             breaks.clear()
             self._compute(size, breaks, break_here)
 
-        def attend(index: int) -> None:  # stands for attention: something of every query
+        # A stand-in for attention. Its output depends on every query, so that the comparison below
+        # covers the segments on both sides of a break.
+        def attend(index: int) -> None:
             crossing = breaks[index].crossing
             queries = crossing.query.mean(-1).transpose(1, 2)[..., None]
             crossing.output.copy_(queries.expand_as(crossing.output))
 
-        compute(attend)  # also the first use of kernels and workspaces
+        # This run also compiles kernels and allocates workspaces, which a capture must not do.
+        compute(attend)
         hidden = self._memory.get("hidden", size)
         expected = hidden.clone()
         recording = self._recorder.record(compute)
@@ -201,7 +206,7 @@ class SegmentGraphs:
         return None
 
     def _compute(self, size: int, breaks: list[_Break], break_here: Callable[[int], None]) -> None:
-        """The decoder, from embeddings to hidden states, all in fixed memory."""
+        """Run the decoder, from embeddings to hidden states, all in fixed memory."""
         adapter, memory = self._adapter, self._memory
         extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
         positions = memory.get("positions", size)
@@ -239,11 +244,13 @@ class SegmentGraphs:
         slots: Sequence[torch.Tensor],  # per group: [N]
         attend: Attend,
     ) -> torch.Tensor:
-        """Return the hidden states [N, hidden] of a step, valid until the next one."""
+        """Return the hidden states [N, hidden] of a step, valid until the next replay."""
         num_tokens = embeds.shape[1]
         self._fill(size, embeds, positions, extra, is_long=is_long, slots=slots)
         captured = self._captured[size]
-        fronts: dict[_Crossing, _Crossing] = {}  # made once for a step: this loop bounds small ones
+        # Slices are made once a step and not once a layer: on the host this loop is what limits
+        # the speed of small steps.
+        fronts: dict[_Crossing, _Crossing] = {}
 
         def attend_at(index: int) -> None:
             at = captured.breaks[index]
@@ -275,7 +282,7 @@ class SegmentGraphs:
             memory.put(name, tensor[0])
         for index, group_slots in enumerate(slots):
             memory.put(_name_slots(index), group_slots)
-            # Behind them lie those of an earlier step.
+            # The slots of an earlier step lie behind these, and must not be written.
             memory.get(_name_slots(index), size)[len(group_slots) :].fill_(NO_SLOT)
 
 
@@ -284,18 +291,18 @@ def _name_slots(group_index: int) -> str:
 
 
 class _FixedMemory:
-    """Tensors by name, each with a row for every token of the largest size."""
+    """A set of named tensors, each with a row for every token of the largest size."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._tensors: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows to the front of a tensor, and return them there."""
+        """Copy rows to the front of a tensor, and return that part of it."""
         return self.make(name, rows).copy_(rows)
 
     def make(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the first rows of the tensor of this name. The first call allocates it."""
+        """Return as many first rows of a tensor as `like` has. The first call allocates it."""
         if name not in self._tensors:
             shape = (self._num_rows, *like.shape[1:])
             self._tensors[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -306,7 +313,10 @@ class _FixedMemory:
 
 
 class _SegmentCall:
-    """Runs in place of the decoder's attention, stores keys and values, and breaks there."""
+    """The attention that the decoder calls during a capture.
+
+    It stores keys and values, and breaks the recording where attention has to run.
+    """
 
     def __init__(
         self,
@@ -333,7 +343,7 @@ class _SegmentCall:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        del window  # that of the layer's group
+        del window  # the attention between the replays has that of the layer's group
         cache = self._kv_cache[layer_index]
         if not cache.is_shared:
             slots = self._memory.get(_name_slots(cache.group_index), query.shape[2])

@@ -1,4 +1,4 @@
-"""The numbers of requests and of tokens that CUDA graphs are captured for."""
+"""Chooses the numbers of requests and of tokens that CUDA graphs are captured for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _STEP = 8
 
 
 def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8 and then every eighth number, up to the most requests of a step.
+    """Return 1, 2, 4, 8 and then the multiples of 8, up to the most requests of a step.
 
-    Sizes that the user has chosen take their place. One that is larger than any step counts as the
-    most requests of a step.
+    Sizes that the user has chosen are used instead. One that is larger than `max_num_seqs` is
+    reduced to it.
     """
     sizes = chosen or (*_SMALL, *range(_STEP, max_num_seqs, _STEP), max_num_seqs)
     if chosen is None:
@@ -22,8 +22,9 @@ def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> 
 
 
 def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Return numbers of tokens up to a step's budget. What padding adds is at most an eighth or so,
-    but for the smallest.
+    """Return numbers of tokens up to the most of a step.
+
+    Padding adds less than a quarter to a step of more than 256 tokens.
     """
     sizes = {16, 32, 64, 96}
     for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
@@ -32,6 +33,6 @@ def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
 
 
 def find_size(sizes: Sequence[int], number: int) -> int | None:
-    """Return the smallest of the ascending sizes that is not below a number."""
+    """Return the smallest of the ascending sizes that is at least `number`, if there is one."""
     index = bisect_left(sizes, number)
     return sizes[index] if index < len(sizes) else None

@@ -1,6 +1,6 @@
-"""Draws a token of each row from what temperature and filters leave of its distribution.
+"""Draws a token for each row from its distribution, after temperature and filters.
 
-A row draws one number per token, a function of its request's seed and the token's index alone.
+Each draw uses one random number, which depends only on the request's seed and the token's index.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from sensorium.worker.sampling.sampling_row import SamplingRow
 
 
 def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Empty if all rows are greedy. `top_k` and `min_p` are there only if some row filters."""
+    """Return the arrays that `draw` needs, or nothing if all rows are greedy.
+
+    `top_k` and `top_p` are included only if some row uses one of them, `min_p` only if some row
+    uses it.
+    """
     random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not random:
         return {}
@@ -30,7 +34,7 @@ def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
     if any(p.top_k or p.top_p != 1.0 for p in params):
         top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
         arrays["top_k"] = np.array(top_k, dtype=np.int64)
-        # Infinite for "all": rounding must not cut off the tail of an unfiltered row.
+        # Infinity keeps all tokens: with 1.0, rounding could cut off the tail of the row.
         top_p = [np.inf if p.top_p == 1.0 else p.top_p for p in params]
         arrays["top_p"] = np.array(top_p, dtype=np.float64)
     if any(p.min_p for p in params):
@@ -39,7 +43,7 @@ def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tokens of the rows `random_rows` of the logits."""
+    """Return a token for each row of the logits that `random_rows` names."""
     scaled = logits.index_select(0, tensors["random_rows"])
     probs = (scaled / tensors["temperature"].float()[:, None]).softmax(-1)
     weights = probs
@@ -52,8 +56,9 @@ def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), each a hash of a seed and an index (the finaliser of SplitMix64,
-    applied twice).
+    """Return numbers in [0, 1), each a hash of a seed and an index.
+
+    The hash is the finaliser of SplitMix64, applied twice.
     """
     words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -70,9 +75,11 @@ def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zeros for all but the `top_k` likeliest, and then for all but the fewest of these that hold
-    `top_p` of their mass. Tokens keep their places: an unfiltered row draws the same token whether
-    or not a neighbour is filtered.
+    """Return the probabilities with zeros for the tokens that `top_k` and `top_p` remove.
+
+    First only the `top_k` likeliest tokens are kept; then the fewest of these that hold `top_p` of
+    their mass. Tokens keep their places, so that an unfiltered row draws the same token whether or
+    not a neighbour is filtered.
     """
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     is_kept = torch.arange(probs.shape[-1], device=probs.device) < top_k[:, None]
@@ -82,10 +89,13 @@ def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> to
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index in each row at which the running share of the weights first exceeds `uniform`."""
+    """Return the index in each row at which the cumulative weight first exceeds `uniform`.
+
+    The cumulative weight is counted as a share of the row's total.
+    """
     cumulative = weights.double().cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Rounding may put the target at the very end: the last index with any weight is meant.
+    # Rounding may put the target at the very end. Then the last index with any weight is taken.
     last = weights.shape[-1] - 1 - weights.gt(0).flip(-1).to(torch.uint8).argmax(-1)
     return torch.minimum(index, last)

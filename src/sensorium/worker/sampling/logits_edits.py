@@ -2,7 +2,7 @@
 
 `prepare_edits` builds index arrays on the host, row by row; `apply_edits` works on the device.
 An index is a place in the flat logits: row * vocabulary + token id. Ids outside the vocabulary are
-passed over: they can't be chosen anyway.
+skipped, because they can't be chosen anyway.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sensorium.utils.arrays import IntArray
 from sensorium.worker.sampling.sampling_row import SamplingRow
 
 Arrays = dict[str, npt.NDArray[np.generic]]
-_Edited = Sequence[tuple[int, SamplingRow]]
+_Edited = Sequence[tuple[int, SamplingRow]]  # the rows that have edits, with their index
 
 
 def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Empty if no row has anything to change."""
+    """Return the arrays that `apply_edits` needs, or nothing if no row has edits."""
     edited = [(index, row) for index, row in enumerate(rows) if row.is_edited]
     if not edited:
         return {}
@@ -42,7 +42,7 @@ def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A changed copy of the float32 logits [B, vocabulary]: bias, penalties, bans."""
+    """Return a copy of the float32 logits [B, vocabulary] with bias, penalties and bans applied."""
     edited = logits.clone(memory_format=torch.contiguous_format)
     flat = edited.view(-1)
     if "bias_at" in tensors:
@@ -70,7 +70,11 @@ def _keep_allowed(logits: torch.Tensor, rows: torch.Tensor, allowed_at: torch.Te
 
 
 def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """`words` [rows, words of 64 bits]: the lowest bit of the first byte is token 0."""
+    """Ban the tokens that the masks of some rows leave out.
+
+    The masks [rows, words of 64 bits] are read as bytes. The lowest bit of the first byte is token
+    0, and a bit that is set allows its token.
+    """
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = torch.bitwise_left_shift(torch.ones_like(places), places)
     is_banned = (words.view(torch.uint8).unsqueeze(-1) & bits) == 0
@@ -114,7 +118,10 @@ def _prepare_penalties(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
-    """`allowed_at` counts the rows that have a list only."""
+    """Return the rows with a list of allowed tokens, and the places of these tokens.
+
+    The places `allowed_at` count only the rows that have such a list.
+    """
     allowed = [
         (index, row.params.allowed_token_ids)
         for index, row in edited
@@ -127,7 +134,10 @@ def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_masks(edited: _Edited, vocab_size: int) -> Arrays:
-    """A mask may have fewer bits than the model has logits, or more."""
+    """Return the rows that have a mask, and their masks cut or padded to the vocabulary.
+
+    A mask may have fewer bits than the model has logits, or more. Tokens without a bit are banned.
+    """
     masks = [(index, row.mask) for index, row in edited if row.mask is not None]
     words = np.zeros((len(masks), -(-vocab_size // 64)), dtype=np.int64)
     for place, (_, mask) in enumerate(masks):

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and of the likeliest ones, as the model has them."""
+"""Computes the log-probabilities of given tokens and of the likeliest ones, from the logits."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from sensorium.types.sampling import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsTensors:
-    """On the device, one row per position; the likeliest first."""
+    """The log-probabilities at B positions, as tensors on the device."""
 
-    chosen: torch.Tensor  # [B]
-    ranks: torch.Tensor  # [B]
-    top_ids: torch.Tensor  # [B, k]
+    chosen: torch.Tensor  # [B], those of the given tokens
+    ranks: torch.Tensor  # [B], those of the given tokens; the likeliest token has rank 1
+    top_ids: torch.Tensor  # [B, k], the likeliest first
     top_values: torch.Tensor  # [B, k]
 
 
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, has_top: bool
 ) -> LogprobsTensors:
-    """Of `token_ids` [B] in the logits [B, vocabulary]. An id outside the vocabulary, as some
-    placeholders are, has the probability 0.
+    """Return the log-probabilities of token ids [B] in the logits [B, vocabulary].
+
+    Some placeholders have an id outside the vocabulary. Such an id has the probability 0.
     """
-    # As many for everyone: which tokens of a tie come first depends on their number, and must not
-    # depend on what neighbours want.
+    # The number is the same for all rows: it decides which tokens of a tie come first, and that
+    # must not depend on what other requests ask for.
     num_top = MAX_LOGPROBS if has_top else 0
     vocab_size = logits.shape[-1]
     logprobs = logits.log_softmax(-1)
@@ -44,7 +45,7 @@ def compute_logprobs(
 
 
 def to_entries(parts: Sequence[LogprobsTensors], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """The rows of all parts, each with as many of the likeliest as it asked for."""
+    """Return the rows of all parts, each with as many of the likeliest tokens as it asked for."""
     columns = zip(
         torch.cat([part.chosen for part in parts]).tolist(),
         torch.cat([part.ranks for part in parts]).tolist(),

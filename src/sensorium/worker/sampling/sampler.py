@@ -10,12 +10,13 @@ The order, for each row:
      without a token left fails.
   4. A greedy row takes the likeliest; the others divide by `temperature`.
   5. `top_k`, then `top_p` of what that left, then `min_p`, as in Transformers. `min_p` is a share
-     of the likeliest token's probability, which no filter takes away: it cuts the same tokens
-     before or after `top_k`, but before `top_p` it would change of what `top_p` is a share.
-  6. The draw: a function of seed and token index alone. What else is in the batch, and whether the
-     request was preempted, makes no difference.
+     of the likeliest token's probability, and no filter removes that token. So `min_p` cuts the
+     same tokens before or after `top_k`, but before `top_p` it would change the mass that `top_p`
+     is a share of.
+  6. The draw depends only on the seed and the token's index. What else is in the batch, and whether
+     the request was preempted, makes no difference.
 
-Steps 1 to 3 are vLLM's and Transformers' order as well. Log-probabilities are those before step 1.
+vLLM and Transformers do steps 1 to 3 in the same order. Log-probabilities are those before step 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
 from sensorium.worker.sampling.sampling_row import SamplingRow
 from sensorium.worker.staging import StagingBuffer
 
-# What stands in place of a token where there is none, and what the caller hears.
+# Marks that stand in place of a token in a row that has none -> the reason in the error.
 _FAILURES = {
     -1: "the model's output for it is not a finite number",
     -2: "no token is left to choose from: its allowed_token_ids, structured_outputs, bad_words, "
@@ -43,11 +44,11 @@ _FAILURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """One entry per row. A row without a token has its reason in `failures`."""
+    """The tokens that were chosen, one for each row."""
 
-    token_ids: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
-    failures: Mapping[int, str]  # by row
+    token_ids: tuple[int | None, ...]  # None for a row in `failures`
+    logprobs: tuple[TokenLogprobs | None, ...]  # None for a row that does not want them
+    failures: Mapping[int, str]  # row -> why it has no token
 
 
 class Sampler:
@@ -60,8 +61,10 @@ class Sampler:
         rows: Sequence[SamplingRow],
         likeliest: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """float32 logits [B, vocabulary] → a token for each row, and log-probabilities if the row
-        wants them. `likeliest`: what `mark_likeliest` makes of the logits, if it is known.
+        """Choose a token for each row of float32 logits [B, vocabulary].
+
+        Rows that want log-probabilities get them as well. `likeliest` is the result of
+        `mark_likeliest` for these logits, if the caller already has it.
         """
         edits = prepare_edits(rows, logits.shape[-1])
         arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
@@ -69,7 +72,7 @@ class Sampler:
             return _make_output(likeliest.tolist(), (None,) * len(rows))
         tensors = self._staging.upload(arrays) if arrays else {}
         edited = apply_edits(logits, tensors) if edits else logits
-        highest, token_ids = edited.max(dim=-1)  # a NaN anywhere in a row is its maximum
+        highest, token_ids = edited.max(dim=-1)  # NaN for a row that has a NaN anywhere
         if "random_rows" in tensors:
             token_ids = token_ids.index_copy(0, tensors["random_rows"], draw(edited, tensors))
         marked = _mark(highest, token_ids)
@@ -80,7 +83,10 @@ class Sampler:
 
 
 def mark_likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest token of each row [B], or -1 where a logit is not a finite number."""
+    """Return the likeliest token of each row [B], or -1 if its logit is not a finite number.
+
+    A NaN anywhere in a row counts as its highest logit.
+    """
     return _mark(*logits.max(dim=-1))
 
 

@@ -1,4 +1,4 @@
-"""One request's wishes for its next token, as the sampler takes them."""
+"""Describes how the next token of one request is to be chosen."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from sensorium.worker.sampling.token_history import TokenCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """`banned_token_ids` can't be chosen: they would end the request before `min_tokens`, or
-    complete a banned sequence. `counts` are there if the request has penalties. `mask`: bit i of
-    word w says whether its grammar allows token 64 * w + i.
-    """
+    """The input of the sampler for one request."""
 
     params: SamplingParams
     num_output_tokens: int
+    # They would end the request before `min_tokens`, or complete a banned sequence.
     banned_token_ids: tuple[int, ...] = ()
-    counts: TokenCounts | None = None
+    counts: TokenCounts | None = None  # None if the request has no penalties
+    # Bit i of word w is set if the request's grammar allows token 64 * w + i. None: no grammar.
     mask: IntArray | None = None
 
     @property
     def is_edited(self) -> bool:
-        """Whether its logits are not taken as the model gives them."""
+        """Return whether some logits of this row are changed before a token is chosen."""
         return bool(
             self.banned_token_ids
             or self.counts is not None

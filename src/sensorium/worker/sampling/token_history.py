@@ -1,7 +1,7 @@
-"""What a request's tokens so far mean for its next one: which are penalised, which are banned.
+"""Derives from the tokens of a request which next tokens are penalised and which are banned.
 
-Kept per request and changed token by token, so that a step costs nothing in proportion to the
-text. Knows no tensors of the device: `worker.logits_edits` does.
+The state is kept for each request and updated token by token, so that a step does not have to read
+the whole text again. It lies on the host; `worker.sampling.logits_edits` makes tensors of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sensorium.utils.arrays import GrowingArray, IntArray
 
 
 class TokenCounts:
-    """The distinct tokens of a request, and how often the output has each.
+    """The distinct tokens of a request, and how often each occurs in its output.
 
-    With a repetition penalty those of the prompt belong to them, placeholders of media too.
+    With a repetition penalty they include the tokens of the prompt, also the placeholders of media.
     """
 
     def __init__(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
@@ -26,6 +26,7 @@ class TokenCounts:
         prompt = np.unique(np.array(request.prompt_token_ids if has_prompt else (), dtype=np.int64))
         self._token_ids = GrowingArray(prompt.tolist())
         self._num_in_output = GrowingArray([0] * len(prompt))
+        # token id -> its index in both arrays
         self._place_of = {token_id: place for place, token_id in enumerate(prompt.tolist())}
         for token_id in output_token_ids:
             self.add(token_id)
@@ -39,7 +40,7 @@ class TokenCounts:
         return self._num_in_output.values
 
     def add(self, token_id: int) -> None:
-        """The output has one more token."""
+        """Count a token that was appended to the output."""
         place = self._place_of.setdefault(token_id, len(self._token_ids))
         if place == len(self._token_ids):
             self._token_ids.extend((token_id,))
@@ -48,12 +49,12 @@ class TokenCounts:
 
 
 class SequenceBans:
-    """Finds the tokens that would complete a banned sequence."""
+    """A set of banned token sequences that finds the tokens that would complete one."""
 
     def __init__(self, bans: TokenBans) -> None:
-        self._first = bans.first_token_ids
+        self._first = bans.first_token_ids  # banned as the first token of the output
         self._always = tuple(sequence[0] for sequence in bans.sequences if len(sequence) == 1)
-        # Longer ones by the token before their last.
+        # Longer sequences: the token before the last -> (all tokens but the last, the last).
         self._after: dict[int, list[tuple[IntArray, int]]] = {}
         for sequence in bans.sequences:
             if len(sequence) > 1:
@@ -61,7 +62,7 @@ class SequenceBans:
                 self._after.setdefault(sequence[-2], []).append(entry)
 
     def get_banned(self, token_ids: IntArray, *, num_output_tokens: int) -> tuple[int, ...]:
-        """`token_ids`: prompt and output so far."""
+        """Return the tokens that must not follow the prompt and the output so far."""
         banned = self._always
         if num_output_tokens == 0:
             banned += self._first

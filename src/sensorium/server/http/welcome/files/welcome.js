@@ -77,7 +77,7 @@ function explain(error, media) {
   }
   const [, message, part] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(error.param ?? "") ?? [];
   const item = Number(message) === messages.length ? media[part] : undefined;
-  return item ? error.message.replace(/^\w+ \d+: /, () => `${item.name}: `) : error.message;
+  return item ? error.message.replace(/^messages\S*: /, () => `${item.name}: `) : error.message;
 }
 
 /** `files`, or the promise of them. */
