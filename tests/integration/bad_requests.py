@@ -26,7 +26,7 @@ class BadRequest:
     headers: dict[str, str] = field(default_factory=lambda: dict(JSON_HEADERS))
     status: int = 400
     param: str | None = None  # the field that the error must name
-    words: str = ""  # a text that the message must contain, in upper or lower case
+    words: str = ""  # a text that the message must contain
 
 
 def make_url(content: bytes, kind: str = "image/png") -> str:

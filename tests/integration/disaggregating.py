@@ -19,7 +19,7 @@ _DERENDER = "/v1/chat/completions/derender"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The encoding in which a request is sent and answered."""
+    """The way in which a request is sent and answered."""
 
     is_msgpack: bool = False
     is_streamed: bool = False

@@ -1,1 +1,1 @@
-"""Tests of other projects' client libraries, which have their own virtual environment."""
+"""Tests of other projects' client libraries, in their own environment, with a default server."""
