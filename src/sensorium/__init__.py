@@ -42,7 +42,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` brings torch and Transformers along: loaded when it is first used."""
+    """Load `LLM` when it is first used, since it brings torch and Transformers along."""
     if name == "LLM":
         from sensorium.engine.llm import LLM
 

@@ -84,7 +84,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
 def test_a_function_shows_the_options_that_it_takes() -> None:
     @takes_options(Shapes)
     def draw(side: float, **options: Any) -> None:
-        """Draw shapes."""
+        """Draw shapes on a page."""
 
     signature = inspect.signature(draw)
     assert list(signature.parameters) == [
