@@ -67,7 +67,7 @@ def test_a_bug_of_ours_is_a_500_and_in_the_log(server: ServerProcess) -> None:
     assert "damaged" not in answer.text
     server.wait_for_output("open() got an unexpected keyword argument 'imagined'")
     assert "Traceback (most recent call last)" in server.output
-    assert str(Path("media") / "av_container.py") in server.output
+    assert str(Path("decoding") / "guards.py") in server.output
 
 
 def test_a_bad_file_is_a_400_and_a_good_one_is_answered(server: ServerProcess) -> None:
