@@ -77,7 +77,9 @@ def load_string_limit(directory: str) -> int | None:
         return None
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise _blame_config(
-            RequestError(f"structured_string_limit must be an integer >= 1, not {limit!r}")
+            RequestError(
+                f"must be an integer >= 1, not {limit!r}", path=("structured_string_limit",)
+            )
         )
     return limit
 
@@ -139,7 +141,7 @@ def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
         _check_ids("bad_words_ids", sequence) for sequence in _as_ids(_get(config, "bad_words_ids"))
     ]
     if not all(bad_words):
-        raise RequestError("bad_words_ids must be lists of at least one integer >= 0")
+        raise RequestError("must be lists of at least one integer >= 0", path=("bad_words_ids",))
     suppressed = _check_ids("suppress_tokens", _get(config, "suppress_tokens") or ())
     return TokenBans(
         sequences=(
@@ -169,5 +171,5 @@ def _check_ids(name: str, value: Any) -> tuple[int, ...]:
         isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value
     )
     if not is_valid:
-        raise RequestError(f"{name} must be a list of integers >= 0, not {value!r}")
+        raise RequestError(f"must be a list of integers >= 0, not {value!r}", path=(name,))
     return tuple(value)

@@ -68,7 +68,7 @@ def test_none_takes_only_the_end_of_sequence_from_a_generation_config(
 @pytest.mark.parametrize("eos", ["2", [-1]])
 def test_without_a_generation_config_its_end_of_sequence_is_still_checked(eos: object) -> None:
     model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos))
-    with pytest.raises(ModelError, match=r"generation_config.json is wrong: eos_token_id must be"):
+    with pytest.raises(ModelError, match=r"generation_config.json is wrong: eos_token_id: must be"):
         get_generation_defaults(model, "none")
 
 
@@ -118,17 +118,17 @@ def test_what_changes_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("top_p", 2.0, "top_p must be"),
-        ("temperature", -1.0, "temperature must be"),
-        ("top_k", 5.5, "top_k must be"),
-        ("eos_token_id", "2", "stop_token_ids must be"),
-        ("eos_token_id", [-1], "stop_token_ids must be"),
-        ("min_p", 1.5, "min_p must be"),
-        ("repetition_penalty", 0.0, "repetition_penalty must be"),
-        ("suppress_tokens", ["a"], "suppress_tokens must be"),
-        ("begin_suppress_tokens", [-1], "begin_suppress_tokens must be"),
-        ("bad_words_ids", [3], "bad_words_ids must be"),
-        ("bad_words_ids", [[]], "bad_words_ids must be"),
+        ("top_p", 2.0, "top_p: must be"),
+        ("temperature", -1.0, "temperature: must be"),
+        ("top_k", 5.5, "top_k: must be"),
+        ("eos_token_id", "2", "stop_token_ids: must be"),
+        ("eos_token_id", [-1], "stop_token_ids: must be"),
+        ("min_p", 1.5, "min_p: must be"),
+        ("repetition_penalty", 0.0, "repetition_penalty: must be"),
+        ("suppress_tokens", ["a"], "suppress_tokens: must be"),
+        ("begin_suppress_tokens", [-1], "begin_suppress_tokens: must be"),
+        ("bad_words_ids", [3], "bad_words_ids: must be"),
+        ("bad_words_ids", [[]], "bad_words_ids: must be"),
     ],
 )
 def test_a_generation_config_that_no_request_could_follow_is_refused_at_load(
