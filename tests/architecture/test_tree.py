@@ -48,10 +48,10 @@ def list_targets(node: ast.AST) -> list[str]:
 def count_code_lines(text: str) -> int:
     """Count lines that are not blank, nor only a comment or a part of a docstring."""
     documented: set[int] = set()
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node) is not None:
-                documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     silent = {
         tokenize.COMMENT,
         tokenize.NL,
@@ -91,5 +91,7 @@ def test_a_small_module_with_one_importer_has_a_written_reason() -> None:
 
 
 def test_code_lines_are_counted_without_words_and_space() -> None:
-    text = '"""A\nB."""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """C."""\n    return 2\n'
+    text = (
+        '"""A\nB."""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """C."""\n    return 2\n'
+    )
     assert count_code_lines(text) == 5
