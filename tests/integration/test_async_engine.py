@@ -91,7 +91,7 @@ async def start(engine: AsyncEngine, num: int = 4) -> list[asyncio.Task[Any]]:
 
 
 def test_answers_are_those_of_the_offline_engine(core: LocalCore) -> None:
-    with LLM(core.source.model, max_model_len=4096) as llm:
+    with LLM(core.loading.model, max_model_len=4096) as llm:
         messages: Any = [make_chat(image).messages for image in IMAGES]
         expected = [entry.outputs[0] for entry in llm.chat(messages, GREEDY, use_tqdm=False)]
 

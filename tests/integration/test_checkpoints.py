@@ -168,7 +168,10 @@ def test_the_command_takes_the_same_options(
         run("--revision", "v1")
     with pytest.raises(SystemExit, match="2"):
         run("--gpu-memory-utilization", "7")
-    assert "--gpu-memory-utilization: it must be from 0.01 to 1, not 7" in capsys.readouterr().err
+    assert (
+        "--gpu-memory-utilization: it must be a number above 0 and at most 1, not 7"
+        in capsys.readouterr().err
+    )
     write_code(directory)
     with pytest.raises(SystemExit, match="--trust-remote-code"):
         run()

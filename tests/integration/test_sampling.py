@@ -229,10 +229,10 @@ def test_preemptions_change_nothing(
     [
         (
             {"logit_bias": {5: 1, 100_001: 1, 100_000: 2}},
-            r"logit_bias has token ids outside the model's vocabulary of \d+: 100000, 100001",
+            r"logit_bias: has token ids outside the model's vocabulary of \d+: 100000, 100001",
         ),
-        ({"logit_bias": {2**70: 1}}, "logit_bias has token ids outside"),
-        ({"allowed_token_ids": [1, 99_999]}, "allowed_token_ids has token ids outside .*: 99999"),
+        ({"logit_bias": {2**70: 1}}, "logit_bias: has token ids outside"),
+        ({"allowed_token_ids": [1, 99_999]}, "allowed_token_ids: has token ids outside .*: 99999"),
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused_by_name(

@@ -65,6 +65,7 @@ class PerceiveAgain:
 
 Step = Send | PerceiveAgain
 Delivery = Generator[Step, Any, None]
+_BEGIN: Any = None  # what a delivery yields before its first step; the driver takes it
 
 
 def advance(delivery: Delivery, answer: object = None) -> Step | None:
@@ -159,12 +160,25 @@ class RequestDriver:
         stages: ItemTimes | None = None,
         is_kept: bool = False,
     ) -> Delivery:
-        """Deliver some completions of a request.
+        """Return the delivery of some completions of a request.
 
         The first delivery has `stages`, and reports how the request and its items were sent. The
         items are released afterwards unless they are kept for completions that start later.
         """
+        delivery = self._run(request_id, children, items, stages, is_kept)
+        next(delivery)  # a generator that never began would not release its items when it is closed
+        return delivery
+
+    def _run(
+        self,
+        request_id: str,
+        children: Sequence[EngineCoreRequest],
+        items: Sequence[PerceivedItem],
+        stages: ItemTimes | None,
+        is_kept: bool,
+    ) -> Delivery:
         try:
+            yield _BEGIN
             for child in children:
                 yield from self._deliver_one(request_id, child, items, stages)
         finally:

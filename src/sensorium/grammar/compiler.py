@@ -105,7 +105,7 @@ class GrammarCompiler:
         try:
             grammar = make_grammar(params, max_string_length=self._max_string_length)
         except RequestError as error:
-            return error.with_traceback(None)
+            return copy.copy(error)  # without its causes, which hold frames and their values
         except UnicodeEncodeError:
             return RequestError("holds half a surrogate pair", path)
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))

@@ -106,7 +106,8 @@ def _explain(message: str, value: Any, hint: Any) -> RequestError:
         steps = [name or index for name, index in _STEP.findall(place[2])]
         path, value, hint = _follow(value, hint, steps)
         if place[1]:  # the mistake is a key of the mapping at this path
-            key_hint, _ = get_args(_choose_member(value, hint))
+            member = _choose_member(value, hint)
+            key_hint = get_args(member)[0] if get_origin(member) is dict else str
             path = (*path, next(str(key) for key in value if not _is_right(key, key_hint)))
     missing = _MISSING.match(message)
     if missing is not None:
@@ -159,6 +160,8 @@ def _translate(message: str) -> str:
         return (
             "must not be empty" if is_filled else f"must have {_BOUNDS[found[2]]} {found[3]} {noun}"
         )
+    if message == "Expected `str`":  # of a key
+        return "must be text"
     if message.startswith("Expected `str` matching regex "):
         return f"must match {message.removeprefix('Expected `str` matching regex ')}"
     return f"is not valid: {message[:1].lower()}{message[1:]}"

@@ -8,6 +8,7 @@ request gets no token in this step.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections import deque
@@ -217,7 +218,7 @@ class GrammarMasks:
                 entry.mask = compiler.make_mask()
                 self._fill(entry)
         except RequestError as error:
-            entry.failure = error
+            entry.failure = copy.copy(error)  # the error itself holds this frame, and so the entry
         except Exception as error:  # fails this request alone: a tokenizer that can't be loaded
             logger.exception("a grammar could not be compiled")
             entry.failure = RequestError(str(error), path=_PATH)

@@ -147,7 +147,7 @@ def test_a_core_that_always_loses_media_is_given_up(driver: RequestDriver, sende
     assert sender.held == []
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
 def test_a_delivery_that_is_closed_holds_nothing(
     driver: RequestDriver, sender: Sender, num_steps: int
 ) -> None:

@@ -44,6 +44,9 @@ MISTAKES: list[tuple[dict[str, Any], FieldPath, str]] = [
     ({"groups": {"a": [], "b": [{"offset": 1.0}, {}]}}, ("groups", "b", 1, "offset"), "is missing"),
     ({"groups": {"a": [{"offset": -1}]}}, ("groups", "a", 0, "offset"), "must be at least 0"),
     ({"groups": {"a": 5}}, ("groups", "a"), "must be a list, not a number"),
+    # Keys of other types come with msgpack.
+    ({"groups": {"a": [{1: 2}]}}, ("groups", "a", 0, "1"), "must be text"),
+    ({1: 2}, ("1",), "must be text"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -117,6 +119,19 @@ def test_a_grammar_that_fails_fails_alone(masks: GrammarMasks, tokenizer: Any) -
     assert set(taken.masks) == {"good"}
     progress = masks.consume([(good, encode(tokenizer, "z")[0])])
     assert progress.failures["good"].path == ("structured_outputs", "regex")
+
+
+def test_a_grammar_that_failed_keeps_nothing_of_its_request(masks: GrammarMasks) -> None:
+    bad = make("(", request_id="bad")
+    add(masks, bad)
+    take(masks, bad)
+    entry = weakref.ref(masks._entries["bad"])
+    gc.disable()  # a cycle of references would last until the next collection
+    try:
+        masks.forget("bad")
+        assert entry() is None
+    finally:
+        gc.enable()
 
 
 def test_a_worker_without_a_tokenizer_refuses() -> None:

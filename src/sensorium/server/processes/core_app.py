@@ -46,11 +46,12 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
         switched_off: dict[str, str] = {}
         if built.needs_trial:
             switched_off = _try_core(built, loading, checkpoint, options)
+        mirror = receiver if isinstance(receiver, MirrorReceiver) else None
         info = CoreInfo(
             endpoint=start.endpoint,
             max_model_len=built.config.limits.max_model_len,
             defaults=built.defaults,
-            epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
+            epoch=mirror.epoch if mirror is not None and options.media.capacity_bytes else None,
             description=(
                 *describe_core(built, options, model_type=checkpoint.hf_config.model_type),
                 *(("switched off", f"{m}: {reason}") for m, reason in switched_off.items()),

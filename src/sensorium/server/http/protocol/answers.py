@@ -79,35 +79,36 @@ class ChatAnswerMessage(Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class Choice(Struct, frozen=True, kw_only=True):
-    """The fields that one completion has in every answer."""
-
+# Each struct below lists all of its fields, because answers have them in this order.
+class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
-    finish_reason: str | None = None  # in a stream: null until the last chunk
-    stop_reason: str | int | UnsetType | None = None  # the stop string or token that ended it
-
-
-class ChatChoice(Choice, frozen=True, kw_only=True):
     message: ChatAnswerMessage
-    finish_reason: str
     logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: str | int | UnsetType | None = None  # the stop string or token that ended it
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class CompletionChoice(Choice, frozen=True, kw_only=True):
+class CompletionChoice(Struct, frozen=True, kw_only=True):
     """A choice of a whole answer or of a chunk."""
 
+    index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None  # in a stream: null until the last chunk
+    stop_reason: str | int | UnsetType | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class GenerateChoice(Choice, frozen=True, kw_only=True):
+class GenerateChoice(Struct, frozen=True, kw_only=True):
     """A choice of a whole answer or of a chunk, which has the new tokens only."""
 
+    index: int
     token_ids: TokenIds
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = None
     logprobs: ChatLogprobs | None = None
 
 
@@ -132,56 +133,67 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Choice, frozen=True, kw_only=True):
+class ChatChunkChoice(Struct, frozen=True, kw_only=True):
+    index: int
     delta: ChatDelta
-    stop_reason: str | int | UnsetType | None = UNSET
     logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class Envelope(Struct, frozen=True, kw_only=True):
-    """The fields that all answers and chunks have."""
-
-    created: int  # seconds since 1970
-    model: str
-    usage: Usage | UnsetType | None = UNSET  # in a stream: only if it was asked for
-    sensorium_trace: Any | UnsetType = UNSET
-
-
-class ChatCompletion(Envelope, frozen=True, kw_only=True):
+class ChatCompletion(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "chat.completion"
+    created: int  # seconds since 1970
+    model: str
     choices: list[ChatChoice]
     usage: Usage
     service_tier: str | None = None
     system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
+    sensorium_trace: Any | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Envelope, frozen=True, kw_only=True):
+class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     id: str
     object: str = "chat.completion.chunk"
+    created: int
+    model: str
     choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET  # only if it was asked for
     system_fingerprint: str | None = None
     prompt_token_ids: TokenIds | UnsetType = UNSET
+    sensorium_trace: Any | UnsetType = UNSET
 
 
-class Completion(Envelope, frozen=True, kw_only=True):
+class Completion(Struct, frozen=True, kw_only=True):
     """A whole answer or a chunk."""
 
     id: str
     object: str = "text_completion"
+    created: int
+    model: str
     choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    sensorium_trace: Any | UnsetType = UNSET
 
 
-class GenerateResponse(Envelope, frozen=True, kw_only=True):
+class GenerateResponse(Struct, frozen=True, kw_only=True):
     """A whole answer or a chunk."""
 
     request_id: str
+    model: str
+    created: int
     choices: list[GenerateChoice]
+    usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    sensorium_trace: Any | UnsetType = UNSET
+
+
+Envelope = ChatCompletion | ChatCompletionChunk | Completion | GenerateResponse
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
