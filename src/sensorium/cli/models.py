@@ -76,7 +76,7 @@ def get_rows() -> list[tuple[str, ...]]:
             family.name,
             family.model_type,
             ", ".join(family.modalities) or "-",
-            ", ".join(f"{package}/families" for package in family.own_code) or "none",
+            ", ".join(family.own_code) or "none",
             family.special or "-",
             family.limits or "-",
         )

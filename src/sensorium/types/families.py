@@ -18,7 +18,7 @@ class Family:
     modalities: tuple[str, ...] = ()  # what it takes besides text
     # Modalities that take nothing but embeddings in a prompt, so that they may be sent precomputed.
     embeds: tuple[str, ...] = ()
-    own_code: tuple[str, ...] = ()  # packages that have code for this family alone
+    own_code: tuple[str, ...] = ()  # folders with code for this family alone
     special: str = ""
     limits: str = ""  # what a user may run into
 
@@ -79,7 +79,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="qwen3_vl",
         name="Qwen3-VL",
         modalities=_VISUAL,
-        own_code=("models",),
+        own_code=("models/families",),
         special="M-RoPE, DeepStack, the times of frames in text",
         limits=_TIMES,
     ),
@@ -87,7 +87,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="qwen3_vl_moe",
         name="Qwen3-VL (experts)",
         modalities=_VISUAL,
-        own_code=("models",),
+        own_code=("models/families",),
         special="as Qwen3-VL",
         limits=_TIMES,
     ),
@@ -102,7 +102,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="gemma3",
         name="Gemma 3",
         modalities=_IMAGE,
-        own_code=("models",),
+        own_code=("models/families",),
         special="images attended in both directions, sliding windows",
         limits="pan and scan is not tested",
     ),
@@ -110,7 +110,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="gemma4",
         name="Gemma 4",
         modalities=_ALL,
-        own_code=("models",),
+        own_code=("models/families",),
         special="per-layer inputs, shared keys and values, vision in both directions if so trained",
         limits=f"{_TIMES}; a sound beyond 30 seconds is refused",
     ),
@@ -119,7 +119,7 @@ FAMILIES: tuple[Family, ...] = (
         name="Qwen2-Audio",
         modalities=_AUDIO,
         embeds=_AUDIO,
-        own_code=("models",),
+        own_code=("models/families",),
         limits="a sound beyond the window of its processor (30 seconds) is refused",
     ),
     Family(
@@ -134,7 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="qwen2_5_omni_thinker",
         name="Qwen2.5-Omni (thinker)",
         modalities=_ALL,
-        own_code=("models",),
+        own_code=("models/families",),
         special="M-RoPE",
         limits="text out, no speech; a video's own sound is not heard; a sound beyond the window "
         "of its processor is refused",
@@ -144,7 +144,7 @@ FAMILIES: tuple[Family, ...] = (
         name="Voxtral",
         modalities=_AUDIO,
         embeds=_AUDIO,
-        own_code=("multimodal",),
+        own_code=("multimodal/processing",),
         special="Mistral's tokenizer",
         limits="sounds of any length, 375 tokens for each begun 30 seconds",
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
+import sensorium
 from sensorium.cli.models import HEADER, format_table, get_rows
 from sensorium.engine.build.catalog import describe_model
 from sensorium.engine.build.options import LoadingOptions
@@ -26,9 +28,17 @@ def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
 
 
 def test_the_list_names_exactly_the_code_that_families_have() -> None:
-    code = {"models": OWN_ADAPTERS, "multimodal": PROCESSOR_CALLS}
-    for package, by_type in code.items():
-        assert {f.model_type for f in FAMILIES if package in f.own_code} == set(by_type)
+    code = {"models/families": OWN_ADAPTERS, "multimodal/processing": PROCESSOR_CALLS}
+    for folder, by_type in code.items():
+        assert {f.model_type for f in FAMILIES if folder in f.own_code} == set(by_type)
+        assert (Path(sensorium.__file__).parent / folder).is_dir()
+
+
+def test_the_page_has_the_list_as_it_is_printed() -> None:
+    """The rest of the page is compared by `make test`, after the tests that it counts."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    missing = [row for row in get_rows() if f"| {' | '.join(row)} |\n" not in page]
+    assert missing == []
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -44,7 +44,7 @@ class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job, whose tensors may come beside it."""
+    """The result of a job. Its tensors may be sent beside it."""
 
     layout: ItemLayout
     reference: ShmReference | None = None  # where the tensors are, if they are not beside it
