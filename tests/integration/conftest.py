@@ -16,7 +16,7 @@ from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
 from tests.integration.perceiving import assert_idle
 from tests.support.clients import MODEL
 from tests.support.engine import make_llm
-from tests.support.server import SHARED_SERVERS, ServerProcess
+from tests.support.server import POOL, SHARED_SERVERS, ServerProcess
 
 if TYPE_CHECKING:
     from tests.integration.browsing import Browser
@@ -105,22 +105,16 @@ def omni_server(
 def shared_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
-    """Run a server with two frontends and a cache in shared memory."""
-    flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm")
+    """Run a server with two frontends, a pool for each and a cache in shared memory."""
+    flags = (*omni_flags, "--api-server-count", "2", "--mm-processor-cache-type", "shm", *POOL)
     with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *flags) as server:
         yield server
 
 
-@pytest.fixture(scope="session")
-def mini_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the directory that the embedded model is unpacked into."""
-    return str(tmp_path_factory.mktemp("mini"))
-
-
 @pytest.fixture(scope="module")
-def mini_server(mini_cache: str) -> Iterator[ServerProcess]:
-    """Run the embedded model as `sensorium serve` starts it without flags."""
-    with SHARED_SERVERS.use("sensorium-mini", SENSORIUM_CACHE_DIR=mini_cache) as server:
+def mini_server() -> Iterator[ServerProcess]:
+    """Run the embedded model, with a pool as `sensorium serve` has it."""
+    with SHARED_SERVERS.use("sensorium-mini", *POOL) as server:
         yield server
 
 
@@ -176,7 +170,7 @@ def fault_server(
     """Run a server for tests that kill or overload it; it must be idle after each of them."""
     with SHARED_SERVERS.use(
         tiny_model("qwen2_5_vl"),
-        *("--max-model-len", "4096", "--mm-processor-pool-size", "1"),
+        *("--max-model-len", "4096", *POOL),
         *("--allow-private-media-addresses", "--media-deadline", "3600"),
         *_SERVER_FLAGS[request.param],
     ) as server:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.media import make_melody, write_sound
-from tests.support.server import ROOT, ServerProcess
+from tests.support.server import POOL, ROOT, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("decoder-faults")
 
@@ -39,8 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("bug")
     (folder / "sitecustomize.py").write_text(BUG)
     path = f"{folder}:{ROOT / 'src'}"
-    cache = str(tmp_path_factory.mktemp("cache"))
-    server = ServerProcess("sensorium-mini", SENSORIUM_CACHE_DIR=cache, PYTHONPATH=path)
+    server = ServerProcess("sensorium-mini", *POOL, PYTHONPATH=path)
     try:
         server.wait_until_ready()
         yield server

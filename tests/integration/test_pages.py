@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import ROOT, ServerProcess, serve
+from tests.support.server import EMBEDDED_CACHE, POOL, ROOT, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("pages")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,41 +65,34 @@ RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(
 
 
 @pytest.fixture(scope="module")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def page_server(cache_folder: str) -> Iterator[ServerProcess]:
-    with serve("sensorium-mini", SENSORIUM_CACHE_DIR=cache_folder) as server:
+def page_server() -> Iterator[ServerProcess]:
+    with serve("sensorium-mini", *POOL) as server:
         yield server
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=get_name)
-def test_every_example_runs_as_it_is_printed(
-    page: Path, page_server: ServerProcess, cache_folder: str
-) -> None:
+def test_every_example_runs_as_it_is_printed(page: Path, page_server: ServerProcess) -> None:
     blocks = [block for block in read_blocks(page) if block.is_run]
     scripts = [block for block in blocks if block.language == "python"]
     if scripts:
         code = f"\nprint({BETWEEN!r}, end='')\n".join(block.code for block in scripts)
-        outputs = run([sys.executable, "-c", code], page_server, cache_folder).split(BETWEEN)
+        outputs = run([sys.executable, "-c", code], page_server).split(BETWEEN)
         for block, output in zip(scripts, outputs, strict=True):
             check(block, output)
     for block in blocks:
         if block.language in SHELLS:
             command = ["bash", "-euo", "pipefail", "-c", block.code]
-            check(block, run(command, page_server, cache_folder))
+            check(block, run(command, page_server))
 
 
-def run(command: list[str], server: ServerProcess, cache_folder: str) -> str:
+def run(command: list[str], server: ServerProcess) -> str:
     """Return what the command prints, in an environment as the pages assume it."""
     code = command[-1].replace("http://127.0.0.1:8000", server.get_url()).replace(".venv/bin/", "")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "src"),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "SENSORIUM_CACHE_DIR": cache_folder,
+        "SENSORIUM_CACHE_DIR": EMBEDDED_CACHE,
     }
     done = subprocess.run(
         [*command[:-1], code],

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.server import (
+    POOL,
     START_TIMEOUT_S,
     ServerProcess,
     get_command,
@@ -42,7 +43,7 @@ def weightless(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def server(weightless: Path) -> Iterator[ServerProcess]:
     flags = ("--served-model-name", "omni", "--max-model-len", "1234", "--api-server-count", "2")
-    with serve(str(weightless), *flags, command="render") as running:
+    with serve(str(weightless), *flags, *POOL, command="render") as running:
         yield running
 
 

@@ -17,7 +17,7 @@ from tests.integration.bad_requests import (
     make_image_url,
     make_messages,
 )
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-bad-requests")
@@ -30,7 +30,7 @@ _GOOD = [
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[[str], str]) -> Iterator[ServerProcess]:
-    with serve(tiny_model("qwen2_5_omni"), *_FLAGS) as server:
+    with serve(tiny_model("qwen2_5_omni"), *_FLAGS, *POOL) as server:
         yield server
 
 

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-fuzz")
@@ -64,7 +64,7 @@ Statuses = Counter[tuple[str, GenerationMode, int]]
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[[str], str]) -> Iterator[ServerProcess]:
-    with serve(tiny_model("qwen2_5_vl"), *_FLAGS) as server:
+    with serve(tiny_model("qwen2_5_vl"), *_FLAGS, *POOL) as server:
         yield server
 
 

@@ -22,9 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 480.0  # long, because the machine may be busy
 _MOST_ALIVE = 2  # shared servers of one test process: each takes up to 2 GiB
-# The default of 4 GiB in shared memory takes seconds to reserve, and all processes of the machine
-# share that memory.
-_CACHE_FLAG, _CACHE_GB = "--mm-processor-cache-gb", "0.5"
+# Flags that servers under test have unless a test gives others. The cache's default of 4 GiB in
+# shared memory takes seconds to reserve, and all processes of the machine share that memory. Each
+# process of the pool loads all libraries, which is most of what a start costs; so a test asks for a
+# pool (`POOL`) if what it tests has to do with media.
+_DEFAULTS = (("--mm-processor-cache-gb", "0.5"), ("--mm-processor-pool-size", "0"))
+_RENDER_DEFAULTS = _DEFAULTS[1:]
+POOL = ("--mm-processor-pool-size", "1")
+# Where the embedded model is unpacked, once for all tests of a checkout.
+EMBEDDED_CACHE = str(ROOT / "build" / "embedded")
 _COMMAND = "from sensorium.cli import main; main()"
 _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
@@ -34,11 +40,16 @@ class ServerProcess:
 
     def __init__(self, model: str, *flags: str, command: str = "serve", **variables: str) -> None:
         """Start the server. `variables` are added to the environment of this process."""
-        own = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        own = {
+            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONUNBUFFERED": "1",
+            "SENSORIUM_CACHE_DIR": EMBEDDED_CACHE,
+        }
         environment = {**os.environ, **own, **variables}
-        cache = (_CACHE_FLAG, _CACHE_GB) if command == "serve" and _CACHE_FLAG not in flags else ()
+        defaults = _DEFAULTS if command == "serve" else _RENDER_DEFAULTS
+        added = [word for pair in defaults if pair[0] not in flags for word in pair]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, command, model, "--port", "0", *flags, *cache],
+            [sys.executable, "-c", _COMMAND, command, model, "--port", "0", *flags, *added],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -20,7 +20,7 @@ from attacks.enlarged_media import (
 )
 from attacks.neighbours import Neighbours
 from tests.support.media import make_clip, write_video
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("mini")
 
@@ -75,10 +75,10 @@ def test_neighbours_are_answered_during_the_attack(server: ServerProcess) -> Non
     assert {response.status_code for response in refusals} == {400}
 
 
-def test_with_the_flag_larger_items_run_and_neighbours_go_on(mini_cache: str) -> None:
+def test_with_the_flag_larger_items_run_and_neighbours_go_on() -> None:
     # Steps so small that each of these items is beyond their budget.
     flags = (LIFTING_FLAG, "--max-num-batched-tokens", "128")
-    with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=mini_cache) as server:
+    with serve("sensorium-mini", *flags, *POOL) as server:
         neighbours = Neighbours(server.get_url())
         with attack(server.get_url(), (LARGER,)) as others:
             answers = neighbours.ask_while(lambda: len(others) < 3)

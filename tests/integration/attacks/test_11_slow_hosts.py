@@ -11,7 +11,7 @@ import pytest
 
 from attacks.neighbours import Answer, Neighbours
 from attacks.slow_hosts import FLAGS, NUM_URLS, SlowHost, attack, make_body, run_quick_host, send
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-slow-hosts")
@@ -23,13 +23,8 @@ PATIENT = ("--media-deadline", "3600")
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def server(cache: str) -> Iterator[ServerProcess]:
-    with serve("sensorium-mini", *FLAGS, *PATIENT, SENSORIUM_CACHE_DIR=cache) as server:
+def server() -> Iterator[ServerProcess]:
+    with serve("sensorium-mini", *FLAGS, *PATIENT, *POOL) as server:
         yield server
 
 
@@ -96,12 +91,12 @@ def test_a_client_that_leaves_ends_its_fetches(server: ServerProcess) -> None:
         host.close()
 
 
-def test_the_media_of_a_request_has_one_deadline(cache: str) -> None:
+def test_the_media_of_a_request_has_one_deadline() -> None:
     """64 slow URLs take no longer than one of them, and the answer names their host."""
     flags = (*FLAGS, *PATIENT, "--media-request-deadline", "2")
     host = SlowHost()
     try:
-        with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=cache) as server:
+        with serve("sensorium-mini", *flags) as server:
             for num_urls in (1, NUM_URLS):
                 refused = ask_about(server, *(host.make_url() for _ in range(num_urls)))
                 assert refused.status == 422, refused

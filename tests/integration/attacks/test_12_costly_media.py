@@ -24,9 +24,9 @@ BOUND_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def server(mini_cache: str) -> Iterator[ServerProcess]:
+def server() -> Iterator[ServerProcess]:
     """A server of its own: with its end, what it still decodes ends too."""
-    with serve("sensorium-mini", SENSORIUM_CACHE_DIR=mini_cache) as server:
+    with serve("sensorium-mini", "--mm-processor-pool-size", "2") as server:
         wait_until(
             lambda: server.get_metrics()["sensorium:pool_workers"] >= 2,
             "two processes for media are ready",

@@ -11,7 +11,7 @@ import pytest
 
 from attacks.neighbours import Neighbours
 from attacks.slow_bodies import FLAGS, NUM_BODIES, NUM_HEADS, attack
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("attack-slow-bodies")
 
@@ -20,10 +20,8 @@ DEADLINES = ("--head-timeout", "3", "--body-timeout", "6")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    flags = (*FLAGS, *DEADLINES)
-    with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=cache) as server:
+def server() -> Iterator[ServerProcess]:
+    with serve("sensorium-mini", *FLAGS, *DEADLINES, *POOL) as server:
         yield server
 
 

@@ -18,7 +18,15 @@ import pytest
 
 from attacks.full_disk import CannotMountError, attack, get_free_bytes, small_disk
 from attacks.neighbours import Neighbours
-from tests.support.server import ROOT, START_TIMEOUT_S, ServerProcess, get_descendants, kill, serve
+from tests.support.server import (
+    POOL,
+    ROOT,
+    START_TIMEOUT_S,
+    ServerProcess,
+    get_descendants,
+    kill,
+    serve,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-14")
@@ -53,7 +61,7 @@ def is_answered(neighbours: Neighbours) -> bool:
 
 
 def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
-    with serve(MODEL, "--api-server-count", "2", TMPDIR=str(disk)) as server:
+    with serve(MODEL, "--api-server-count", "2", *POOL, TMPDIR=str(disk)) as server:
         assert list(disk.glob("sensorium-*")), "the server has its directory elsewhere"
         with attack(disk):
             assert get_free_bytes(disk) == 0

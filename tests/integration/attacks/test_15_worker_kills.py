@@ -19,9 +19,8 @@ PATIENCE_S = 480.0  # only against hangs
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    server = ServerProcess("sensorium-mini", SENSORIUM_CACHE_DIR=cache)
+def server() -> Iterator[ServerProcess]:
+    server = ServerProcess("sensorium-mini", "--mm-processor-pool-size", "2")
     try:
         server.wait_until_ready()
         wait_until(

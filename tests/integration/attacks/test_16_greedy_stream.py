@@ -10,7 +10,7 @@ import pytest
 
 from attacks.greedy_stream import attack, is_ended, open_stream
 from attacks.neighbours import Neighbours
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-16")
@@ -24,7 +24,7 @@ RUNNING = "vllm:num_requests_running"
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     flags = ("--max-num-seqs", "16", "--max-n", "128", "--stream-timeout", str(STREAM_TIMEOUT_S))
-    with serve(MODEL, *flags) as server:
+    with serve(MODEL, *flags, *POOL) as server:
         yield server
 
 
@@ -81,22 +81,21 @@ def test_a_client_that_reads_slowly_keeps_its_stream(server: ServerProcess) -> N
     wait_until_idle(server)
 
 
-def test_more_completions_than_the_server_makes_are_refused() -> None:
-    with serve(MODEL, "--max-n", "4") as server:
-        chat = {"messages": [{"role": "user", "content": "hello"}], "n": 5, "max_tokens": 1}
-        for path, body, param in (
-            ("/v1/chat/completions", chat, "n"),
-            ("/v1/completions", {"prompt": "hello", "n": 5, "max_tokens": 1}, "n"),
-            (
-                "/inference/v1/generate",
-                {"token_ids": [1, 2], "sampling_params": {"n": 5, "max_tokens": 1}},
-                "sampling_params.n",
-            ),
-        ):
-            response = server.post(path, body)
-            assert response.status_code == 400, response.text
-            error = response.json()["error"]
-            assert error["param"] == param
-            assert "at most (--max-n)" in error["message"]
-        response = server.post("/v1/chat/completions", {**chat, "n": 4})
-        assert len(response.json()["choices"]) == 4
+def test_more_completions_than_the_server_makes_are_refused(server: ServerProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "n": 129, "max_tokens": 1}
+    for path, body, param in (
+        ("/v1/chat/completions", chat, "n"),
+        ("/v1/completions", {"prompt": "hello", "n": 129, "max_tokens": 1}, "n"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1, 2], "sampling_params": {"n": 129, "max_tokens": 1}},
+            "sampling_params.n",
+        ),
+    ):
+        response = server.post(path, body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert "at most (--max-n)" in error["message"]
+    response = server.post("/v1/chat/completions", {**chat, "n": 128})
+    assert len(response.json()["choices"]) == 128

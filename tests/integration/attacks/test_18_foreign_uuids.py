@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +10,7 @@ import pytest
 
 from attacks.foreign_uuids import ATTACKER, FLAGS, VICTIM, Client, make_chat
 from attacks.neighbours import PICTURE, make_picture_part
-from tests.support.server import ROOT, ServerProcess, serve
+from tests.support.server import POOL, ROOT, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("attack-foreign-uuids")
 
@@ -19,15 +18,10 @@ OTHER = (ROOT / "src/sensorium/embedded/media/count.png").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def server(cache: Path) -> Iterator[ServerProcess]:
+def server() -> Iterator[ServerProcess]:
     """Two frontends, which share their uuids through memory."""
-    flags = (*FLAGS, "--api-server-count", "2")
-    with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=str(cache)) as server:
+    flags = (*FLAGS, "--api-server-count", "2", *POOL)
+    with serve("sensorium-mini", *flags) as server:
         yield server
 
 
@@ -86,8 +80,8 @@ def test_a_hash_alone_finds_what_the_same_key_has_sent(victim: Client, attacker:
     assert guessed.json()["error"]["missing"] == ["my-name"]
 
 
-def test_keys_share_their_uuids_where_the_server_says_so(cache: Path) -> None:
+def test_keys_share_their_uuids_where_the_server_says_so() -> None:
     flags = (*FLAGS, "--share-uuids")
-    with serve("sensorium-mini", *flags, SENSORIUM_CACHE_DIR=str(cache)) as server:
+    with serve("sensorium-mini", *flags) as server:
         text = get_text(Client(server.get_url(), VICTIM).show("common"))
         assert get_text(Client(server.get_url(), ATTACKER).show("common", None)) == text

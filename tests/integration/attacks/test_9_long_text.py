@@ -11,7 +11,7 @@ import pytest
 
 from attacks.long_text import FLAGS, attack, make_bodies, make_text
 from attacks.neighbours import Neighbours
-from tests.support.server import ServerProcess, serve
+from tests.support.server import POOL, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("attack-long-text")
 
@@ -23,9 +23,8 @@ MAX_GROWTH_KB = 1_000_000  # a text of 16 MB that is tokenised takes 3.8 GB
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    with serve("sensorium-mini", *FLAGS, SENSORIUM_CACHE_DIR=cache) as server:
+def server() -> Iterator[ServerProcess]:
+    with serve("sensorium-mini", *FLAGS, *POOL) as server:
         yield server
 
 
