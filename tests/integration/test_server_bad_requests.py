@@ -21,7 +21,16 @@ from tests.support.server import POOL, ServerProcess, serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-bad-requests")
-_FLAGS = ("--max-model-len", "512", "--limit-mm-per-prompt", "image=2", "--max-body-mb", "4")
+_FLAGS = (
+    "--max-model-len",
+    "512",
+    "--limit-mm-per-prompt",
+    "image=2",
+    "--max-body-mb",
+    "4",
+    "--max-n",
+    "4",
+)
 _GOOD = [
     {"messages": messages, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     for messages in (GOOD_MESSAGES, make_messages(make_image_url(), make_image_url(1)))
@@ -165,3 +174,23 @@ def test_body_that_never_ends_is_given_up_with_its_client(
 def _get_load(client: httpx.Client) -> int:
     load: int = client.get("/load").json()["server_load"]
     return load
+
+
+def test_more_completions_than_the_server_makes_are_refused(server: ServerProcess) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "n": 5, "max_tokens": 1}
+    for path, body, param in (
+        ("/v1/chat/completions", chat, "n"),
+        ("/v1/completions", {"prompt": "hello", "n": 5, "max_tokens": 1}, "n"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1, 2], "sampling_params": {"n": 5, "max_tokens": 1}},
+            "sampling_params.n",
+        ),
+    ):
+        response = server.post(path, body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert "at most (--max-n)" in error["message"]
+    response = server.post("/v1/chat/completions", {**chat, "n": 4})
+    assert len(response.json()["choices"]) == 4

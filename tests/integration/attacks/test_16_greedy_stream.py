@@ -79,23 +79,3 @@ def test_a_client_that_reads_slowly_keeps_its_stream(server: ServerProcess) -> N
         assert num_bytes > 2**14
         assert server.get_metrics()["sensorium:http_requests_in_flight"] == 1
     wait_until_idle(server)
-
-
-def test_more_completions_than_the_server_makes_are_refused(server: ServerProcess) -> None:
-    chat = {"messages": [{"role": "user", "content": "hello"}], "n": 129, "max_tokens": 1}
-    for path, body, param in (
-        ("/v1/chat/completions", chat, "n"),
-        ("/v1/completions", {"prompt": "hello", "n": 129, "max_tokens": 1}, "n"),
-        (
-            "/inference/v1/generate",
-            {"token_ids": [1, 2], "sampling_params": {"n": 129, "max_tokens": 1}},
-            "sampling_params.n",
-        ),
-    ):
-        response = server.post(path, body)
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert error["param"] == param
-        assert "at most (--max-n)" in error["message"]
-    response = server.post("/v1/chat/completions", {**chat, "n": 128})
-    assert len(response.json()["choices"]) == 128

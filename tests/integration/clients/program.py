@@ -1,13 +1,14 @@
 """Asks a server through one client library, and prints the results as JSON.
 
-Run by the interpreter of the clients' own environment: `program.py URL CLIENT CASE`. It imports
-nothing of Sensorium, and only the library that CLIENT names.
+Run by the interpreter of the clients' own environment: `program.py URL CLIENT CASE...`. It imports
+nothing of Sensorium, and only the library that CLIENT names. For each case, it prints a line.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -98,16 +99,20 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
 
 
 def main() -> None:
-    url, client, case = sys.argv[1:]
+    url, client, *cases = sys.argv[1:]
+    for case in cases:
+        try:
+            print(json.dumps({"result": ask(url, client, case)}), flush=True)
+        except Exception:
+            print(json.dumps({"fault": traceback.format_exc()}), flush=True)
+
+
+def ask(url: str, client: str, case: str) -> Any:
     result = CLIENTS[client](url, case)
-    if case == "text":
-        if not isinstance(result, str) or not result:
-            raise SystemExit(f"no text: {result!r}")
-        print(json.dumps(result))
-    else:
-        if not isinstance(result, Caption):
-            raise SystemExit(f"no caption: {result!r}")
-        print(result.model_dump_json())
+    kind: type = str if case == "text" else Caption
+    if not isinstance(result, kind):
+        raise TypeError(f"not a {kind.__name__}: {result!r}")
+    return result if isinstance(result, str) else result.model_dump()
 
 
 if __name__ == "__main__":
