@@ -22,14 +22,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-bad-requests")
 _FLAGS = (
-    "--max-model-len",
-    "512",
-    "--limit-mm-per-prompt",
-    "image=2",
-    "--max-body-mb",
-    "4",
-    "--max-n",
-    "4",
+    *("--max-model-len", "512", "--limit-mm-per-prompt", "image=2"),
+    *("--max-body-mb", "4", "--max-n", "4"),
 )
 _GOOD = [
     {"messages": messages, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
