@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from sensorium.render.answers.answer import AnswerContext, AnswerDelta
-from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.answer import AnswerBuffer, AnswerContext, AnswerDelta
 from sensorium.render.answers.syntax import (
     CallFormat,
     CallReader,

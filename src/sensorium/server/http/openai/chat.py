@@ -17,7 +17,7 @@ from sensorium.render.answers.answer import AnswerContext, AnswerDelta, ToolCall
 from sensorium.render.answers.format import AnswerFormat
 from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
 from sensorium.server.http.choices import (
     Piece,
