@@ -100,7 +100,7 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
 
 
 def read_options(fields: Mapping[str, Any]) -> PromptOptions:
-    """Return those fields that any kind of prompt may have and that were given."""
+    """Return the given fields that a prompt of any kind may have."""
     _check_types(fields, _OPTION_TYPES)
     given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
     return cast(PromptOptions, given)
@@ -197,7 +197,7 @@ def _as_items(modality: str, media: Any) -> list[Any]:
 
 
 def _is_frame(media: Any) -> bool:
-    """Return whether it is an array of two or three dimensions or a PIL image, and not a clip."""
+    """Return whether an item is one frame of a video: an array of 3 dimensions or a PIL image."""
     if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
         return False
     return bool(getattr(media, "ndim", 3) == 3)

@@ -190,7 +190,7 @@ class JsonScan(Struct):
             self.depth = max(0, self.depth - 1)
 
     def count_plain(self, text: str, start: int) -> int:
-        """Return how many characters from `start` on change nothing here."""
+        """Return how many characters from `start` on change neither the depth nor the string."""
         if self.is_escaped:
             return 0
         found = (_IN_STRING if self.is_in_string else _IN_NUMBERS).match(text, start)

@@ -130,7 +130,7 @@ async def start_call(
     n_path: str = "n",
     takes_msgpack: bool = False,
 ) -> Call[_Generating]:
-    """Read a request that generates. `prepare` makes prompts and parameters of it."""
+    """Read a request that generates. `prepare` makes prompts and parameters from it."""
 
     def prepare_checked(request: _Generating) -> Work:
         prompts, params = prepare(request)

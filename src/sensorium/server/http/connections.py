@@ -83,7 +83,7 @@ _TOO_MANY = _make_response(
 
 
 class UnreadWatch:
-    """A count of the time in which nothing was taken from a buffer. It has no clock."""
+    """A count of the time in which nothing was taken from a buffer. Callers pass the time."""
 
     def __init__(self, timeout_s: float, *, num_bytes: int, now: float) -> None:
         self.interval_s = timeout_s / _LOOKS_PER_TIMEOUT

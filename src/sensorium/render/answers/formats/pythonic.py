@@ -98,7 +98,7 @@ class PythonicCall(CallReader, tag="pythonic"):
 
 
 def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
-    """Give out the calls in this code, or return `False` if it has anything but calls of tools."""
+    """Add the calls in this code, or return `False` if it has anything but calls of tools."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unknown escapes in strings

@@ -72,7 +72,7 @@ def prepare_completion(request: CompletionRequest) -> Work:
 
 
 def _split(value: Any) -> list[str | list[int]]:
-    """Return one entry per prompt."""
+    """Return the prompts in the field `prompt`, each as text or token ids."""
     if isinstance(value, str):
         return [value]
     with at("prompt"):

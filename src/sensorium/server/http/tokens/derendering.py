@@ -54,7 +54,7 @@ from sensorium.types.sampling import SamplingParams
 _VERSION = 1
 _MAX_CHOICES = 128
 _RESPONSE, _RESPONSES, _CHUNK = "generate_response", "generate_responses", "generate_chunk"
-_Wire = TypeVar("_Wire", DerenderChatRequest, DerenderCompletionRequest)
+_Wire = TypeVar("_Wire", bound=DerenderChatRequest | DerenderCompletionRequest)
 _Checked = TypeVar("_Checked")
 _Envelope = TypeVar("_Envelope", bound=Struct)
 _Entry = TypeVar("_Entry")
@@ -162,7 +162,7 @@ class _Derender(Generic[_Wire]):
         self.params = params
         self.form = form
         self.answer_context = answer_context
-        self._request: _Wire = request
+        self._request = request
         self._default_model = context.options.model_names[0]
 
     def make_answer(self) -> Struct:

@@ -157,7 +157,10 @@ class _Rendering:
 
 
 def _get_given(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, by their names, and the limit."""
+    """Return name -> value of the parameters that differ from their defaults.
+
+    `max_tokens` is included whenever it has a value.
+    """
     given: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)
