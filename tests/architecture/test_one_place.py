@@ -148,8 +148,8 @@ async def get_zest(request, context):
     routes = package / "server" / "http" / "routes.py"
     put_before(
         routes,
-        "    _get(METRICS_PATH, get_metrics),",
-        '    _get("/zest", get_zest, "health", "Tell the zest."),\n',
+        "    Route(METRICS_PATH, get_metrics),",
+        '    Route("/zest", get_zest, "health", "Tell the zest."),\n',
     )
     put_before(
         routes,

@@ -27,7 +27,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 
 
 def make_png(seed: int, size: tuple[int, int] = (90, 60)) -> bytes:

@@ -59,7 +59,7 @@ async def render(engine: Any, app: Any, messages: Any) -> int:
     if ROUTE is not None:
         return len((await ask(app, ROUTE, {"messages": messages}))["token_ids"])
     from sensorium.engine.inputs.chat_batch import Chat
-    from sensorium.render.chat_options import ChatOptions
+    from sensorium.render.messages import ChatOptions
     from sensorium.types.sampling import SamplingParams
 
     chat = Chat(messages=messages, options=ChatOptions(), fields={})

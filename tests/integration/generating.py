@@ -13,7 +13,7 @@ import msgspec
 from sensorium import LLM, SamplingParams
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.multimodal.item_codec import encode_item
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 from sensorium.types.multimodal import as_runs
 from tests.support.clients import Message
 from tests.support.server import ServerProcess

@@ -1,4 +1,4 @@
-"""Checks the messages of a conversation: their roles, contents and tool calls.
+"""Checks a conversation: the roles, contents and tool calls of its messages, and its options.
 
 Content parts may have OpenAI's shapes, or those that users of Transformers and vLLM write. Media is
 passed on as it came: a URL stays the caller's own string, and pixels are not touched.
@@ -21,12 +21,26 @@ from sensorium.multimodal.media_item import MediaItem
 from sensorium.multimodal.uuids import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _MODALITIES = ("image", "video", "audio")
 _URL_TYPES = {f"{modality}_url": modality for modality in _MODALITIES}
 _EMBEDS_TYPES = {"image_embeds": "image", "audio_embeds": "audio"}
 _KNOWN_TYPES = ("text", *_URL_TYPES, "input_audio", *_MODALITIES, "image_pil", *_EMBEDS_TYPES)
+_TEMPLATE, _KWARGS = ("chat_template",), ("chat_template_kwargs",)
+# Variables that the renderer sets, so that a caller may not.
+_RESERVED = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+        "tokenize",
+    }
+)
 
 Content = str | tuple[str | MediaItem, ...]
 
@@ -54,12 +68,17 @@ def _check_list(value: object, *, may_be_empty: bool = True) -> Sequence[object]
     return value
 
 
-def _parse_message(message: object) -> Message:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"must be an object, not {type(message).__name__}")
+def _check_object(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"must be an object, not {type(value).__name__}")
+    return value
+
+
+def _parse_message(entry: object) -> Message:
+    message = _check_object(entry)
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(f"must be one of {', '.join(ROLES)}", path=("role",))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"must be one of {', '.join(_ROLES)}", path=("role",))
     fields = _parse_fields(message)
     content = message.get("content")
     with at("content"):
@@ -79,28 +98,20 @@ def _parse_content(content: object) -> Content | None:
 def _parse_fields(message: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name in _STRING_FIELDS:
-        value = message.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise RequestError(f"must be a string, not {type(value).__name__}", path=(name,))
-        fields[name] = value
+        if message.get(name) is not None:
+            fields[name] = _get_string(message, name)
     if message.get("tool_calls"):
         with at("tool_calls"):
             fields["tool_calls"] = map_at(_parse_tool_call, _check_list(message["tool_calls"]))
     return fields
 
 
-def _parse_tool_call(call: object) -> dict[str, Any]:
+def _parse_tool_call(entry: object) -> dict[str, Any]:
     """Return a call with its arguments as an object: templates write them as JSON themselves."""
-    if not isinstance(call, Mapping):
-        raise RequestError(f"must be an object, not {type(call).__name__}")
-    function = call.get("function")
+    call = _check_object(entry)
     with at("function"):
-        if not isinstance(function, Mapping):
-            raise RequestError("must be an object")
-        if not isinstance(function.get("name"), str):
-            raise RequestError("must be a string", path=("name",))
+        function = _check_object(call.get("function"))
+        _get_string(function, "name")
         with at("arguments"):
             arguments = _parse_arguments(function.get("arguments"))
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
@@ -139,20 +150,17 @@ def parse_part(part: object) -> str | MediaItem:
     """
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping):
-        raise RequestError(f"must be an object, not {type(part).__name__}")
-    kind = part.get("type")
-    if not isinstance(kind, str):
-        raise RequestError("must be a string", path=("type",))
+    fields = _check_object(part)
+    kind = _get_string(fields, "type")
     if kind in ("text", "refusal"):
-        return _get_string(part, kind)
+        return _get_string(fields, kind)
     if kind not in _KNOWN_TYPES:
         raise RequestError(
             f"{kind[:50]!r} is unknown (known: {', '.join(_KNOWN_TYPES)})", path=("type",)
         )
     with at("uuid"):
-        uuid = check_uuid(part.get("uuid"))
-    modality, item = _get_media(kind, part)
+        uuid = check_uuid(fields.get("uuid"))
+    modality, item = _get_media(kind, fields)
     if item is None and uuid is None:
         raise RequestError("has neither media nor a uuid")
     return MediaItem(path=(), modality=modality, media=item, uuid=uuid)
@@ -194,9 +202,7 @@ def _get_input_audio(value: object) -> bytes | str | None:
         raise RequestError(f"must be an object with data, not {type(value).__name__}")
     if value.get("format") is not None:
         _get_string(value, "format")  # checked but not used: the format is found from the file
-    if value.get("data") is None:
-        return None
-    return _decode(value, "data")
+    return None if value.get("data") is None else _decode(value, "data")
 
 
 def _get_embeds(value: object) -> PrecomputedEmbeds | None:
@@ -205,8 +211,9 @@ def _get_embeds(value: object) -> PrecomputedEmbeds | None:
         return value
     if not isinstance(value, str | torch.Tensor):
         raise RequestError(f"must be base64 or a tensor, not {type(value).__name__}")
-    given = _decode_base64(value) if isinstance(value, str) else value
-    return decode_embeds(given) if isinstance(given, bytes) else PrecomputedEmbeds(given)
+    if isinstance(value, str):
+        return decode_embeds(_decode_base64(value))
+    return PrecomputedEmbeds(value)
 
 
 def _decode(part: Mapping[str, Any], name: str) -> bytes | str:
@@ -239,3 +246,65 @@ def _get_string(part: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise RequestError(f"must be a string, not {type(value).__name__}", path=(name,))
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """The options for rendering one conversation, with the names of vLLM and Transformers."""
+
+    # The text of a template, or the name of one of the model's; never a file.
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise RequestError("must be a string", path=_TEMPLATE)
+        if not isinstance(self.chat_template_kwargs, Mapping):
+            raise RequestError("must be an object", path=_KWARGS)
+        taken = sorted(_RESERVED.intersection(self.chat_template_kwargs))
+        if taken:
+            raise RequestError(f"can't set {', '.join(taken)}", path=_KWARGS)
+        if not all(isinstance(name, str) for name in self.chat_template_kwargs):
+            raise RequestError("must have strings as names", path=_KWARGS)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "needs add_generation_prompt=False: either the last message goes on, or a new "
+                "one begins",
+                path=("continue_final_message",),
+            )
+        with at("tools"):
+            tools = () if self.tools is None else _check_list(self.tools)
+            map_at(_check_object, tools)
+
+
+def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
+    """Return a template that was given as text, as the path of a file or by its name.
+
+    Only for callers who may read this machine's files.
+    """
+    if chat_template is None:
+        return None
+    if not isinstance(chat_template, str | os.PathLike) or not os.fspath(chat_template):
+        raise RequestError("must be a template, its file or its name", path=_TEMPLATE)
+    text = os.fspath(chat_template)
+    if isinstance(chat_template, str) and any(character in text for character in "{}\n"):
+        return text
+    path = Path(text)
+    if isinstance(chat_template, str) and not _exists(path):
+        if path.suffix or len(path.parts) > 1:
+            raise RequestError(f"there is no file {text!r}", path=_TEMPLATE)
+        return text  # the name of one of the model's templates
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{text!r} can't be read: {error}", path=_TEMPLATE) from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a path, or with a NUL
+        return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -26,15 +26,6 @@ _TEXT_KEYS = frozenset(TextPrompt.__annotations__)
 _RENDERED_KEYS = frozenset(RenderedPrompt.__annotations__)
 _MEDIA_FIELDS = ("multi_modal_data", "multi_modal_uuids")
 _RENDERED_FIELDS = ("mm_hashes", "mm_placeholders", "mm_kwargs", "mm_layouts")
-# Fields that go with a prompt of any kind -> their types.
-_OPTION_TYPES: dict[str, type] = {
-    "mm_processor_kwargs": Mapping,
-    "media_io_kwargs": Mapping,
-    "cache_salt": str,
-    "uuid_scope": str,
-    "priority": int,
-    "add_special_tokens": bool,
-}
 
 
 class PromptOptions(TypedDict, total=False):
@@ -46,6 +37,11 @@ class PromptOptions(TypedDict, total=False):
     uuid_scope: str
     priority: int
     add_special_tokens: bool
+
+
+_OPTION_TYPES = {
+    name: get_origin(kind) or kind for name, kind in get_type_hints(PromptOptions).items()
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +89,10 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
     _check_types(fields, dict.fromkeys((*_MEDIA_FIELDS, *_RENDERED_FIELDS), Mapping))
     _check_types(fields, {"prompt": str, "is_external": bool})
     options = read_options(fields)
-    token_ids: Sequence[int] = ()
-    if "prompt_token_ids" in fields:
-        token_ids = _read_token_ids(fields["prompt_token_ids"], max_model_len)
+    has_ids = "prompt_token_ids" in fields
     return EnginePrompt(
         text=fields.get("prompt"),
-        token_ids=token_ids,
+        token_ids=_read_token_ids(fields["prompt_token_ids"], max_model_len) if has_ids else (),
         media=_read_media(*(fields.get(name) or {} for name in _MEDIA_FIELDS)),
         rendered=_read_rendered(fields),
         **options,
@@ -106,7 +100,7 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
 
 
 def read_options(fields: Mapping[str, Any]) -> PromptOptions:
-    """Return those fields that any kind of prompt may have and that were given."""
+    """Return the given fields that a prompt of any kind may have."""
     _check_types(fields, _OPTION_TYPES)
     given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
     return cast(PromptOptions, given)
@@ -137,11 +131,11 @@ def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
         value = fields.get(name)
         if value is None:
             continue
-        if kind is bool and not isinstance(value, bool):
-            raise RequestError("must be true or false", path=(name,))
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            found = type(value).__name__
-            raise RequestError(f"must be {kind.__name__}, not {found}", path=(name,))
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            found = f"{kind.__name__}, not {type(value).__name__}"
+            raise RequestError(
+                f"must be {'true or false' if kind is bool else found}", path=(name,)
+            )
 
 
 def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
@@ -174,15 +168,9 @@ def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[Medi
             raise RequestError(
                 f"{len(names)} uuids for {len(media)} items", path=("multi_modal_uuids", modality)
             )
-        items.extend(
-            MediaItem(
-                path=("multi_modal_data", modality, index),
-                modality=modality,
-                media=entry,
-                uuid=name,
-            )
-            for index, (entry, name) in enumerate(zip(media, names, strict=True))
-        )
+        for index, (entry, name) in enumerate(zip(media, names, strict=True)):
+            path = ("multi_modal_data", modality, index)
+            items.append(MediaItem(path=path, modality=modality, media=entry, uuid=name))
     return tuple(items)
 
 
@@ -201,16 +189,15 @@ def _as_items(modality: str, media: Any) -> list[Any]:
     """
     if media is None:
         return []
-    if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Real):
-        return [media]
-    if not isinstance(media, list | tuple):
+    is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Real)
+    if is_pair or not isinstance(media, list | tuple):
         return [media]
     is_frames = modality == "video" and len(media) > 0 and _is_frame(media[0])
     return [media] if is_frames else list(media)
 
 
 def _is_frame(media: Any) -> bool:
-    """Return whether it is an array of two or three dimensions or a PIL image, and not a clip."""
+    """Return whether an item is one frame of a video: an array of 3 dimensions or a PIL image."""
     if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
         return False
     return bool(getattr(media, "ndim", 3) == 3)

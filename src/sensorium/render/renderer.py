@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from sensorium.multimodal.media_item import MediaItem
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.render.chat_options import ChatOptions
-from sensorium.render.chat_template import ChatTemplate, find_template
-from sensorium.render.messages import Message, get_media, parse_messages
-from sensorium.render.mistral import MistralTemplate
+from sensorium.render.chat_template import ChatTemplate, MistralTemplate, find_template
+from sensorium.render.messages import ChatOptions, Message, get_media, parse_messages
 from sensorium.render.prompts import EnginePrompt
 from sensorium.types.errors import FieldPath, RequestError
 
@@ -59,8 +57,7 @@ class ChatRenderer:
         if self._mistral is not None:
             if check_length is not None:
                 check_length(_join_text(parsed, options))
-            token_ids = self._mistral.render(parsed, options)
-            return EnginePrompt(token_ids=token_ids, media=items)
+            return EnginePrompt(token_ids=self._mistral.render(parsed, options), media=items)
         self._check_no_markers(parsed)
         source = find_template(self._hf_processor, self._tokenizer, options, media.keys())
         text = self._get_template(source).render(parsed, options)
@@ -99,24 +96,14 @@ class ChatRenderer:
                 raise RequestError(f"this model takes no {modality} (it takes: {takes})")
 
     def _check_no_markers(self, messages: Sequence[Message]) -> None:
-        for index, message in enumerate(messages):
-            content = message.content
-            path = ("messages", index, "content")
-            if isinstance(content, str):
-                self._check_text(content, path)
-                continue
-            for part_index, part in enumerate(content or ()):
-                if isinstance(part, str):
-                    self._check_text(part, (*path, part_index, "text"))
-
-    def _check_text(self, text: str, path: FieldPath) -> None:
-        found = self._pattern.search(text)
-        if found is not None:
-            raise RequestError(
-                f"holds {found.group()!r}, which stands for media in this model's prompts: media "
-                "goes into parts of its own",
-                path,
-            )
+        for path, text in _find_texts(messages):
+            found = self._pattern.search(text)
+            if found is not None:
+                raise RequestError(
+                    f"holds {found.group()!r}, which stands for media in this model's prompts: "
+                    "media goes into parts of its own",
+                    path,
+                )
 
     def _check_counts(self, text: str, media: Mapping[str, Sequence[MediaItem]]) -> None:
         found = self._pattern.findall(text)
@@ -129,12 +116,20 @@ class ChatRenderer:
                 )
 
 
+def _find_texts(messages: Sequence[Message]) -> Iterator[tuple[FieldPath, str]]:
+    """Yield the texts in the contents of messages, each with its path."""
+    for index, message in enumerate(messages):
+        path = ("messages", index, "content")
+        if isinstance(message.content, str):
+            yield path, message.content
+            continue
+        for part_index, part in enumerate(message.content or ()):
+            if isinstance(part, str):
+                yield (*path, part_index, "text"), part
+
+
 def _join_text(messages: Sequence[Message], options: ChatOptions) -> str:
-    """Return all text of a conversation, one piece after the other."""
-    pieces: list[str] = []
-    for message in messages:
-        content = (message.content,) if isinstance(message.content, str) else message.content
-        pieces += [part for part in content or () if isinstance(part, str)]
-        pieces += [json.dumps(call) for call in message.fields.get("tool_calls", ())]
-    pieces += [json.dumps(tool) for tool in options.tools or ()]
-    return "".join(pieces)
+    """Return all text of a conversation, with its calls and tools as JSON, in any order."""
+    calls = [call for message in messages for call in message.fields.get("tool_calls", ())]
+    texts = [text for _, text in _find_texts(messages)]
+    return "".join((*texts, *map(json.dumps, (*calls, *(options.tools or ())))))

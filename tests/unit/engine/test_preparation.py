@@ -13,7 +13,7 @@ import pytest
 from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.preparation import Preparation
 from sensorium.engine.inputs.renderer import Prepared
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import StoppingError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.render.chat_options import ChatOptions, load_chat_template
 from sensorium.render.chat_template import ChatTemplate
-from sensorium.render.messages import parse_messages
+from sensorium.render.messages import ChatOptions, load_chat_template, parse_messages
 from sensorium.types.errors import RequestError
 from tests.unit.render import templates
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.render.chat_options import load_chat_template
-from sensorium.render.messages import parse_part
+from sensorium.render.messages import load_chat_template, parse_part
 from sensorium.types.errors import RequestError
 
 

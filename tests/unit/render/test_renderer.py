@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import RequestError
 from tests.unit.render import templates

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from sensorium.render.chat_options import ChatOptions, load_chat_template
+from sensorium.render.messages import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.prompts import TextPrompt

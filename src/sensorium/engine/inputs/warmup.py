@@ -18,7 +18,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import CapacityError, ModelError
 from sensorium.types.prompts import Prompt
 from sensorium.types.sampling import SamplingParams

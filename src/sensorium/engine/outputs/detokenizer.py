@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from sensorium.render.answers.vocabulary import Vocabulary
+from sensorium.render.answers.syntax import Vocabulary
 
 _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 # How many tokens may wait for the rest of a character, not counting those that never have text. No

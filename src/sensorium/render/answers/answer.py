@@ -1,11 +1,14 @@
-"""The values that readers of answers take and return."""
+"""The values that readers of answers take and return, and the buffer that collects their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
+
+MakeId = Callable[[], str]
 
 
 class ToolCallDelta(Struct, frozen=True, kw_only=True):
@@ -23,10 +26,6 @@ class AnswerDelta(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.reasoning or self.content or self.tool_calls)
 
 
 class AnswerContext(Struct, frozen=True, kw_only=True):
@@ -54,3 +53,53 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
         if isinstance(choice, str):
             return self.tools
         return tuple(tool for tool in self.tools if tool["function"]["name"] == choice["name"])
+
+
+@dataclass(slots=True, kw_only=True)
+class AnswerBuffer:
+    """The reasoning, the content and the calls that were not taken yet. It numbers the calls."""
+
+    make_id: MakeId  # makes the id of a call to which the model gave none
+    names: frozenset[str] = frozenset()  # of all tools
+    max_calls: int | None = None  # calls after these are read and dropped
+    num_begun: int = 0  # all calls so far
+    _reasoning: list[str] = field(default_factory=list)
+    _content: list[str] = field(default_factory=list)
+    # index of a call -> its id, its name and the pieces of its arguments
+    _calls: dict[int, tuple[str | None, str | None, list[str]]] = field(default_factory=dict)
+
+    @property
+    def num_given(self) -> int:
+        """The number of calls that are given out."""
+        return self.num_begun if self.max_calls is None else min(self.num_begun, self.max_calls)
+
+    def add_reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def add_content(self, text: str) -> None:
+        self._content.append(text)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        index = self.num_begun
+        self.num_begun += 1
+        if self.num_given > index:
+            self._calls[index] = (call_id or self.make_id(), name, [])
+
+    def add_arguments(self, text: str) -> None:
+        """Add arguments to the call that has begun last."""
+        index = self.num_begun - 1
+        if self.num_given > index:
+            self._calls.setdefault(index, (None, None, []))[2].append(text)
+
+    def take(self) -> AnswerDelta:
+        """Return all parts that were not taken yet, and forget them."""
+        delta = AnswerDelta(
+            reasoning="".join(self._reasoning),
+            content="".join(self._content),
+            tool_calls=tuple(
+                ToolCallDelta(index=index, id=call_id, name=name, arguments="".join(pieces))
+                for index, (call_id, name, pieces) in self._calls.items()
+            ),
+        )
+        self._reasoning, self._content, self._calls = [], [], {}
+        return delta

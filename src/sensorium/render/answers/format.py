@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from sensorium.grammar.translation import make_grammar_after
@@ -12,8 +14,7 @@ from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.formats import hermes
 from sensorium.render.answers.lark import Lark
 from sensorium.render.answers.reader import AnswerReader, read_state
-from sensorium.render.answers.syntax import CallFormat, ReasoningFormat
-from sensorium.render.answers.vocabulary import Vocabulary
+from sensorium.render.answers.syntax import CallFormat, ReasoningFormat, Vocabulary
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
 
@@ -23,6 +24,7 @@ _NUM_TAIL_CHARACTERS = 64
 Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 
+@dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
     """The way in which a model writes its answers. It starts a reader for each completion.
 
@@ -30,52 +32,46 @@ class AnswerFormat:
     is written and read, in the format of Hermes.
     """
 
-    def __init__(
-        self,
-        *,
-        calls: CallFormat | None = None,
-        reasoning: ReasoningFormat | None = None,
-        vocabulary: Vocabulary | None = None,
-        shows_tools: bool = False,
-        max_string_length: int | None = None,  # of strings that a schema leaves free
-    ) -> None:
-        self._calls = calls
-        self._reasoning = reasoning
-        self._vocabulary = vocabulary or Vocabulary()
-        self.shows_tools = shows_tools  # whether the chat template shows the tools to the model
-        self._max_string_length = max_string_length
-        tags = () if reasoning is None else reasoning.special_tokens
-        wanted = (*(calls or hermes.CALLS).special_tokens, *tags)
-        special = self._vocabulary.special_tokens
-        # Special tokens that must be in the text to be read.
-        self.kept_special_token_ids = tuple(special[text] for text in wanted if text in special)
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    shows_tools: bool = False  # the chat template shows the tools to the model
+    max_string_length: int | None = None  # of strings that a schema leaves free
+
+    @cached_property
+    def kept_special_token_ids(self) -> tuple[int, ...]:
+        """The special tokens that must be in the text to be read."""
+        tags = () if self.reasoning is None else self.reasoning.special_tokens
+        wanted = (*(self.calls or hermes.CALLS).special_tokens, *tags)
+        special = self.vocabulary.special_tokens
+        return tuple(special[text] for text in wanted if text in special)
 
     def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
         """Return whether an answer to this prompt begins in the middle of reasoning."""
-        if self._reasoning is None:
+        if self.reasoning is None:
             return False
         if not isinstance(prompt, str):
-            prompt = self._vocabulary.decode(prompt[-_NUM_TAIL_TOKENS:])
-        return self._reasoning.is_open_after(prompt[-_NUM_TAIL_CHARACTERS:])
+            prompt = self.vocabulary.decode(prompt[-_NUM_TAIL_TOKENS:])
+        return self.reasoning.is_open_after(prompt[-_NUM_TAIL_CHARACTERS:])
 
     def start(self, context: AnswerContext) -> AnswerReader:
         """Return a reader for the beginning of an answer."""
-        return AnswerReader(context, calls=self._get_calls(context), reasoning=self._reasoning)
+        return AnswerReader(context, calls=self._get_calls(context), reasoning=self.reasoning)
 
     def resume(self, context: AnswerContext, state: Any) -> AnswerReader:
         """Return a reader that goes on from a state. Raise a `RequestError` if that is invalid."""
-        calls, reasoning = self._get_calls(context), self._reasoning
-        read = read_state(state, calls=calls, reasoning=reasoning)
-        return AnswerReader(context, calls=calls, reasoning=reasoning, state=read)
+        calls = self._get_calls(context)
+        read = read_state(state, calls=calls, reasoning=self.reasoning)
+        return AnswerReader(context, calls=calls, reasoning=self.reasoning, state=read)
 
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
         """Return a constraint with which the text is a call, or `None` if no call is demanded."""
         if not context.demands_call:
             return None
-        lark = Lark(self._vocabulary.special_tokens, max_string_length=self._max_string_length)
+        lark = Lark(self.vocabulary.special_tokens, max_string_length=self.max_string_length)
         lark.add("start", "")
         is_single = not context.parallel_tool_calls or not isinstance(context.tool_choice, str)
-        calls = self._calls or hermes.CALLS
+        calls = self.calls or hermes.CALLS
         body = calls.write_calls(lark, context.demanded_tools, is_single)
         lark.add("start", f"{self._write_reasoning(lark, context)} {body}")
         try:
@@ -92,28 +88,28 @@ class AnswerFormat:
 
         The text begins in the middle of reasoning.
         """
-        if self._reasoning is None:
+        if self.reasoning is None:
             return wanted
-        close = self._reasoning.close
-        token_id = self._vocabulary.special_tokens.get(close)
         return make_grammar_after(
-            wanted, close, token_id=token_id, max_string_length=self._max_string_length
+            wanted,
+            self.reasoning.close,
+            token_id=self.vocabulary.special_tokens.get(self.reasoning.close),
+            max_string_length=self.max_string_length,
         )
 
     def _write_reasoning(self, lark: Lark, context: AnswerContext) -> str:
         """Return the body of a rule for reasoning before the calls."""
-        if self._reasoning is None:
+        if self.reasoning is None:
             return ""
-        thought = lark.add_until("thought", self._reasoning.close) + ' "\\n"? "\\n"?'
+        thought = lark.add_until("thought", self.reasoning.close) + ' "\\n"? "\\n"?'
         if context.starts_in_reasoning:
             return thought
-        opening = lark.write_tag(self._reasoning.open)
-        return f"({opening} {thought})?"
+        return f"({lark.write_tag(self.reasoning.open)} {thought})?"
 
     def _get_calls(self, context: AnswerContext) -> CallFormat | None:
         if context.demands_call:
-            return self._calls or hermes.CALLS
-        return self._calls if context.reads_calls else None
+            return self.calls or hermes.CALLS
+        return self.calls if context.reads_calls else None
 
 
 def make_answer_format(

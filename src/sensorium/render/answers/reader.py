@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from sensorium.render.answers.answer import AnswerContext, AnswerDelta
-from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.answer import AnswerBuffer, AnswerContext, AnswerDelta
 from sensorium.render.answers.syntax import (
     CallFormat,
     CallReader,
@@ -30,7 +29,7 @@ _MAX_CALLS = 2**20
 
 
 class ReaderState(Struct, kw_only=True):
-    """What a reader remembers between two pieces of text."""
+    """The state of a reader between two pieces of text."""
 
     section: Literal["reasoning", "content", "call"] = "content"
     space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""  # whitespace that is held back
@@ -172,7 +171,7 @@ class AnswerReader:
             self._state.has_content = True
 
     def _get_tags(self) -> tuple[str, ...]:
-        """Return the tags that may come here."""
+        """Return the tags that may follow at this place of the answer."""
         is_reasoning, is_at_start = self._state.section == "reasoning", self._state.is_at_start
         return _get_tags(self._reasoning, self._calls, is_reasoning, is_at_start)
 

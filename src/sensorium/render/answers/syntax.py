@@ -1,4 +1,4 @@
-"""The common parts of answer formats: descriptions, readers of JSON, and parts of grammars.
+"""The common parts of answer formats: vocabularies, readers of JSON, and parts of grammars.
 
 A format of tool calls is a `CallFormat`, one of reasoning is a `ReasoningFormat`. A `CallReader`
 takes one character at a time, so that an answer is read the same however it is cut. Its fields are
@@ -11,14 +11,13 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from sensorium.render.answers.answer_buffer import AnswerBuffer, MakeId
-from sensorium.render.answers.vocabulary import Vocabulary
+from sensorium.render.answers.answer import AnswerBuffer, MakeId
 
 if TYPE_CHECKING:  # grammars need llguidance, which the command line does without
     from sensorium.render.answers.lark import Lark
@@ -28,6 +27,39 @@ HeldText = Annotated[str, Meta(max_length=MAX_HELD + 128)]
 ShortText = Annotated[str, Meta(max_length=256)]
 Depth = Annotated[int, Meta(ge=0, le=2**53)]
 NAME = r"[\w.\-]{1,128}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer's special tokens, and the version if it is one of Mistral's own tokenizers."""
+
+    special_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id
+    mistral_version: int = 0  # 0: it is none of Mistral's own tokenizers
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """Return the vocabulary of a tokenizer of any kind."""
+        if type(tokenizer).__name__ != "MistralCommonBackend":
+            added = tokenizer.added_tokens_decoder.items()
+            special = {token.content: token_id for token_id, token in added if token.special}
+            return cls(special_tokens=special, tokenizer=tokenizer)
+        ids = tokenizer.all_special_ids
+        special = dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
+        # The versions are called v1, v7, v11 and so on.
+        digits = "".join(filter(str.isdecimal, str(tokenizer.tokenizer.version.value)))
+        return cls(special_tokens=special, mistral_version=int(digits or 1), tokenizer=tokenizer)
+
+    @property
+    def is_mistral(self) -> bool:
+        return self.mistral_version > 0
+
+    def __contains__(self, text: str) -> bool:
+        return text in self.special_tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, including special tokens."""
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
 
 
 class Step(Enum):
@@ -64,6 +96,20 @@ class CallReader(Struct):
     def rest(self) -> str:
         """The text that is held back."""
         raise NotImplementedError
+
+
+def read_closing(tag: str, before: str, character: str) -> tuple[str, Step]:
+    """Read a character of a closing tag, which whitespace may precede and which may be missing.
+
+    `before` is the beginning of the tag that was read already. Return the new beginning, which is
+    empty after the whole tag, and the effect on the call.
+    """
+    if not before and character.isspace():
+        return "", Step.ON
+    begun = before + character
+    if not tag.startswith(begun):
+        return before, Step.BEFORE
+    return ("", Step.LAST) if begun == tag else (begun, Step.ON)
 
 
 Tools = Sequence[Mapping[str, Any]]
@@ -134,12 +180,8 @@ class JsonScan(Struct):
 
     def _follow(self, character: str) -> None:
         if self.is_in_string:
-            if self.is_escaped:
-                self.is_escaped = False
-            elif character == "\\":
-                self.is_escaped = True
-            elif character == '"':
-                self.is_in_string = False
+            self.is_in_string = character != '"' or self.is_escaped
+            self.is_escaped = character == "\\" and not self.is_escaped
         elif character == '"':
             self.is_in_string = True
         elif character in "{[":
@@ -148,7 +190,7 @@ class JsonScan(Struct):
             self.depth = max(0, self.depth - 1)
 
     def count_plain(self, text: str, start: int) -> int:
-        """Return how many characters from `start` on change nothing here."""
+        """Return how many characters from `start` on change neither the depth nor the string."""
         if self.is_escaped:
             return 0
         found = (_IN_STRING if self.is_in_string else _IN_NUMBERS).match(text, start)
@@ -181,11 +223,12 @@ class CallObject(Struct):
         if not self.is_begun and len(self.held) >= MAX_HELD:
             return Step.BEFORE
         text = scan.step(character)
-        if self.is_begun:
-            self._add_arguments(text, buffer)
-        else:
+        if not self.is_begun:
             self.held += character
             self._find_name(character, buffer)
+        elif not self.is_done:
+            buffer.add_arguments(text)
+            self.is_done = scan.depth == 1
         is_end = scan.depth == 0 and character == "}" and not scan.is_in_string
         return Step.LAST if is_end else Step.ON
 
@@ -198,11 +241,6 @@ class CallObject(Struct):
         if self.scan.depth == 0:
             return character != "{" and not character.isspace()
         return character == "<"
-
-    def _add_arguments(self, text: str, buffer: AnswerBuffer) -> None:
-        if not self.is_done:
-            buffer.add_arguments(text)
-            self.is_done = self.scan.depth == 1
 
     def _find_name(self, character: str, buffer: AnswerBuffer) -> None:
         scan = self.scan

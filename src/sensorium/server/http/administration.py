@@ -27,9 +27,9 @@ async def get_one_model(http_request: Request, context: Context) -> Response:
 
 async def health(_: Request, context: Context) -> Response:
     if not context.engine.is_connected:
-        raise _make_unhealthy("the engine is not there", code="engine_lost")
+        raise _make_unhealthy("The engine is not connected.", code="engine_lost")
     if context.engine.is_stalled:
-        words = "the engine makes no progress; it is started again if that goes on"
+        words = "The engine makes no progress. If it stays so, it will be restarted."
         raise _make_unhealthy(words, code="engine_stalled")
     return JSONResponse({})
 
@@ -77,10 +77,5 @@ def _make_card(context: Context, name: str) -> ModelCard:
 
 
 def _make_unhealthy(message: str, *, code: str) -> ApiError:
-    return ApiError(
-        message,
-        status=503,
-        code=code,
-        reason=None,
-        headers={"retry-after": str(RETRY_AFTER_S)},
-    )
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(message, status=503, code=code, reason=None, headers=headers)

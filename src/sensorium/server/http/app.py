@@ -1,7 +1,7 @@
 """Makes the HTTP application: its routes, and the layers that every request passes before them.
 
-The layers from the outside in: the request id, the time of the response, CORS, the response to
-errors, the check of the origin, the API key, and the limit of concurrent requests.
+The layers from the outside in: the request's id and time, CORS, the response to errors, the check
+of the origin, the API key, and the limit of concurrent requests.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from starlette.responses import Response
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.render.answers.format import PLAIN, AnswerFormat
+from sensorium.server.http.access import Authentication, OriginGuard, OriginPolicy
 from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
 from sensorium.server.http.calls import TRACE_HEADER, Context
-from sensorium.server.http.connections.tasks import measure_loop_lag
-from sensorium.server.http.errors import ErrorResponse, FailureLog, get_phrase
-from sensorium.server.http.middleware.access import Authentication, OriginGuard, OriginPolicy
-from sensorium.server.http.middleware.requests import (
+from sensorium.server.http.connections import measure_loop_lag
+from sensorium.server.http.errors import ApiError, FailureLog
+from sensorium.server.http.middleware import (
     HEADER,
+    WARNING_HEADER,
     Admission,
     ErrorBoundary,
-    RequestIds,
-    ResponseTimes,
-    get_limit,
+    RequestTracking,
 )
 from sensorium.server.http.routes import COUNTED_PATHS, make_routes
 from sensorium.server.metrics.frontend import FrontendMetrics
@@ -71,7 +70,7 @@ def make_app(
         routes=make_routes(context),
         lifespan=lifespan,
         middleware=_make_middleware(options, metrics, context.failures),
-        exception_handlers={HTTPException: _answer_http_exception},
+        exception_handlers={HTTPException: _answer_http_exception},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False
     return app
@@ -91,14 +90,14 @@ def _get_body_limits(options: ServeOptions) -> BodyLimits:
 def _make_middleware(
     options: ServeOptions, metrics: FrontendMetrics, failures: FailureLog
 ) -> list[Middleware]:
-    layers = [Middleware(RequestIds), Middleware(ResponseTimes, metrics=metrics)]
+    layers = [Middleware(RequestTracking, metrics=metrics)]
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*", "authorization", HEADER, TRACE_HEADER],
-            expose_headers=[HEADER],
+            expose_headers=[HEADER, WARNING_HEADER],
         )
         layers.append(cors)
     layers.append(Middleware(ErrorBoundary, failures=failures))
@@ -116,16 +115,17 @@ def _make_middleware(
             shares_uuids=options.share_uuids,
         )
         layers.append(keys)
-    limit = get_limit(options.max_concurrent_requests, options.api_server_count)
+    # This frontend's share of the limit, rounded up.
+    limit = -(-options.max_concurrent_requests // options.api_server_count)
     layers.append(Middleware(Admission, paths=COUNTED_PATHS, limit=limit, metrics=metrics))
     return layers
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
+async def _answer_http_exception(request: Request, error: HTTPException) -> Response:
     """Respond to requests that the router itself refuses: unknown routes and methods."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
-    words = f"{get_phrase(status)}: {request.method} {request.url.path[:200]}"
-    code = {404: "route_not_found", 405: "method_not_allowed"}.get(status)
-    answer = ErrorResponse(status=status, message=words, code=code, headers=headers or {})
-    return answer.make_response()
+    return ApiError(
+        f"{error.detail}: {request.method} {request.url.path[:200]}",
+        status=error.status_code,
+        code={404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code),
+        headers=error.headers or {},
+    ).make_response()

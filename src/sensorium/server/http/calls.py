@@ -10,10 +10,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,8 +25,8 @@ from sensorium.render.answers.format import AnswerFormat
 from sensorium.server.http.bodies.intake import BodyIntake
 from sensorium.server.http.bodies.reading import read_body, read_request
 from sensorium.server.http.errors import ApiError, FailureLog, WirePaths
-from sensorium.server.http.middleware.access import get_uuid_scope
-from sensorium.server.http.protocol.requests import GeneratingRequest, StreamOptions
+from sensorium.server.http.protocol.requests import GeneratingRequest
+from sensorium.server.http.protocol.tokens import GenerateRequest
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions
@@ -60,23 +62,13 @@ class WireRequest(Protocol):
     def model(self) -> str | None: ...
 
 
-class WireGenerating(WireRequest, Protocol):
-    """The fields that every request for text or tokens has."""
-
-    @property
-    def stream(self) -> bool | None: ...
-
-    @property
-    def stream_options(self) -> StreamOptions | None: ...
-
-    @property
-    def trace(self) -> bool | None: ...
-
-
 _Request = TypeVar("_Request", bound=WireRequest)
-_Generating = TypeVar("_Generating", bound=WireGenerating)
+_Generating = TypeVar("_Generating", bound=GeneratingRequest | GenerateRequest)
 _Prepared = TypeVar("_Prepared")
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
+_IndexedDelta = tuple[int, RequestDelta]  # with the index of its prompt
+# deltas of several prompts; `None`: one of them has ended
+_Queue = asyncio.Queue[_IndexedDelta | Exception | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +130,17 @@ async def start_call(
     n_path: str = "n",
     takes_msgpack: bool = False,
 ) -> Call[_Generating]:
-    """Read a request that generates. `prepare` makes prompts and parameters of it."""
+    """Read a request that generates. `prepare` makes prompts and parameters from it."""
 
     def prepare_checked(request: _Generating) -> Work:
         prompts, params = prepare(request)
-        check_n(params.n, context.options.max_n, path=n_path)
+        max_n = context.options.max_n
+        if params.n > max_n:
+            raise ApiError(
+                f"{n_path} is {params.n}: this server makes {max_n} completions of a prompt at "
+                "most (--max-n)",
+                param=n_path,
+            )
         return prompts, params
 
     request, (prompts, params) = await read_call(
@@ -181,7 +179,7 @@ class Call(Generic[_Generating]):
     has_trace: bool
     # All requests of this call have this group in the core, and no other requests do.
     group: str = field(default_factory=lambda: uuid.uuid4().hex)
-    # Index of a prompt that has ended -> its output, and of one that has begun -> its clock.
+    # index of a prompt that has ended -> its output, and of one that has begun -> its clock
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     clocks: dict[int, RequestClock] = field(default_factory=dict)
 
@@ -194,48 +192,32 @@ class Call(Generic[_Generating]):
     def is_ended(self) -> bool:
         return len(self.outputs) == len(self.prompts)
 
-    def make_trace(self) -> Any:
-        """Return the trace of the prompt, or a list for several."""
-        traces = [
-            make_trace(output, self.clocks[index])
-            for index, output in enumerate(self.get_outputs())
-        ]
+    def get_trace(self) -> Any:
+        """Return the trace of the prompt, or a list for several; `UNSET` if none was asked for."""
+        if not self.has_trace:
+            return UNSET
+        indices = range(len(self.prompts))
+        traces = [make_trace(self.outputs[index], self.clocks[index]) for index in indices]
         return traces[0] if len(traces) == 1 else traces
 
-    async def run(self) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        """Yield the deltas of all prompts, each with its prompt's index.
+    def run(self) -> AsyncGenerator[_IndexedDelta, None]:
+        """Return a generator of the deltas of all prompts, each with its prompt's index.
 
         Closing the generator aborts them all.
         """
-        if len(self.prompts) == 1:
-            single = self._run_prompt(0)
-            try:
-                async for delta in single:
-                    yield 0, delta
-            finally:
-                await single.aclose()
-            return
-        merged = self._merge()
-        try:
-            async for index, delta in merged:
-                yield index, delta
-        finally:
-            await merged.aclose()
+        return self._run_prompt(0) if len(self.prompts) == 1 else self._merge()
 
     async def finish(self) -> list[RequestOutput]:
         """Return the whole answers, in the order of the prompts."""
-        deltas = self.run()
-        try:
+        async with aclosing(self.run()) as deltas:
             async for _ in deltas:
                 pass
-        finally:
-            await deltas.aclose()
         return self.get_outputs()
 
     def get_outputs(self) -> list[RequestOutput]:
         return [self.outputs[index] for index in range(len(self.prompts))]
 
-    async def _run_prompt(self, index: int) -> AsyncGenerator[RequestDelta, None]:
+    async def _run_prompt(self, index: int) -> AsyncGenerator[_IndexedDelta, None]:
         clock = self.context.metrics.start_request(arrived=self.arrived, params=self.params)
         clock.mark("parse")
         self.clocks[index] = clock
@@ -251,7 +233,7 @@ class Call(Generic[_Generating]):
                 if delta.final is not None:
                     clock.on_finish(delta.final)
                     self.outputs[index] = delta.final
-                yield delta
+                yield index, delta
         except Exception as error:
             end = None if _is_refused(error) else FinishReason.ERROR
             raise
@@ -262,62 +244,57 @@ class Call(Generic[_Generating]):
         if index not in self.outputs:
             raise InvariantError("the engine's stream ended without its final output")
 
-    async def _merge(self) -> AsyncGenerator[tuple[int, RequestDelta], None]:
-        queue: asyncio.Queue[tuple[int, RequestDelta | Exception | None]] = asyncio.Queue(
-            _MAX_WAITING * len(self.prompts)
-        )
+    async def _merge(self) -> AsyncGenerator[_IndexedDelta, None]:
+        queue: _Queue = asyncio.Queue(_MAX_WAITING * len(self.prompts))
         tasks = [
             asyncio.ensure_future(self._pump(index, queue)) for index in range(len(self.prompts))
         ]
         try:
             num_open = len(tasks)
             while num_open:
-                index, delta = await queue.get()
-                if isinstance(delta, Exception):
-                    raise delta
-                if delta is None:
+                entry = await queue.get()
+                if isinstance(entry, Exception):
+                    raise entry
+                if entry is None:
                     num_open -= 1
                 else:
-                    yield index, delta
+                    yield entry
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(
-        self, index: int, queue: asyncio.Queue[tuple[int, RequestDelta | Exception | None]]
-    ) -> None:
-        deltas = self._run_prompt(index)
-        try:
-            async for delta in deltas:
-                await queue.put((index, delta))
-            await queue.put((index, None))
-        except Exception as error:  # raised by `_merge`, whatever it is
-            await queue.put((index, error))
-        finally:
-            await deltas.aclose()
+    async def _pump(self, index: int, queue: _Queue) -> None:
+        async with aclosing(self._run_prompt(index)) as deltas:
+            try:
+                async for entry in deltas:
+                    await queue.put(entry)
+                await queue.put(None)
+            except Exception as error:  # raised by `_merge`, whatever it is
+                await queue.put(error)
 
 
 def _is_refused(error: Exception) -> bool:
     """Return whether the engine refused a request, and did not fail after accepting it."""
-    is_refused = isinstance(error, RequestError | CapacityError)
-    return is_refused and not isinstance(error, FailedRequestError | EngineLostError)
+    is_failed = isinstance(error, FailedRequestError | EngineLostError)
+    return isinstance(error, RequestError | CapacityError) and not is_failed
 
 
 def set_uuid_scope(
     prompts: Sequence[Prompt | Chat], http_request: Request
 ) -> Sequence[Prompt | Chat]:
-    """Return the prompts with the scope of the client's uuids, which its API key determines."""
-    scope = get_uuid_scope(http_request.scope["state"])
+    """Return the prompts with the scope of the client's uuids, which its API key determines.
+
+    Without a scope, all clients share their uuids.
+    """
+    scope = http_request.scope["state"].get("uuid_scope")
     return prompts if scope is None else [_with_scope(prompt, scope) for prompt in prompts]
 
 
 def _with_scope(prompt: Prompt | Chat, scope: str) -> Prompt | Chat:
     if isinstance(prompt, Chat):
         return replace(prompt, fields={**prompt.fields, "uuid_scope": scope})
-    if isinstance(prompt, Mapping):
-        return cast(Prompt, {**prompt, "uuid_scope": scope})
-    return prompt
+    return cast(Prompt, {**cast(TextPrompt, prompt), "uuid_scope": scope})
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
@@ -329,15 +306,6 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
             param="model",
             code="model_not_found",
             reason="not_found",
-        )
-
-
-def check_n(n: int, max_n: int, *, path: str) -> None:
-    """Raise an `ApiError` if more completions of a prompt are asked for than the server makes."""
-    if n > max_n:
-        raise ApiError(
-            f"{path} is {n}: this server makes {max_n} completions of a prompt at most (--max-n)",
-            param=path,
         )
 
 

@@ -1,14 +1,14 @@
 """Builds the choices of answers, in the shapes of the wire, from pieces of completions.
 
 A `Piece` is a whole completion, or the new part of it in a stream. It comes from the engine, or
-from tokens that another server has generated (`server.http.derender`). The choices of all routes
-are built here.
+from tokens that another server has generated (`server.http.tokens.derendering`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from msgspec import UNSET, UnsetType
 
@@ -17,7 +17,6 @@ from sensorium.server.http.protocol.answers import (
     ChatLogprobs,
     CompletionChoice,
     CompletionLogprobs,
-    GenerateChoice,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
@@ -53,37 +52,22 @@ def make_piece(
     answer: AnswerDelta | None = None,
     num_tool_calls: int = 0,
     offset: int = 0,
-    is_first: bool = True,
 ) -> Piece:
     """Return the piece for an output of the engine. Its answer is the text, unless one is given.
 
     A completion without a reason of its own was ended together with the others of its prompt.
     """
+    default = "abort" if isinstance(entry, CompletionOutput) else None
     reason = entry.finish_reason
-    if reason is None and isinstance(entry, CompletionOutput):
-        finish_reason: str | None = "abort"
-    else:
-        finish_reason = None if reason is None else str(reason)
     return Piece(
         index=entry.index,
         token_ids=entry.token_ids,
         answer=AnswerDelta(content=entry.text) if answer is None else answer,
         num_tool_calls=num_tool_calls,
-        finish_reason=finish_reason,
+        finish_reason=default if reason is None else str(reason),
         stop_reason=entry.stop_reason,
         logprobs=make_logprobs(entry.token_ids, entry.logprobs, num_top=num_top),
         offset=offset,
-        is_first=is_first,
-    )
-
-
-def make_generate_choice(piece: Piece) -> GenerateChoice:
-    return GenerateChoice(
-        index=piece.index,
-        token_ids=piece.token_ids,
-        finish_reason=piece.finish_reason,
-        stop_reason=piece.stop_reason,
-        logprobs=piece.logprobs,
     )
 
 
@@ -145,26 +129,27 @@ def make_completion_logprobs(
     """
     if logprobs is None:
         return None
-    made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    if first_token is not None:
-        made.tokens.append(first_token)
-        made.token_logprobs.append(None)
-        made.top_logprobs.append(None)
-        made.text_offset.append(offset)
-        offset += len(first_token)
-    for entry in logprobs.content:
-        # The likeliest tokens and the chosen one, as in OpenAI's answers. If several tokens have
-        # the same text, the likeliest of them stands for all.
-        top: dict[str, float] = {}
-        for other in entry.top_logprobs:
-            top.setdefault(other.token, other.logprob)
-        top.setdefault(entry.token, entry.logprob)
-        made.tokens.append(entry.token)
-        made.token_logprobs.append(entry.logprob)
-        made.top_logprobs.append(top)
-        made.text_offset.append(offset)
-        offset += len(entry.token)
-    return made
+    before = [] if first_token is None else [None]
+    tokens = [] if first_token is None else [first_token]
+    tokens += [entry.token for entry in logprobs.content]
+    return CompletionLogprobs(
+        tokens=tokens,
+        token_logprobs=[*before, *(entry.logprob for entry in logprobs.content)],
+        top_logprobs=[*before, *map(_make_top, logprobs.content)],
+        text_offset=list(accumulate(map(len, tokens), initial=offset))[:-1],
+    )
+
+
+def _make_top(entry: TokenLogprob) -> dict[str, float]:
+    """Return the likeliest tokens and the chosen one, as in OpenAI's answers.
+
+    If several tokens have the same text, the likeliest of them stands for all.
+    """
+    top: dict[str, float] = {}
+    for other in entry.top_logprobs:
+        top.setdefault(other.token, other.logprob)
+    top.setdefault(entry.token, entry.logprob)
+    return top
 
 
 def count_characters(logprobs: ChatLogprobs | None) -> int:
@@ -175,12 +160,13 @@ def count_characters(logprobs: ChatLogprobs | None) -> int:
 def make_prompt_logprobs(
     entries: Sequence[Mapping[int, Logprob] | None] | None,
 ) -> PromptLogprobs | None:
+    """Return the log-probabilities of a prompt's tokens, or `None` if there are none."""
     if entries is None:
         return None
-    return [None if entry is None else _by_id(entry) for entry in entries]
+    return [None if entry is None else _make_scores(entry) for entry in entries]
 
 
-def _by_id(entry: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
+def _make_scores(entry: Mapping[int, Logprob]) -> dict[str, PromptLogprob]:
     return {
         str(token_id): PromptLogprob(_clamp(found), found.rank, found.decoded_token)
         for token_id, found in entry.items()
@@ -195,24 +181,23 @@ def _as_bytes(entry: Logprob) -> list[int]:
     return list(entry.decoded_token.encode("utf-8", "replace"))
 
 
-def make_usage(outputs: Iterable[RequestOutput]) -> Usage:
+def make_usage(outputs: Sequence[RequestOutput]) -> Usage:
     """Return the usage of all prompts of a call. A prompt counts once, whatever its `n` is."""
-    prompt = completion = cached = 0
-    for output in outputs:
-        prompt += len(output.prompt_token_ids)
-        completion += sum(len(entry.token_ids) for entry in output.outputs)
-        cached += output.num_cached_tokens
-    return count_usage(prompt, completion, num_cached_tokens=cached)
+    return count_usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(entry.token_ids) for output in outputs for entry in output.outputs),
+        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
+    )
 
 
 def count_usage(
     num_prompt_tokens: int, num_completion_tokens: int, *, num_cached_tokens: int | None = None
 ) -> Usage:
     """Return a usage. The number of cached tokens is known only at the end of a request."""
-    is_known = num_cached_tokens is not None
+    details = None if num_cached_tokens is None else PromptTokensDetails(num_cached_tokens)
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
         total_tokens=num_prompt_tokens + num_completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(num_cached_tokens) if is_known else None,  # type: ignore[arg-type]
+        prompt_tokens_details=details,
     )

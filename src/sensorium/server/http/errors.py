@@ -9,15 +9,15 @@ does so. Fields of a conversation have the same names in both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from msgspec import UNSET
 from starlette.responses import Response
 
+from sensorium.server.http.protocol.answers import ErrorBody, ErrorResponse
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import (
     CapacityError,
@@ -37,6 +37,14 @@ _PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 _INTERNAL_TEXT = "the server failed; its log has the reason under this request's id"
+# status -> OpenAI's name for the kind of an error
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,41 +79,21 @@ class WirePaths:
     def _find_item(self, rest: Sequence[str | int]) -> FieldPath:
         modality, index = (*rest, None, None)[:2]
         places = self.media.get(str(modality), ())
-        is_known = isinstance(index, int) and 0 <= index < len(places)
-        return places[index] if is_known else self.input  # type: ignore[index]
+        if isinstance(index, int) and 0 <= index < len(places):
+            return places[index]
+        return self.input
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal by the HTTP layer itself. `reason` is its label in the metrics."""
+    """An error as a client gets it, and how it is counted and logged.
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        reason: str | None = "bad_request",
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.reason = reason
-        self.headers = dict(headers or {})
+    The HTTP layer raises it to refuse a request. Errors of other layers are turned into it.
+    """
 
-
-class ClientGoneError(Exception):
-    """The client has closed its connection, so there is no one to answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorResponse:
-    """An error as a client gets it, and how it is counted and logged."""
-
-    status: int
     message: str
+    _: KW_ONLY
+    status: int = 400
     param: str | None = None  # the path of the field that is wrong
     code: str | None = None
     reason: str | None = "bad_request"  # the label in the metrics; `None`: it is not counted
@@ -114,15 +102,16 @@ class ErrorResponse:
     is_bug: bool = False  # it is written into the log
 
     def make_body(self) -> bytes:
-        entry = {
-            "message": self.message,
-            "type": _get_type(self.status),
-            "param": self.param,
-            "code": self.code,
-        }
-        if self.missing is not None:
-            entry["missing"] = list(self.missing)  # type: ignore[assignment]
-        return msgspec.json.encode({"error": entry})
+        """Return OpenAI's error object as JSON."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        body = ErrorBody(
+            message=self.message,
+            type=_TYPES.get(self.status, default),
+            param=self.param,
+            code=self.code,
+            missing=UNSET if self.missing is None else list(self.missing),
+        )
+        return msgspec.json.encode(ErrorResponse(error=body))
 
     def make_response(self) -> Response:
         return Response(
@@ -130,99 +119,63 @@ class ErrorResponse:
         )
 
 
-def make_error_response(error: Exception, paths: WirePaths | None = None) -> ErrorResponse:
-    """Return the response for an error. `paths` are those of the request, once it was read."""
+class ClientGoneError(Exception):
+    """The client has closed its connection, so there is no one to answer."""
+
+
+def _make_api_error(error: Exception, paths: WirePaths | None) -> ApiError:
+    """Return an error as a client gets it. `paths` are those of the request, once it was read."""
     if isinstance(error, ApiError):
-        return ErrorResponse(
-            status=error.status,
-            message=str(error),
-            param=error.param,
-            code=error.code,
-            reason=error.reason,
-            headers=error.headers,
-        )
+        return error
     if isinstance(error, CapacityError):
-        return _make_capacity_response(error)
+        return _make_capacity_error(error)
+    if isinstance(error, FailedRequestError):
+        return ApiError(str(error), status=500, reason="internal", is_bug=True)
     if isinstance(error, RequestError):
-        return _make_request_response(error, paths)
-    return ErrorResponse(status=500, message=_INTERNAL_TEXT, reason="internal", is_bug=True)
+        return _make_request_error(error, paths)
+    return ApiError(_INTERNAL_TEXT, status=500, reason="internal", is_bug=True)
 
 
-def _make_capacity_response(error: CapacityError) -> ErrorResponse:
+def _make_capacity_error(error: CapacityError) -> ApiError:
     is_lost = isinstance(error, EngineLostError)
     reason = "draining" if isinstance(error, StoppingError) else "capacity"
-    return ErrorResponse(
+    return ApiError(
+        str(error),
         status=503,
-        message=str(error),
         code="engine_lost" if is_lost else "no_capacity",
         reason="engine_lost" if is_lost else reason,
         headers={"retry-after": str(error.retry_after_s)},
     )
 
 
-def _make_request_response(error: RequestError, paths: WirePaths | None) -> ErrorResponse:
-    if isinstance(error, FailedRequestError):
-        return ErrorResponse(status=500, message=str(error), reason="internal", is_bug=True)
+def _make_request_error(error: RequestError, paths: WirePaths | None) -> ApiError:
     path = error.path if paths is None else paths.find(error.path)
-    message = describe(error.message, path if error.path else ())
-    param = format_path(path) or None
+    made = ApiError(
+        describe(error.message, path if error.path else ()), param=format_path(path) or None
+    )
     if isinstance(error, MissingMediaError):
-        return ErrorResponse(
-            status=409,
-            message=message,
-            param=param,
-            code="media_not_cached",
-            reason="missing_media",
-            missing=error.missing,
-        )
-    if isinstance(error, MediaFetchError):
-        return ErrorResponse(
-            status=422, message=message, param=param, code="media_not_fetched", reason="media"
-        )
-    return ErrorResponse(status=400, message=message, param=param)
+        made.status, made.code, made.reason = 409, "media_not_cached", "missing_media"
+        made.missing = error.missing
+    elif isinstance(error, MediaFetchError):
+        made.status, made.code, made.reason = 422, "media_not_fetched", "media"
+    return made
 
 
+@dataclass(frozen=True, slots=True)
 class FailureLog:
     """The one place that counts errors, logs those that are bugs, and makes their responses."""
 
-    def __init__(self, metrics: FrontendMetrics) -> None:
-        self._metrics = metrics
+    metrics: FrontendMetrics
 
-    def report(self, error: Exception, state: Mapping[str, Any]) -> ErrorResponse:
-        """Count and log an error, and return the response for it.
+    def report(self, error: Exception, state: Mapping[str, Any]) -> ApiError:
+        """Count and log an error, and return it as the client gets it.
 
         `state` is that of the HTTP request. It has `request_id` and, once the body was read, the
         `paths` of its fields.
         """
-        response = make_error_response(error, state.get("paths"))
-        if response.reason is not None:
-            self._metrics.count_refusal(response.reason)
-        if response.is_bug:
+        made = _make_api_error(error, state.get("paths"))
+        if made.reason is not None:
+            self.metrics.count_refusal(made.reason)
+        if made.is_bug:
             logger.error("request %s failed", state["request_id"], exc_info=error)
-        return response
-
-    def make_reporter(self, request: Request) -> Callable[[Exception], bytes]:
-        """Return a function that reports a failure after the status was sent."""
-        state: Mapping[str, Any] = request.scope["state"]
-        return lambda error: self.report(error, state).make_body()
-
-
-def _get_type(status: int) -> str:
-    """Return OpenAI's name for the kind of an error."""
-    known = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        429: "rate_limit_error",
-        503: "service_unavailable_error",
-    }
-    if status in known:
-        return known[status]
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
-def get_phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Error"
+        return made

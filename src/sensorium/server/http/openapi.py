@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
@@ -13,8 +13,12 @@ from sensorium import __version__
 from sensorium.server.http.bodies.reading import MSGPACK_TYPES
 from sensorium.server.http.calls import Handler
 from sensorium.server.http.protocol.answers import ErrorResponse
-from sensorium.server.http.protocol.fields import StructuredOutputs, refer_to
-from sensorium.server.http.protocol.requests import MESSAGE_TYPES, MESSAGE_UNIONS
+from sensorium.server.http.protocol.requests import (
+    MESSAGE_TYPES,
+    MESSAGE_UNIONS,
+    StructuredOutputs,
+    refer_to,
+)
 
 _BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {
@@ -32,15 +36,16 @@ _ERRORS = {
 _PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Route:
     """A URL of the server, with all that the table of routes and the document need."""
 
-    method: str
     path: str
     handler: Handler
     tag: str = ""
     summary: str = ""  # a route without one is not in the document
+    _: KW_ONLY
+    methods: tuple[str, ...] = ("GET",)
     request: type[msgspec.Struct] | None = None  # the body
     answers: tuple[type[msgspec.Struct], ...] = ()  # the answer is one of them; empty: any object
     answers_list: bool = False  # the answer is a list of them
@@ -52,10 +57,9 @@ class Route:
     is_counted: bool = False  # it counts among the requests that are served at once
     name: str = ""  # of the operation; by default it is made from the handler and the path
 
-    @property
-    def operation_id(self) -> str:
+    def get_operation_id(self, method: str) -> str:
         path = _PARAMETER.sub(r"{\1}", self.path)
-        named = f"{getattr(self.handler, '__name__', '')}{path}_{self.method.lower()}"
+        named = f"{getattr(self.handler, '__name__', '')}{path}_{method.lower()}"
         return self.name or re.sub(r"\W", "_", named)
 
 
@@ -67,7 +71,7 @@ def make_document(
     paths: dict[str, Any] = {}
     for route in shown:
         path = _PARAMETER.sub(r"{\1}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _make_operation(route)
+        paths[path] = {method.lower(): _make_operation(route, method) for method in route.methods}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Sensorium", "version": __version__},
@@ -80,11 +84,11 @@ def make_document(
     return document
 
 
-def _make_operation(route: Route) -> dict[str, Any]:
+def _make_operation(route: Route, method: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "tags": [route.tag],
         "summary": route.summary,
-        "operationId": route.operation_id,
+        "operationId": route.get_operation_id(method),
         "responses": _make_responses(route),
     }
     if route.request is not None:
@@ -108,11 +112,9 @@ def _make_responses(route: Route) -> dict[str, Any]:
     if route.chunk is not None:
         content["text/event-stream"] = {"itemSchema": _make_event(route.chunk)}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    content = _make_content(refer_to(ErrorResponse.__name__))
     for status in route.errors:
-        responses[str(status)] = {
-            "description": _ERRORS[status],
-            "content": _make_content(refer_to(ErrorResponse.__name__)),
-        }
+        responses[str(status)] = {"description": _ERRORS[status], "content": content}
     return responses
 
 
@@ -125,14 +127,9 @@ def _make_content(schema: dict[str, Any], *, has_msgpack: bool = False) -> dict[
 
 def _make_event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the schema of an event: a chunk, an error after the first chunk, or the end."""
-    texts = [
-        {
-            "type": "string",
-            "contentMediaType": "application/json",
-            "contentSchema": refer_to(kind.__name__),
-        }
-        for kind in (chunk, ErrorResponse)
-    ]
+    text = {"type": "string", "contentMediaType": "application/json"}
+    kinds = (chunk, ErrorResponse)
+    texts = [{**text, "contentSchema": refer_to(kind.__name__)} for kind in kinds]
     data = {"anyOf": [{"const": "[DONE]", "type": "string"}, *texts]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 

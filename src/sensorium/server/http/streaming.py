@@ -7,7 +7,8 @@ and trace if the request asked for them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -19,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from sensorium.server.http.bodies.reading import make_response
 from sensorium.server.http.calls import Call
 from sensorium.server.http.choices import count_usage, make_usage
-from sensorium.server.http.connections.tasks import run_until_disconnect
+from sensorium.server.http.connections import run_until_disconnect
+from sensorium.server.http.errors import FailureLog
 from sensorium.server.http.protocol.answers import Envelope, Usage
 from sensorium.server.http.protocol.requests import StreamOptions
 from sensorium.types.outputs import RequestDelta, RequestOutput
@@ -44,8 +46,7 @@ async def answer_call(
 ) -> Response:
     """Return the answer to a call, or the stream of its chunks."""
     if call.request.stream:
-        report = call.context.failures.make_reporter(http_request)
-        return EventStream(_SseChunks(call, maker).run(), make_error_body=report)
+        return EventStream(_SseChunks(call, maker).run(), call.context.failures)
     outputs = await run_until_disconnect(http_request.receive, call.finish())
     return make_response(maker.make_answer(outputs), is_msgpack=is_msgpack)
 
@@ -59,23 +60,24 @@ class _SseChunks:
         self._maker = maker
         self._has_usage = bool(options.include_usage)
         self._is_continuous = self._has_usage and bool(options.continuous_usage_stats)
-        self._num_prompt_tokens: dict[
-            int, int
-        ] = {}  # index of a prompt that has begun -> its length
+        # index of a prompt that has begun -> its length
+        self._num_prompt_tokens: dict[int, int] = {}
         self._num_completion_tokens = 0
 
     async def run(self) -> AsyncGenerator[bytes, None]:
-        deltas = self._call.run()
-        try:
+        async with aclosing(self._call.run()) as deltas:
             async for prompt_index, delta in deltas:
                 self._num_prompt_tokens[prompt_index] = len(delta.prompt_token_ids)
                 self._num_completion_tokens += sum(len(entry.token_ids) for entry in delta.deltas)
                 for chunk in self._add_trace(self._maker.make_chunks(prompt_index, delta)):
                     yield _make_event(msgspec.structs.replace(chunk, usage=self._get_usage()))
-        finally:
-            await deltas.aclose()
         if self._has_usage:
-            yield _make_event(self._make_last_chunk())
+            last = msgspec.structs.replace(
+                self._maker.make_empty_chunk(),
+                usage=make_usage(self._call.get_outputs()),
+                sensorium_trace=self._call.get_trace(),
+            )
+            yield _make_event(last)
 
     def _get_usage(self) -> Usage | UnsetType | None:
         if self._is_continuous:
@@ -87,15 +89,7 @@ class _SseChunks:
         if not self._call.is_ended or self._has_usage or not self._call.has_trace:
             return chunks
         *before, last = chunks or [self._maker.make_empty_chunk()]
-        return [*before, msgspec.structs.replace(last, sensorium_trace=self._call.make_trace())]
-
-    def _make_last_chunk(self) -> Envelope:
-        chunk: Envelope = msgspec.structs.replace(
-            self._maker.make_empty_chunk(),
-            usage=make_usage(self._call.get_outputs()),
-            sensorium_trace=self._call.make_trace() if self._call.has_trace else UNSET,
-        )
-        return chunk
+        return [*before, msgspec.structs.replace(last, sensorium_trace=self._call.get_trace())]
 
 
 def _make_event(value: Any) -> bytes:
@@ -107,43 +101,28 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        *,
-        make_error_body: Callable[[Exception], bytes],  # of a failure after the first event
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], failures: FailureLog) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._make_error_body = make_error_body
+        self._failures = failures  # for a failure after the first event
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await run_until_disconnect(receive, self._run(send))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await run_until_disconnect(receive, self._run(scope, send))
 
-    async def _run(self, send: Send) -> None:
-        events = self._events
-        try:
+    async def _run(self, scope: Scope, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        async with aclosing(self._events) as events:
             event = await anext(events)
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
+            await send({"type": "http.response.start", **start})
             await _send_body(send, event)
-            await self._send_rest(send)
-        finally:
-            await events.aclose()
-
-    async def _send_rest(self, send: Send) -> None:
-        try:
-            async for event in self._events:
-                await _send_body(send, event)
-        except Exception as error:  # the status is sent, so every error becomes an event
-            await _send_body(send, b"data: " + self._make_error_body(error) + b"\n\n")
-        await _send_body(send, DONE, more_body=False)
+            try:
+                async for event in events:
+                    await _send_body(send, event)
+            except Exception as error:  # the status is sent, so every error becomes an event
+                body = self._failures.report(error, scope["state"]).make_body()
+                await _send_body(send, b"data: " + body + b"\n\n")
+            await _send_body(send, DONE, more_body=False)
 
 
 async def _send_body(send: Send, body: bytes, *, more_body: bool = True) -> None:

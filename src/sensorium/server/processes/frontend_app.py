@@ -32,10 +32,10 @@ from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.answers.format import AnswerFormat, make_answer_format
-from sensorium.render.chat_options import load_chat_template
 from sensorium.render.chat_template import get_template_text
+from sensorium.render.messages import load_chat_template
 from sensorium.server.http.app import make_app
-from sensorium.server.http.connections.http_protocol import make_http_protocol
+from sensorium.server.http.connections import make_http_protocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.memory import get_frontend_name

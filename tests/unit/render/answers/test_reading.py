@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sensorium.render.answers.answer import AnswerContext
+from sensorium.render.answers.answer import AnswerContext, AnswerDelta
 from sensorium.render.answers.syntax import MAX_HELD
 from sensorium.types.errors import RequestError
 from tests.unit.render.answers.reading import AUTO, TIME, WEATHER, make_format, read
@@ -168,7 +168,7 @@ def test_arguments_may_be_broken_off(tools: str, text: str, arguments: str) -> N
 
 def test_arguments_are_told_while_they_come() -> None:
     reader = make_format("hermes").start(AUTO)
-    assert reader.add('<tool_call>{"name": "f", "arguments": ').is_empty
+    assert reader.add('<tool_call>{"name": "f", "arguments": ') == AnswerDelta()
     first = reader.add('{"city": "Par').tool_calls
     second = reader.add('is", "x').tool_calls
     assert [(call.index, call.name, call.arguments) for call in first + second] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sensorium.engine.outputs.text_reader import TextState
-from sensorium.server.http.derender.reading import ChoiceState, read_state, write_state
+from sensorium.server.http.tokens.derendering import ChoiceState, read_state, write_state
 
 LARGEST = 2**63 - 1  # of the numbers that a chunk may have
 

@@ -268,6 +268,9 @@ def test_unknown_routes_and_methods_are_errors_of_the_same_shape(server: Running
     wrong = server.get("/v1/chat/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert wrong.headers["allow"] == "POST"
+    both = server.ask("DELETE", "/ping")
+    assert both.status_code == 405
+    assert set(both.headers["allow"].split(", ")) == {"GET", "POST"}
     for response in (missing, wrong):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
         assert response.headers["x-request-id"]
@@ -315,3 +318,25 @@ def test_too_many_tokens_to_derender_are_named_by_their_field(
     body = {name: [given] if name.endswith("s") else given, "stream": stream}
     response = server.post(f"/v1/{route}/derender", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+DERENDER_MISTAKES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("chat/completions", "chat_request", {"top_logprobs": 2}, "top_logprobs"),
+    ("chat/completions", "chat_request", {"functions": [1]}, "functions"),
+    ("chat/completions", "chat_request", {"temperature": -1}, "temperature"),
+    ("chat/completions", "chat_request", {"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ("chat/completions", "chat_request", {"tools": [{"function": {}}]}, "tools[0].function.name"),
+    ("chat/completions", "chat_request", {"tool_choice": "required"}, "tool_choice"),
+    ("completions", "completion_request", {"best_of": 3}, "best_of"),
+    ("completions", "completion_request", {"echo": True}, "echo"),
+    ("completions", "completion_request", {"response_format": {"type": 1}}, "response_format.type"),
+]
+
+
+@pytest.mark.parametrize(("route", "outer", "fields", "param"), DERENDER_MISTAKES)
+def test_a_wrong_field_of_an_inner_request_is_named_with_its_place(
+    server: RunningServer, route: str, outer: str, fields: dict[str, Any], param: str
+) -> None:
+    response = server.post(f"/v1/{route}/derender", json={outer: fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, f"{outer}.{param}")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from sensorium.server.http.access import OriginPolicy
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.middleware.access import OriginPolicy
 from tests.unit.server.standing_in import serve
 
 HOST = "127.0.0.1:8000"

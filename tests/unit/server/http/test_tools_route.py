@@ -339,7 +339,7 @@ def test_special_tokens_may_be_asked_for(server: RunningServer, engine: Any) -> 
 
 
 def test_a_template_that_shows_no_tools_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    chat_answers._warned.clear()
+    chat_answers._warn_of_hidden_tools.cache_clear()
     with serve() as running, caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert running.chat(tools=[TOOL]).status_code == 200

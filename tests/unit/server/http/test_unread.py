@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sensorium.server.http.connections.http_protocol import UnreadWatch
+from sensorium.server.http.connections import UnreadWatch
 
 TIMEOUT_S = 60.0
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.answer import AnswerBuffer
 from sensorium.render.answers.syntax import (
     NAME,
     CallFormat,
@@ -24,6 +24,7 @@ from sensorium.render.answers.syntax import (
     Step,
     Tools,
     get_parameters,
+    read_closing,
     repeat,
 )
 
@@ -38,13 +39,8 @@ _END_OF_CHANNEL = "<channel|>"
 _MAX_WORD = 192  # characters of a key, or of a value that is no text
 _MAX_DEPTH = 64
 _HEAD = re.compile(rf"\s*call:\s*({NAME})\s*")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_WORDS = {"true": "true", "false": "false", "null": "null"} | {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "": "null",
-}
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "": "null"}
 _PLAIN_TEXT = re.compile(r'[^<"\\\x00-\x1f]+')
 _MAX_SCHEMA_DEPTH = 32
 _BARE_KEY = re.compile(r"[\w\-. ]*\w")
@@ -74,22 +70,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
             raise ValueError("no bracket is open")
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
-        match self.place:
-            case "head":
-                return self._step_head(character, buffer)
-            case "key":
-                return self._step_key(character, buffer)
-            case "value":
-                return self._step_value(character, buffer)
-            case "text":
-                self._step_text(character, buffer)
-            case "string":
-                self._step_string(character, buffer)
-            case "after":
-                return self._step_after(character, buffer)
-            case "end":
-                return self._close(character)
-        return Step.ON
+        return _STEPS[self.place](self, character, buffer)
 
     @property
     def rest(self) -> str:
@@ -125,7 +106,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
             self._add_next(json.dumps(_unquote(self.word), ensure_ascii=False) + ": ", buffer)
             self.word, self.place = "", "value"
             return Step.ON
-        return self._add_to_word(character)
+        return self._add_to_word(character, buffer)
 
     def _step_value(self, character: str, buffer: AnswerBuffer) -> Step:
         if not self.word:
@@ -147,9 +128,9 @@ class Gemma4Call(CallReader, tag="gemma4"):
             self._add_next('"', buffer)
             self.word, self.place = "", "text"
             return Step.ON
-        return self._add_to_word(character)
+        return self._add_to_word(character, buffer)
 
-    def _step_text(self, character: str, buffer: AnswerBuffer) -> None:
+    def _step_text(self, character: str, buffer: AnswerBuffer) -> Step:
         """Read a text. `word` may be the beginning of the token that ends it."""
         word, self.word = self.word + character, ""
         if word == _QUOTE:
@@ -161,14 +142,15 @@ class Gemma4Call(CallReader, tag="gemma4"):
             buffer.add_arguments(json.dumps(word[0], ensure_ascii=False)[1:-1])
             for later in word[1:]:
                 self._step_text(later, buffer)
+        return Step.ON
 
-    def _step_string(self, character: str, buffer: AnswerBuffer) -> None:
+    def _step_string(self, character: str, buffer: AnswerBuffer) -> Step:
         """Read a string in the form of JSON, which some calls have instead of a text."""
-        text = json.dumps(character)[1:-1] if character < " " else character
-        buffer.add_arguments(text)
+        buffer.add_arguments(json.dumps(character)[1:-1] if character < " " else character)
         if character == '"' and not self.is_escaped:
             self.place = "after"
         self.is_escaped = character == "\\" and not self.is_escaped
+        return Step.ON
 
     def _step_after(self, character: str, buffer: AnswerBuffer) -> Step:
         if character.isspace():
@@ -176,31 +158,24 @@ class Gemma4Call(CallReader, tag="gemma4"):
         if character in "}]":
             return self._pop(buffer)
         if character != ",":
-            return self._break_off(character)
+            return self._break_off(character, buffer)
         self.has_comma = True
         self.place = "key" if self.nesting[-1] == "{" else "value"
         return Step.ON
 
-    def _close(self, character: str) -> Step:
-        """Read the closing tag. It may be missing: other text is content again."""
-        if not self.word and character.isspace():
-            return Step.ON
-        if not _CLOSE.startswith(self.word + character):
-            return Step.BEFORE
-        self.word += character
-        if self.word != _CLOSE:
-            return Step.ON
-        self.word = ""
-        return Step.LAST
+    def _step_end(self, character: str, _: AnswerBuffer) -> Step:
+        """Read the closing tag. If it is missing, other text is content again."""
+        self.word, step = read_closing(_CLOSE, self.word, character)
+        return step
 
-    def _break_off(self, character: str) -> Step:
+    def _break_off(self, character: str, buffer: AnswerBuffer) -> Step:
         """End the arguments although they are not complete, because no value follows."""
         self.place, self.word = "end", ""
-        return self._close(character)
+        return self._step_end(character, buffer)
 
-    def _add_to_word(self, character: str) -> Step:
+    def _add_to_word(self, character: str, buffer: AnswerBuffer) -> Step:
         if len(self.word) >= _MAX_WORD:
-            return self._break_off(character)
+            return self._break_off(character, buffer)
         self.word += character
         if not self.word.endswith(_CLOSE):
             return Step.ON
@@ -209,7 +184,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
 
     def _open(self, bracket: str, buffer: AnswerBuffer) -> Step:
         if len(self.nesting) >= _MAX_DEPTH:
-            return self._break_off(bracket)
+            return self._break_off(bracket, buffer)
         self._add_next(bracket, buffer)
         self.nesting += bracket
         self.place = "key" if bracket == "{" else "value"
@@ -226,10 +201,23 @@ class Gemma4Call(CallReader, tag="gemma4"):
         self.has_comma = False
 
 
+# what is being read -> the method that reads a character of it
+_STEPS = {
+    "head": Gemma4Call._step_head,
+    "key": Gemma4Call._step_key,
+    "value": Gemma4Call._step_value,
+    "text": Gemma4Call._step_text,
+    "string": Gemma4Call._step_string,
+    "after": Gemma4Call._step_after,
+    "end": Gemma4Call._step_end,
+}
+
+
 def _convert(word: str) -> str:
-    if word in _WORDS:
-        return _WORDS[word]
-    return word if _NUMBER.fullmatch(word) else json.dumps(word, ensure_ascii=False)
+    """Return the JSON of a value that stands without quotes."""
+    if _SCALAR.fullmatch(word):
+        return word
+    return _PYTHON_WORDS.get(word) or json.dumps(word, ensure_ascii=False)
 
 
 def _is_open_quote(word: str) -> bool:
@@ -269,9 +257,10 @@ class _ArgumentsGrammar:
             return self._add_any()
         if isinstance(schema.get("$ref"), str):
             return self._add_reference(schema["$ref"], depth)
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
-            return self._add_choice([self._write(value) for value in values])
+        if isinstance(schema.get("enum"), list):
+            return self._add_choice([self._write(value) for value in schema["enum"]])
+        if "const" in schema:
+            return self._write(schema["const"])
         for name in ("anyOf", "oneOf", "allOf"):
             entries = schema.get(name)
             if isinstance(entries, list) and entries and (name != "allOf" or len(entries) == 1):
@@ -310,9 +299,8 @@ class _ArgumentsGrammar:
         entry = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,31}}/ ":" {self._add(values, depth + 1)}'
         return self._lark.add_new("object", f'"{{" ({entry} ("," {entry})*)? "}}"')
 
-    def _add_list(self, item: str, least: Any, most: Any) -> str:
-        low = least if isinstance(least, int) and least > 0 else 0
-        high = most if isinstance(most, int) else self._get_most(low, 8)
+    def _add_list(self, item: str, least: Any = None, most: Any = None) -> str:
+        low, high = self._get_bounds(least, most, 8)
         if high == 0:
             return self._lark.add_new("list", '"[]"')
         more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
@@ -320,24 +308,30 @@ class _ArgumentsGrammar:
         return self._lark.add_new("list", f'"[" {body} "]"' if low else f'"[" ({body})? "]"')
 
     def _add_text(self, least: Any = None, most: Any = None) -> str:
-        low = least if isinstance(least, int) and least > 0 else 0
-        high = most if isinstance(most, int) else self._get_most(low, 1)
+        low, high = self._get_bounds(least, most, 1)
         text = _TEXT
         if low or high is not None:
             text = f"{_CHARACTER}{{{low},{'' if high is None else high}}}"
         return self._lark.add_new("text", f"{self._quote} /{text}/ {self._quote}")
 
-    def _get_most(self, least: int, share: int) -> int | None:
-        """Return a bound where the schema has none, or `None` if answers are not bounded."""
+    def _get_bounds(self, least: Any, most: Any, share: int) -> tuple[int, int | None]:
+        """Return the bounds on a length.
+
+        Where the schema has no upper bound, it is the length of texts, divided by `share`, or
+        `None` if answers are not bounded.
+        """
+        low = least if isinstance(least, int) and least > 0 else 0
         limit = self._lark.max_string_length
-        return None if limit is None else max(least, limit // share, 1)
+        if isinstance(most, int):
+            return low, most
+        return low, None if limit is None else max(low, limit // share, 1)
 
     def _add_any(self) -> str:
         if self._any is None:
             self._any = self._lark.add_new("any", "")
             scalar = self._lark.write_json({"type": ["number", "boolean", "null"]})
             kinds = (self._lark.add_new("scalar", scalar), self._add_text())
-            nested = (self._add_list(self._any, None, None), self._add_map(True, 0))
+            nested = (self._add_list(self._any), self._add_map(True, 0))
             self._lark.add(self._any, " | ".join((*kinds, *nested)))
         return self._any
 

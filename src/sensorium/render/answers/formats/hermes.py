@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import field
 
-from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.answer import AnswerBuffer
 from sensorium.render.answers.syntax import (
     CallFormat,
     CallObject,
@@ -15,10 +15,10 @@ from sensorium.render.answers.syntax import (
     ShortText,
     Step,
     Tools,
+    read_closing,
     repeat,
     write_objects,
 )
-from sensorium.render.answers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from sensorium.render.answers.lark import Lark
@@ -44,14 +44,9 @@ class HermesCall(CallReader, tag="hermes"):
         return Step.ON if step is Step.LAST else self._close(character)
 
     def _close(self, character: str) -> Step:
-        """Read the closing tag. It may be missing: other text is content again."""
-        closing = self.closing + character
-        if not self.closing and character.isspace():
-            return Step.ON
-        if not _CLOSE.startswith(closing):
-            return Step.BEFORE
-        self.closing = "" if closing == _CLOSE else closing
-        return Step.ON if self.closing else Step.LAST
+        """Read the closing tag. If it is missing, other text is content again."""
+        self.closing, step = read_closing(_CLOSE, self.closing, character)
+        return step
 
     def count_plain(self, text: str, start: int) -> int:
         return 0 if self.is_ended else self.call.count_plain(text, start)
@@ -68,16 +63,12 @@ def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
     return repeat(call, '"\\n"', is_single)
 
 
-def _is_used_by(vocabulary: Vocabulary, template: str) -> bool:  # noqa: ARG001
-    # A template with "<function=" has another format with the same tag.
-    return _OPEN in template and "<function=" not in template
-
-
 CALLS = CallFormat(
     name="hermes",
     tags=(_OPEN,),
     special_tokens=(_OPEN, _CLOSE),
     reader=HermesCall,
     write_calls=_write_calls,
-    is_used_by=_is_used_by,
+    # A template with "<function=" has another format with the same tag.
+    is_used_by=lambda _, template: _OPEN in template and "<function=" not in template,
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import field
 
-from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.answer import AnswerBuffer
 from sensorium.render.answers.syntax import (
     NAME,
     CallFormat,
@@ -25,12 +25,12 @@ from sensorium.render.answers.syntax import (
     ShortText,
     Step,
     Tools,
+    Vocabulary,
     get_parameters,
     repeat,
     write_objects,
     write_value,
 )
-from sensorium.render.answers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from sensorium.render.answers.lark import Lark

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from sensorium.render.answers.answer_buffer import AnswerBuffer
+from sensorium.render.answers.answer import AnswerBuffer
 from sensorium.render.answers.syntax import (
     MAX_HELD,
     CallFormat,
@@ -86,12 +86,9 @@ class PythonicCall(CallReader, tag="pythonic"):
 
     def _follow(self, character: str) -> None:
         if self.quote:
-            if self.is_escaped:
-                self.is_escaped = False
-            elif character == "\\":
-                self.is_escaped = True
-            elif character == self.quote:
+            if character == self.quote and not self.is_escaped:
                 self.quote = ""
+            self.is_escaped = character == "\\" and not self.is_escaped
         elif character in "\"'":
             self.quote = character
         elif character in "([{":
@@ -101,7 +98,7 @@ class PythonicCall(CallReader, tag="pythonic"):
 
 
 def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
-    """Give out the calls in this code, or return `False` if it has anything but calls of tools."""
+    """Add the calls in this code, or return `False` if it has anything but calls of tools."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
@@ -109,7 +106,7 @@ def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
         calls = [_read_call(node, source) for node in _find_calls(module)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    if not 0 < len(calls) <= _MAX_CALLS or not all(buffer.is_known(name) for name, _ in calls):
+    if not 0 < len(calls) <= _MAX_CALLS or not {name for name, _ in calls} <= buffer.names:
         return False
     for name, arguments in calls:
         buffer.begin_call(name)

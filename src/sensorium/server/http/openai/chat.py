@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
 
 import msgspec
 from msgspec import UNSET
@@ -17,35 +17,18 @@ from sensorium.render.answers.answer import AnswerContext, AnswerDelta, ToolCall
 from sensorium.render.answers.format import AnswerFormat
 from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
-from sensorium.render.chat_options import ChatOptions
+from sensorium.render.messages import ChatOptions
 from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
-from sensorium.server.http.choices import (
-    Piece,
-    make_piece,
-    make_prompt_logprobs,
-    make_usage,
-)
+from sensorium.server.http.choices import Piece, make_piece, make_prompt_logprobs, make_usage
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_chat_params
-from sensorium.server.http.protocol.answers import (
-    ChatAnswerMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    FunctionCall,
-    FunctionCallDelta,
-    ToolCall,
-    ToolCallChunk,
-)
+from sensorium.server.http.protocol import answers as wire
 from sensorium.server.http.protocol.requests import ChatCompletionRequest
 from sensorium.server.http.streaming import answer_call
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-_warned: set[str] = set()
 
 
 async def create_chat_completion(http_request: Request, context: Context) -> Response:
@@ -89,16 +72,16 @@ def make_chat(
         )
     is_continued = bool(request.continue_final_message)
     begins = request.add_generation_prompt
-    options: dict[str, Any] = {
-        "chat_template": request.chat_template,
-        "chat_template_kwargs": request.chat_template_kwargs or {},
-        "add_generation_prompt": not is_continued if begins is None else begins,
-        "continue_final_message": is_continued,
-        "tools": request.tools or None,
-    }
+    options = ChatOptions(
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs or {},
+        add_generation_prompt=not is_continued if begins is None else begins,
+        continue_final_message=is_continued,
+        tools=request.tools or None,
+    )
     return Chat(
         messages=request.messages,
-        options=ChatOptions(**options),
+        options=options,
         fields=get_prompt_fields(request),
         adapt_params=None if answers is None else answers.adapt_params,
     )
@@ -131,30 +114,29 @@ class ChatAnswers:
         wanted = params.structured_outputs
         context = self.get_context(prompt)
         if context.demands_call:
-            return replace(params, structured_outputs=self.form.make_constraint(context))
-        if wanted is None or not context.starts_in_reasoning:
+            constraint = self.form.make_constraint(context)
+        elif wanted is not None and context.starts_in_reasoning:
+            constraint = self.form.make_constraint_after_reasoning(wanted)
+        else:
             return params
-        constraint = self.form.make_constraint_after_reasoning(wanted)
         return replace(params, structured_outputs=constraint)
 
-    def start(self, prompt_token_ids: Sequence[int]) -> AnswerReader:
-        return self.form.start(self.get_context(prompt_token_ids))
-
     def get_context(self, prompt: str | Sequence[int]) -> AnswerContext:
+        """Return how an answer to this prompt is read."""
         is_open = self.form.opens_reasoning(prompt)
         return msgspec.structs.replace(self.context, starts_in_reasoning=is_open)
 
-    def make_choice(self, piece: Piece) -> ChatChoice:
+    def make_choice(self, piece: Piece) -> wire.ChatChoice:
         """Return the choice of a whole answer."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(answer.reasoning or answer.tool_calls)
-        message = ChatAnswerMessage(
+        message = wire.ChatAnswerMessage(
             content=None if is_other and not answer.content else answer.content,
             reasoning_content=reasoning or UNSET,
             tool_calls=[_make_call(call) for call in answer.tool_calls] or UNSET,
         )
-        return ChatChoice(
+        return wire.ChatChoice(
             index=piece.index,
             message=message,
             logprobs=piece.logprobs,
@@ -163,18 +145,18 @@ class ChatAnswers:
             token_ids=piece.token_ids if self.has_ids else UNSET,
         )
 
-    def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> ChatChunkChoice:
+    def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> wire.ChatChunkChoice:
         """Return the choice of a chunk. The first chunk of each completion has `has_role`."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(reasoning or answer.tool_calls)
-        delta = ChatDelta(
+        delta = wire.ChatDelta(
             role="assistant" if has_role else UNSET,
             content=UNSET if is_other and not answer.content else answer.content,
             reasoning_content=reasoning or UNSET,
             tool_calls=[_make_call_chunk(call) for call in answer.tool_calls] or UNSET,
         )
-        return ChatChunkChoice(
+        return wire.ChatChunkChoice(
             index=piece.index,
             delta=delta,
             logprobs=piece.logprobs,
@@ -190,10 +172,9 @@ class ChatAnswers:
         recognised later than their text.
         """
         answer = piece.answer
-        has_tokens = bool((piece.logprobs is not None or self.has_ids) and piece.token_ids)
-        has_text = bool(
-            (answer.reasoning and self.has_reasoning) or answer.content or answer.tool_calls
-        )
+        has_tokens = bool(piece.token_ids) and (piece.logprobs is not None or self.has_ids)
+        has_reasoning = bool(answer.reasoning) and self.has_reasoning
+        has_text = has_reasoning or bool(answer.content or answer.tool_calls)
         return piece.finish_reason is not None or has_tokens or has_text
 
 
@@ -206,7 +187,7 @@ def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> Cha
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
     if context.reads_calls and not form.shows_tools:
-        _warn_once("the chat template does not show tools to the model: it can't know of them")
+        _warn_of_hidden_tools()
     return ChatAnswers(
         form=form,
         context=context,
@@ -242,12 +223,12 @@ class _ChatMaker:
         self._readers: dict[int, AnswerReader] = {}  # index of a choice -> its reader
         self._is_begun = False
 
-    def make_answer(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+    def make_answer(self, outputs: Sequence[RequestOutput]) -> wire.ChatCompletion:
         call = self._call
         (output,) = outputs
         prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
         pieces = [self._read(entry, output.prompt_token_ids) for entry in output.outputs]
-        return ChatCompletion(
+        return wire.ChatCompletion(
             id=call.id,
             created=call.created,
             model=call.model,
@@ -255,10 +236,10 @@ class _ChatMaker:
             usage=make_usage(outputs),
             prompt_logprobs=UNSET if prompt_logprobs is None else prompt_logprobs,
             prompt_token_ids=output.prompt_token_ids if self._answers.has_ids else UNSET,
-            sensorium_trace=call.make_trace() if call.has_trace else UNSET,
+            sensorium_trace=call.get_trace(),
         )
 
-    def make_chunks(self, _: int, delta: RequestDelta) -> list[ChatCompletionChunk]:
+    def make_chunks(self, _: int, delta: RequestDelta) -> list[wire.ChatCompletionChunk]:
         """Return the chunks for a delta. The first chunk of each choice has its role."""
         chunks = [] if self._is_begun else self._make_first_chunks(delta)
         self._is_begun = True
@@ -268,16 +249,16 @@ class _ChatMaker:
                 chunks.append(self._wrap(self._answers.make_chunk_choice(piece)))
         return chunks
 
-    def make_empty_chunk(self) -> ChatCompletionChunk:
+    def make_empty_chunk(self) -> wire.ChatCompletionChunk:
         call = self._call
-        return ChatCompletionChunk(id=call.id, created=call.created, model=call.model, choices=[])
+        return wire.ChatCompletionChunk(
+            id=call.id, created=call.created, model=call.model, choices=[]
+        )
 
-    def _make_first_chunks(self, delta: RequestDelta) -> list[ChatCompletionChunk]:
-        role = ChatDelta(role="assistant", content="")
-        chunks = [
-            self._wrap(ChatChunkChoice(index=index, delta=role))
-            for index in range(self._call.params.n)
-        ]
+    def _make_first_chunks(self, delta: RequestDelta) -> list[wire.ChatCompletionChunk]:
+        role = wire.ChatDelta(role="assistant", content="")
+        indices = range(self._call.params.n)
+        chunks = [self._wrap(wire.ChatChunkChoice(index=index, delta=role)) for index in indices]
         if self._answers.has_ids:
             chunks[0] = msgspec.structs.replace(chunks[0], prompt_token_ids=delta.prompt_token_ids)
         return chunks
@@ -286,18 +267,15 @@ class _ChatMaker:
         self, entry: CompletionOutput | CompletionDelta, prompt_token_ids: tuple[int, ...]
     ) -> Piece:
         if entry.index not in self._readers:
-            self._readers[entry.index] = self._answers.start(prompt_token_ids)
+            context = self._answers.get_context(prompt_token_ids)
+            self._readers[entry.index] = self._answers.form.start(context)
         reader = self._readers[entry.index]
         is_last = isinstance(entry, CompletionOutput) or entry.finish_reason is not None
         answer = read_piece(reader, entry.text, is_last=is_last)
-        return make_piece(
-            entry,
-            num_top=self._call.num_top,
-            answer=answer,
-            num_tool_calls=reader.num_tool_calls,
-        )
+        num_calls, num_top = reader.num_tool_calls, self._call.num_top
+        return make_piece(entry, num_top=num_top, answer=answer, num_tool_calls=num_calls)
 
-    def _wrap(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
+    def _wrap(self, choice: wire.ChatChunkChoice) -> wire.ChatCompletionChunk:
         return msgspec.structs.replace(self.make_empty_chunk(), choices=[choice])
 
 
@@ -307,23 +285,23 @@ def _get_finish_reason(piece: Piece) -> str | None:
     return "tool_calls" if is_call else piece.finish_reason
 
 
-def _make_call(call: ToolCallDelta) -> ToolCall:
-    function = FunctionCall(name=call.name or "", arguments=call.arguments)
-    return ToolCall(id=call.id or "", function=function)
+def _make_call(call: ToolCallDelta) -> wire.ToolCall:
+    function = wire.FunctionCall(name=call.name or "", arguments=call.arguments)
+    return wire.ToolCall(id=call.id or "", function=function)
 
 
-def _make_call_chunk(call: ToolCallDelta) -> ToolCallChunk:
-    return ToolCallChunk(
+def _make_call_chunk(call: ToolCallDelta) -> wire.ToolCallChunk:
+    return wire.ToolCallChunk(
         index=call.index,
         id=UNSET if call.id is None else call.id,
         type=UNSET if call.id is None else "function",
-        function=FunctionCallDelta(
+        function=wire.FunctionCallDelta(
             name=UNSET if call.name is None else call.name, arguments=call.arguments
         ),
     )
 
 
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+@cache
+def _warn_of_hidden_tools() -> None:
+    """Write a warning into the log, once."""
+    logger.warning("the chat template does not show tools to the model: it can't know of them")

@@ -22,13 +22,8 @@ from sensorium.server.http.choices import (
 )
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_completion_params
-from sensorium.server.http.protocol.answers import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-)
-from sensorium.server.http.protocol.fields import TokenId
-from sensorium.server.http.protocol.requests import CompletionRequest
+from sensorium.server.http.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
+from sensorium.server.http.protocol.requests import CompletionRequest, TokenId
 from sensorium.server.http.streaming import answer_call
 from sensorium.types.checking import check
 from sensorium.types.errors import RequestError, at, map_at
@@ -77,7 +72,7 @@ def prepare_completion(request: CompletionRequest) -> Work:
 
 
 def _split(value: Any) -> list[str | list[int]]:
-    """Return one entry per prompt."""
+    """Return the prompts in the field `prompt`, each as text or token ids."""
     if isinstance(value, str):
         return [value]
     with at("prompt"):
@@ -113,13 +108,9 @@ class _CompletionMaker:
             for prompt_index, output in enumerate(outputs)
             for entry in output.outputs
         ]
-        trace = self._call.make_trace() if self._call.has_trace else UNSET
-        return msgspec.structs.replace(
-            self.make_empty_chunk(),
-            choices=choices,
-            usage=make_usage(outputs),
-            sensorium_trace=trace,
-        )
+        usage, trace = make_usage(outputs), self._call.get_trace()
+        empty = self.make_empty_chunk()
+        return msgspec.structs.replace(empty, choices=choices, usage=usage, sensorium_trace=trace)
 
     def make_chunks(self, prompt_index: int, delta: RequestDelta) -> list[Completion]:
         """Return the chunks for a delta.
@@ -189,5 +180,5 @@ class _CompletionMaker:
         prompt_ids = output.prompt_token_ids[: len(output.prompt_logprobs or ())]
         token_ids = (*prompt_ids[len(prompt_ids) - len(scored) :], *entry.token_ids)
         logprobs = make_logprobs(token_ids, (*scored, *entry.logprobs), num_top=self._call.num_top)
-        first = str(self._tokenizer.decode(list(prompt_ids[:1]))) if prompt_ids else None
+        first = str(self._tokenizer.decode([prompt_ids[0]])) if prompt_ids else None
         return make_completion_logprobs(logprobs, offset=0, first_token=first)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sensorium.server.http.errors import ApiError
-from sensorium.server.http.protocol.fields import SAMPLING_FIELDS
 from sensorium.server.http.protocol.requests import (
+    SAMPLING_FIELDS,
     ChatCompletionRequest,
     CompletionRequest,
     GeneratingRequest,
@@ -21,13 +21,8 @@ from sensorium.types.structured import StructuredOutputsParams
 
 # Parameters that have other names in OpenAI's requests, or defaults that depend on the route.
 _OWN_WAYS = ("max_tokens", "logprobs", "structured_outputs")
-# Fields of a request -> the fields of `StructuredOutputsParams` that they stand for.
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+# fields of a request -> the fields of `StructuredOutputsParams` that they stand for
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 _OWN_NAME = "structured_outputs"
 _FORMAT: FieldPath = ("response_format",)
 _SCHEMA: FieldPath = (*_FORMAT, "json_schema", "schema")
@@ -67,7 +62,7 @@ def make_completion_params(request: CompletionRequest) -> SamplingParams:
 def _get_given(request: GeneratingRequest) -> dict[str, Any]:
     """Return the parameters that were given. `None` means the default."""
     values = {name: getattr(request, name) for name in _SAME_NAMES}
-    values["structured_outputs"] = get_structured_outputs(request)
+    values["structured_outputs"] = _get_structured_outputs(request)
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -86,7 +81,7 @@ def _make_unsupported(name: str, what: str = "") -> ApiError:
     return ApiError(f"{words} is not supported yet", param=name, code="unsupported")
 
 
-def get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
+def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
     """Return the constraint on the answer, or `None` if it may be any text.
 
     Raise a `RequestError` with the path of the field that the client has used.
@@ -104,8 +99,7 @@ def get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParam
 
 def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
     """Return the field that constrains the answer, if it isn't `structured_outputs` itself."""
-    choice = getattr(request, "tool_choice", None)
-    if choice not in (None, "auto", "none"):
+    if getattr(request, "tool_choice", None) not in (None, "auto", "none"):
         return ("tools",)
     path = _find_path(request)
     return None if path == (_OWN_NAME,) else path
@@ -120,7 +114,7 @@ def _find_path(request: GeneratingRequest) -> FieldPath | None:
     if kind is not None:
         given.insert(0, _SCHEMA if kind == "json_schema" else _FORMAT)
     if len(given) > 1:
-        raise RequestError("only one field may say what the answer looks like", path=given[-1])
+        raise RequestError("only one field may constrain the answer", path=given[-1])
     return given[0] if given else None
 
 

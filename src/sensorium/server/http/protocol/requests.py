@@ -2,6 +2,10 @@
 
 `null` means the same as no value. Unknown fields are ignored, with a warning (`bodies.reading`).
 
+Types are strict: "5" is not a number, but 1.0 is an integer (see `types.checking`). Numbers are
+bounded so that they can be sent to other processes, or have the bounds of `SamplingParams`. Lists
+are bounded because some are searched for every token, on the event loop.
+
 The shapes of messages, tools and formats are for the OpenAPI document only. They are checked, and
 mistakes named, where they are used: `render.messages`, `render.answers.tools` and
 `server.http.openai.params`.
@@ -9,24 +13,104 @@ mistakes named, where they are used: `render.messages`, `render.answers.tools` a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sensorium.render.answers.tools import CHOICES, NAME_PATTERN
-from sensorium.server.http.protocol.fields import (
-    MAX_TOKEN_ID,
-    FilledText,
-    Integer,
-    JsonObject,
-    Length,
-    SamplingFields,
-    TokenId,
-    Unsupported,
-    refer_to,
-)
-from sensorium.types.sampling import MAX_LOGPROBS
+from sensorium.types.sampling import MAX_BIAS, MAX_LOGPROBS, SamplingField, list_sampling_fields
 from sensorium.types.structured import MAX_CHARACTERS
+
+MAX_INTEGER = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+_MAX_TEXTS = 64
+_MAX_TEXT_LENGTH = 1024
+_MAX_BIASES = 4096
+_MAX_TOKEN_IDS = 65_536
+
+Integer = Annotated[int, Meta(ge=-MAX_INTEGER - 1, le=MAX_INTEGER)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Length = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+FilledText = Annotated[str, Meta(min_length=1)]
+JsonObject = dict[str, Any]
+# A field that is refused unless it is null; see `server.http.openai.params`.
+Unsupported = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
+
+# Empty texts are refused by `SamplingParams`, with the path of the whole list.
+_StopText = Annotated[str, Meta(max_length=_MAX_TEXT_LENGTH, extra_json_schema={"minLength": 1})]
+_StopTexts = _StopText | Annotated[list[_StopText], Meta(max_length=_MAX_TEXTS)]
+_Bias = Annotated[
+    float, Meta(extra_json_schema={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})
+]  # checked by `SamplingParams`
+_Biases = Annotated[
+    dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], _Bias], Meta(max_length=_MAX_BIASES)
+]
+
+
+def refer_to(name: str) -> dict[str, str]:
+    """Return a reference to a schema of the OpenAPI document."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_STRUCTURED = {**refer_to("StructuredOutputs"), "minProperties": 1, "maxProperties": 1}
+
+
+def _make_wire_type(declared: SamplingField) -> Any:
+    if declared.kind == "integer":
+        least = -MAX_INTEGER - 1 if declared.least is None else int(declared.least)
+        most = MAX_INTEGER if declared.most is None else int(declared.most)
+        return Annotated[int, Meta(ge=least, le=most)]
+    if declared.kind == "number":
+        return Annotated[float, Meta(ge=declared.least, le=declared.most)]
+    if declared.kind == "token_ids":
+        length = Meta(min_length=declared.min_length or None, max_length=_MAX_TOKEN_IDS)
+        return Annotated[list[TokenId], length]
+    return {
+        "flag": bool,
+        "texts": _StopTexts,
+        "words": _StopTexts,
+        "biases": _Biases,
+        # Checked by `SamplingParams`.
+        "structured": Annotated[JsonObject, Meta(extra_json_schema=_STRUCTURED)],
+    }[declared.kind]
+
+
+SAMPLING_FIELDS = tuple(entry for entry in list_sampling_fields() if not entry.is_internal)
+if TYPE_CHECKING:
+
+    class SamplingFields(Struct, frozen=True, kw_only=True):
+        """A struct with all parameters that a caller may set. `null` is as good as absent."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+
+    def _describe(entry: SamplingField) -> Any:
+        return Annotated[_make_wire_type(entry) | None, Meta(description=entry.description)]
+
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [(entry.name, _describe(entry), None) for entry in SAMPLING_FIELDS],
+        module=__name__,
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must look like: exactly one of the fields.
+
+    Only for the OpenAPI document: `types.structured` checks it.
+    """
+
+    json: JsonObject | FilledText | UnsetType = UNSET
+    json_object: bool | UnsetType = UNSET
+    regex: FilledText | UnsetType = UNSET
+    choice: Annotated[list[FilledText], Meta(min_length=1)] | UnsetType = UNSET
+    grammar: FilledText | UnsetType = UNSET
+
 
 _Text = str | UnsetType
 _Part = Annotated[Any, Meta(extra_json_schema=refer_to("ContentPart"))]
@@ -181,9 +265,14 @@ MESSAGE_UNIONS: dict[str, tuple[type[Struct], ...]] = {
 MAX_TEXT_CHARACTERS = 2**22  # of a text for `/tokenize`
 MAX_TOKENS = 2**20  # of a list for `/detokenize`
 
+
+def _make_list_schema(items: JsonObject) -> JsonObject:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_NULL: JsonObject = {"type": "null"}
 _TEXT: JsonObject = {"type": "string", "minLength": 1}
-_MESSAGES: JsonObject = {"type": "array", "items": refer_to("ChatMessage"), "minItems": 1}
-_MESSAGES_OR_NULL: JsonObject = {"anyOf": [_MESSAGES, {"type": "null"}]}
+_MESSAGES = _make_list_schema({**refer_to("ChatMessage")})
 # Checked by `render.messages`.
 Messages = Annotated[Any, Meta(extra_json_schema=_MESSAGES)]
 # Checked by `render.answers.tools`.
@@ -196,29 +285,15 @@ _ResponseFormat = Annotated[JsonObject, Meta(extra_json_schema=refer_to("Respons
 _Modality = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 _Modalities = Annotated[list[_Modality], Meta(extra_json_schema={"minItems": 1, "maxItems": 1})]
 _SchemaOrText = Annotated[
-    Any,
-    Meta(
-        extra_json_schema={
-            "anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}, {"type": "null"}]
-        }
-    ),
+    Any, Meta(extra_json_schema={"anyOf": [{"type": "object"}, _TEXT, _NULL]})
 ]
 _Regex = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["regex"])]
 _Grammar = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["grammar"])]
 # `server.http.openai.completions` tells the kinds apart. With a union of types, msgspec would read
 # a million ids four times.
-_TOKEN_IDS: JsonObject = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID},
-    "minItems": 1,
-}
+_TOKEN_IDS = _make_list_schema({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID})
 _PROMPT: JsonObject = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-    ]
+    "anyOf": [_TEXT, _make_list_schema(_TEXT), _TOKEN_IDS, _make_list_schema(_TOKEN_IDS)]
 }
 
 
@@ -272,12 +347,7 @@ class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
     the context.
     """
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        *GeneratingRequest.unsupported,
-        "functions",
-        "function_call",
-        "audio",
-    )
+    unsupported = ("use_beam_search", "functions", "function_call", "audio")
 
     messages: Messages
     max_completion_tokens: Length | None = None
@@ -313,7 +383,7 @@ class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
 class CompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
     """One or more prompts to continue. Without `max_tokens`, by 16 tokens each."""
 
-    unsupported: ClassVar[tuple[str, ...]] = (*GeneratingRequest.unsupported, "suffix")
+    unsupported = ("use_beam_search", "suffix")
 
     prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
     best_of: Integer | None = None
@@ -341,9 +411,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)] | None = None
-    messages: Annotated[Any, Meta(extra_json_schema={"anyOf": [_MESSAGES, {"type": "null"}]})] = (
-        None
-    )
+    messages: Annotated[Any, Meta(extra_json_schema={"anyOf": [_MESSAGES, _NULL]})] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

@@ -11,19 +11,17 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from sensorium.server.http.protocol.fields import (
+from sensorium.server.http.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
     Count,
     FilledText,
     Integer,
     JsonObject,
-    SamplingFields,
-    TokenId,
-)
-from sensorium.server.http.protocol.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
     Messages,
+    SamplingFields,
     StreamOptions,
+    TokenId,
 )
 
 MAX_ID_LENGTH = 256

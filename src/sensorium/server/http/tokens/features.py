@@ -8,7 +8,6 @@ that together they are no longer than the prompt. `engine.inputs.rendered_prompt
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,24 +27,19 @@ _Item = tuple[Any, Any]  # tensors and layout
 
 def read_features(features: WireFeatures, token_ids: Sequence[int]) -> RenderedPrompt:
     """Return the features as a rendered prompt, or raise a `RequestError` with a field's path."""
-    with at("features"):
-        return _read(features, token_ids)
-
-
-def _read(features: WireFeatures, token_ids: Sequence[int]) -> RenderedPrompt:
-    hashes = features.mm_hashes
-    data = features.kwargs_data
-    _check_modalities("mm_placeholders", features.mm_placeholders, hashes)
-    if data is not None:
-        _check_modalities("kwargs_data", data, hashes)
     ranges: dict[str, list[PlaceholderRange]] = {}
-    for modality, entries in features.mm_placeholders.items():
-        with at("mm_placeholders", modality):
-            ranges[modality] = _read_ranges(entries, len(token_ids))
     items: dict[str, list[_Item]] = {}
-    for modality, encoded in (data or {}).items():
-        with at("kwargs_data", modality):
-            items[modality] = map_at(_read_item, encoded)
+    with at("features"):
+        data, hashes = features.kwargs_data, features.mm_hashes
+        _check_modalities("mm_placeholders", features.mm_placeholders, hashes)
+        if data is not None:
+            _check_modalities("kwargs_data", data, hashes)
+        for modality, entries in features.mm_placeholders.items():
+            with at("mm_placeholders", modality):
+                ranges[modality] = _read_ranges(entries, len(token_ids))
+        for modality, encoded in (data or {}).items():
+            with at("kwargs_data", modality):
+                items[modality] = map_at(_read_item, encoded)
     return {
         "prompt_token_ids": token_ids,
         "mm_hashes": hashes,
@@ -117,7 +111,7 @@ def _read_item(entry: Any) -> _Item:
     if isinstance(entry, str):
         try:
             entry = pybase64.b64decode(entry, validate=True)
-        except (binascii.Error, ValueError) as error:
+        except ValueError as error:
             raise RequestError("is not base64") from error
     if not isinstance(entry, bytes):
         raise RequestError("must be base64, or bytes in msgpack")
@@ -132,12 +126,11 @@ def make_features(
     The items of the request must be held until this returns. Without `has_kwargs`, the result has
     hashes and places, but no tensors. This encodes megabytes, so it must not run on the event loop.
     """
-    specs = processed.request.mm_features
-    if not specs:
-        return None
     groups: dict[str, list[MultiModalFeatureSpec]] = {}
-    for spec in specs:
+    for spec in processed.request.mm_features:
         groups.setdefault(spec.modality, []).append(spec)
+    if not groups:
+        return None
     return Features(
         mm_hashes={modality: [s.mm_hash for s in group] for modality, group in groups.items()},
         mm_placeholders={
@@ -163,15 +156,13 @@ def _encode_items(
 ) -> dict[str, list[str | bytes]]:
     """Return modality -> encoded items. An item that is twice in the prompt is encoded once."""
     handles = {item.handle.mm_hash: item.handle for item in processed.items}
-    encoded = {
-        mm_hash: _encode_item(handle, is_msgpack=is_msgpack) for mm_hash, handle in handles.items()
-    }
+    encoded = {name: _encode_item(handle, is_msgpack) for name, handle in handles.items()}
     return {
         modality: [encoded[spec.mm_hash] for spec in group] for modality, group in groups.items()
     }
 
 
-def _encode_item(handle: ItemHandle, *, is_msgpack: bool) -> str | bytes:
+def _encode_item(handle: ItemHandle, is_msgpack: bool) -> str | bytes:
     if handle.kwargs is None:
         raise InvariantError(f"{handle.modality} {handle.mm_hash} was rendered without tensors")
     data = encode_item(handle.kwargs, handle.layout)

@@ -8,26 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.server.http.bodies.reading import wants_msgpack
 from sensorium.server.http.calls import Call, Context, Work, start_call
-from sensorium.server.http.choices import (
-    make_generate_choice,
-    make_piece,
-    make_prompt_logprobs,
-    make_usage,
-)
+from sensorium.server.http.choices import make_piece, make_prompt_logprobs, make_usage
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.protocol.answers import GenerateChoice, GenerateResponse
-from sensorium.server.http.protocol.fields import SAMPLING_FIELDS
-from sensorium.server.http.protocol.tokens import (
-    GenerateRequest,
-    WireMediaPart,
-    WireSamplingParams,
-)
+from sensorium.server.http.protocol.requests import SAMPLING_FIELDS
+from sensorium.server.http.protocol.tokens import GenerateRequest, WireMediaPart
 from sensorium.server.http.streaming import answer_call
 from sensorium.server.http.tokens.features import read_features
 from sensorium.types.errors import FieldPath, at
@@ -35,13 +25,14 @@ from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDe
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
-# Type of a content part -> the modality of its media.
+_NAMES = ("image", "video", "audio")
+# type of a content part -> the modality of its media
 _MODALITIES = {
-    **{name: name for name in ("image", "video", "audio")},
-    **{f"{name}_url": name for name in ("image", "video", "audio")},
+    **{name: name for name in _NAMES},
+    **{f"{name}_url": name for name in _NAMES},
     "input_audio": "audio",
 }
-# Fields of the engine -> their places in a request.
+# fields of the engine -> their places in a request
 _FIELDS: dict[str, FieldPath] = {
     "mm_hashes": ("features", "mm_hashes"),
     "mm_placeholders": ("features", "mm_placeholders"),
@@ -69,19 +60,15 @@ async def generate(http_request: Request, context: Context) -> Response:
 
 
 def _prepare(request: GenerateRequest) -> Work:
-    params = _make_params(request.sampling_params)
+    values = {entry.name: getattr(request.sampling_params, entry.name) for entry in SAMPLING_FIELDS}
+    with at("sampling_params"):
+        params = SamplingParams(**{k: v for k, v in values.items() if v is not None})
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream", param="stream_options")
     if request.stream and params.prompt_logprobs is not None:
         name = "sampling_params.prompt_logprobs"
         raise ApiError(f"{name} can't be streamed", param=name)
     return [_make_prompt(request)], params
-
-
-def _make_params(given: WireSamplingParams) -> SamplingParams:
-    values = ((entry.name, getattr(given, entry.name)) for entry in SAMPLING_FIELDS)
-    with at("sampling_params"):
-        return SamplingParams(**{name: value for name, value in values if value is not None})
 
 
 def _make_prompt(request: GenerateRequest) -> Prompt:
@@ -123,9 +110,8 @@ def _find_paths(request: GenerateRequest) -> WirePaths:
     media: dict[str, list[FieldPath]] = {}
     for index, part in enumerate(request.content_parts or ()):
         media.setdefault(_MODALITIES[part.type], []).append(("content_parts", index))
-    name = "token_ids" if not media else "content_parts"
-    if request.features is not None:
-        name = "features"
+    other = "content_parts" if media else "token_ids"
+    name = other if request.features is None else "features"
     return WirePaths(input=(name,), prompt=("token_ids",), media=media, fields=_FIELDS)
 
 
@@ -142,7 +128,7 @@ class _GenerateMaker:
             choices=[self._make_choice(entry) for entry in output.outputs],
             usage=make_usage(outputs),
             prompt_logprobs=make_prompt_logprobs(output.prompt_logprobs),
-            sensorium_trace=self._call.make_trace() if self._call.has_trace else UNSET,
+            sensorium_trace=self._call.get_trace(),
         )
 
     def make_chunks(self, _: int, delta: RequestDelta) -> list[GenerateResponse]:
@@ -159,4 +145,11 @@ class _GenerateMaker:
         )
 
     def _make_choice(self, entry: CompletionOutput | CompletionDelta) -> GenerateChoice:
-        return make_generate_choice(make_piece(entry, num_top=self._call.num_top))
+        piece = make_piece(entry, num_top=self._call.num_top)
+        return GenerateChoice(
+            index=piece.index,
+            token_ids=piece.token_ids,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            logprobs=piece.logprobs,
+        )

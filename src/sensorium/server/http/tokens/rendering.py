@@ -19,7 +19,7 @@ from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.server.http.bodies.reading import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, Work, read_call, set_uuid_scope
-from sensorium.server.http.connections.tasks import run_in_thread, run_until_disconnect
+from sensorium.server.http.connections import run_in_thread, run_until_disconnect
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.chat import find_chat_paths, make_chat, prepare_chat
 from sensorium.server.http.openai.completions import find_prompt_paths, prepare_completion
@@ -47,49 +47,56 @@ _DEFAULTS = SamplingParams()
 
 
 async def render_chat_completion(http_request: Request, context: Context) -> Response:
-    def prepare(request: ChatRenderRequest) -> Work:
-        return prepare_chat(request, context)
-
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    rendering, (prompt,) = await _start(
-        http_request, context, ChatRenderRequest, prepare, find_chat_paths
+    return await _render(
+        http_request,
+        context,
+        ChatRenderRequest,
+        lambda request: prepare_chat(request, context),
+        find_chat_paths,
+        id_prefix="chatcmpl",
     )
-
-    async def work() -> Response:
-        return await rendering.respond(await rendering.render(prompt, request_id))
-
-    return await run_until_disconnect(http_request.receive, work())
 
 
 async def render_prompts(http_request: Request, context: Context) -> Response:
-    rendering, prompts = await _start(
-        http_request, context, CompletionRenderRequest, prepare_completion, find_prompt_paths
+    return await _render(
+        http_request,
+        context,
+        CompletionRenderRequest,
+        prepare_completion,
+        find_prompt_paths,
+        id_prefix="cmpl",
+        is_list=True,
     )
-    request_id = f"cmpl-{uuid.uuid4().hex}"
-    is_single = len(prompts) == 1
-
-    async def work() -> Response:
-        rendered = [
-            await rendering.render(prompt, request_id if is_single else f"{request_id}-{index}")
-            for index, prompt in enumerate(prompts)
-        ]
-        return await rendering.respond(rendered)
-
-    return await run_until_disconnect(http_request.receive, work())
 
 
-async def _start(
+async def _render(
     http_request: Request,
     context: Context,
     kind: type[_Wire],
     prepare: Callable[[_Wire], Work],
     find_paths: Callable[[_Wire], WirePaths],
-) -> tuple[_Rendering, list[Prompt | Chat]]:
+    *,
+    id_prefix: str,
+    is_list: bool = False,
+) -> Response:
+    """Answer with the rendered prompts: a list, or the only one if `is_list` is false."""
     request, (prompts, params) = await read_call(
         http_request, context, kind, prepare, find_paths=find_paths
     )
-    rendering = _Rendering(context, request, params, is_msgpack=wants_msgpack(http_request))
-    return rendering, list(set_uuid_scope(prompts, http_request))
+    is_msgpack = wants_msgpack(http_request)
+    rendering = _Rendering(context, request, params, is_msgpack=is_msgpack)
+    request_id = f"{id_prefix}-{uuid.uuid4().hex}"
+    is_single = len(prompts) == 1
+
+    async def work() -> Response:
+        rendered = [
+            await rendering.render(prompt, request_id if is_single else f"{request_id}-{index}")
+            for index, prompt in enumerate(set_uuid_scope(prompts, http_request))
+        ]
+        answer = rendered if is_list else rendered[0]
+        return await run_in_thread(lambda: make_response(answer, is_msgpack=is_msgpack))
+
+    return await run_until_disconnect(http_request.receive, work())
 
 
 class _Rendering:
@@ -115,9 +122,6 @@ class _Rendering:
             prompt, self._params, request_id=request_id, needs_tensors=self._has_kwargs
         ) as processed:
             return await run_in_thread(lambda: self._make_request(processed, request_id))
-
-    async def respond(self, value: RenderedRequest | list[RenderedRequest]) -> Response:
-        return await run_in_thread(lambda: make_response(value, is_msgpack=self._is_msgpack))
 
     def _make_request(self, processed: ProcessedRequest, request_id: str) -> RenderedRequest:
         request = self._request
@@ -153,7 +157,10 @@ class _Rendering:
 
 
 def _get_given(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, by their names, and the limit."""
+    """Return name -> value of the parameters that differ from their defaults.
+
+    `max_tokens` is included whenever it has a value.
+    """
     given: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)
@@ -169,16 +176,9 @@ def _get_given(params: SamplingParams) -> dict[str, Any]:
     return given
 
 
-_CHAT_FIELDS = (
-    "messages",
-    "add_special_tokens",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "tools",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
+# the fields of a conversation in a request to tokenize it
+_CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
+    ChatCompletionRequest.__struct_fields__
 )
 
 
@@ -192,8 +192,7 @@ async def tokenize(http_request: Request, context: Context) -> Response:
         find_paths=_find_paths,
     )
     (scoped,) = set_uuid_scope([prompt], http_request)
-    work = _tokenize(context, request, scoped)
-    return await run_until_disconnect(http_request.receive, work)
+    return await run_until_disconnect(http_request.receive, _tokenize(context, request, scoped))
 
 
 async def detokenize(http_request: Request, context: Context) -> Response:
@@ -229,11 +228,9 @@ def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | 
 
 async def _tokenize(context: Context, request: TokenizeRequest, prompt: Prompt | Chat) -> Response:
     engine = context.engine
+    request_id = f"tokenize-{uuid.uuid4().hex}"
     async with engine.render(
-        prompt,
-        SamplingParams(),
-        request_id=f"tokenize-{uuid.uuid4().hex}",
-        needs_tensors=False,
+        prompt, SamplingParams(), request_id=request_id, needs_tensors=False
     ) as processed:
         token_ids = processed.request.prompt_token_ids
 

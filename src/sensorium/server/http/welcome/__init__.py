@@ -65,6 +65,8 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
+    """A file of a page, with its type and the tag of this version."""
+
     content: bytes
     content_type: str
     etag: str

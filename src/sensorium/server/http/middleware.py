@@ -18,47 +18,15 @@ from sensorium.types.errors import StoppingError
 HEADER = "x-request-id"
 WARNING_HEADER = "x-sensorium-warning"  # a field of the request that is probably misspelt
 _MAX_LENGTH = 128
-
-
-class RequestIds:
-    """A layer that gives each request an id: the client's own if it is short and printable."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if _is_sane(given) else uuid.uuid4().hex
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id
-        state["arrived"] = time.monotonic()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers[HEADER] = request_id
-                if "warning" in state:
-                    headers[WARNING_HEADER] = state["warning"]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-def _is_sane(text: str) -> bool:
-    return 0 < len(text) <= _MAX_LENGTH and all(" " <= character <= "~" for character in text)
-
-
 _NO_ROUTE = "none"  # unknown paths must not become series of their own
 _METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"})
 
 
-class ResponseTimes:
-    """A layer that counts and times responses.
+class RequestTracking:
+    """The outermost layer, which gives each request an id, and counts and times its response.
 
-    A request without a status, because its client left first, is not counted.
+    The id is the client's own if that is short and printable. A request without a status, because
+    its client left first, is not counted.
     """
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
@@ -69,17 +37,25 @@ class ResponseTimes:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if _is_sane(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"], state["arrived"] = request_id, time.monotonic()
         status: int | None = None
 
-        async def observe_end(message: Message) -> None:
+        async def send_tracked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if "warning" in state:
+                    headers[WARNING_HEADER] = state["warning"]
             elif status is not None and not message.get("more_body", False):
                 self._observe(scope, status)
             await send(message)
 
-        await self._app(scope, receive, observe_end)
+        await self._app(scope, receive, send_tracked)
 
     def _observe(self, scope: Scope, status: int) -> None:
         route = scope.get("route")
@@ -89,6 +65,10 @@ class ResponseTimes:
             status=status,
             seconds=time.monotonic() - scope["state"]["arrived"],
         )
+
+
+def _is_sane(text: str) -> bool:
+    return 0 < len(text) <= _MAX_LENGTH and all(" " <= character <= "~" for character in text)
 
 
 class ErrorBoundary:
@@ -125,15 +105,9 @@ class ErrorBoundary:
                 await answer.make_response()(scope, receive, send)
         except Exception as error:  # every error must get an answer
             answer = self._failures.report(error, scope["state"])
-            if not is_started:
-                await answer.make_response()(scope, receive, send)
-            else:
+            if is_started:
                 raise
-
-
-def get_limit(max_concurrent_requests: int, api_server_count: int) -> int:
-    """Return one frontend's share of the limit of requests, rounded up."""
-    return -(-max_concurrent_requests // api_server_count)
+            await answer.make_response()(scope, receive, send)
 
 
 class Admission:

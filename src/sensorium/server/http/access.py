@@ -6,13 +6,14 @@ the browser send requests. The headers of such a request show it, and pages can'
   1. `Host` is the name that the page used. A foreign name that leads to this server is an attack
      (DNS rebinding). A server that listens on this machine alone has few names of its own, so that
      others are refused. Any other server can't know its names, unless the options list them.
-  2. `Sec-Fetch-Site`, or `Origin` from browsers that don't send it, is the origin of the page.
-     Requests from other sites are refused, except for following a link to this server.
+  2. `Sec-Fetch-Site` shows whether the page has the origin of this server; browsers that don't send
+     it send `Origin`. Requests from pages of other origins are refused, even of the same site.
+     Following a link to this server is allowed.
   3. A body needs a content type. A page of another origin may send bodies of a few types, or of
      none, without permission; the routes take none of these types.
 
-A request with none of these headers does not come from a browser, and passes. The same checks apply
-to every route, with or without an API key, and to upgrades to WebSockets.
+A request with neither `Sec-Fetch-Site` nor `Origin` is not taken for one of a web page. The same
+checks apply to every route, with or without an API key, and to upgrades to WebSockets.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sensorium.server.http.errors import ApiError
 from sensorium.server.http.welcome import WELCOME_PATHS
 
-ANY = "*"
+_ANY = "*"
 _OWN_SITES = ("same-origin", "none")  # "none": typed into the address bar, or a bookmark
 _VISITS = ("GET", "HEAD")
 
@@ -45,15 +45,12 @@ class OriginPolicy:
         self, *, host: str, allowed_hosts: Sequence[str] = (), allowed_origins: Sequence[str] = ()
     ) -> None:
         names = {_get_name(name) for name in allowed_hosts}
-        is_open = ANY in allowed_hosts or not (names or is_loopback(_get_name(host)))
+        is_open = _ANY in allowed_hosts or not (names or _is_loopback(_get_name(host)))
         self._names = None if is_open else frozenset(names | {_get_name(host)})
         self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raise an `ApiError` if a request may come from a page of another origin.
-
-        This includes upgrades to a WebSocket.
-        """
+        """Raise an `ApiError` if a page of another origin may have sent a request or an upgrade."""
         headers = Headers(scope=scope)
         for host in headers.getlist("host"):
             self._check_host(host)
@@ -70,7 +67,7 @@ class OriginPolicy:
 
     def _check_host(self, host: str) -> None:
         name = _get_name(host)
-        if self._names is not None and not is_loopback(name) and name not in self._names:
+        if self._names is not None and not _is_loopback(name) and name not in self._names:
             raise ApiError(
                 f"This server is not called {name[:200]!r} (the Host header of the request). Other "
                 "names are allowed by --allowed-hosts.",
@@ -81,7 +78,7 @@ class OriginPolicy:
 
     def _is_foreign(self, headers: Headers) -> bool:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if ANY in self._origins or (origin is not None and origin.lower() in self._origins):
+        if _ANY in self._origins or (origin is not None and origin.lower() in self._origins):
             return False
         if site is not None:
             return site not in _OWN_SITES
@@ -89,7 +86,10 @@ class OriginPolicy:
 
 
 class OriginGuard:
-    """A layer that refuses requests by an `OriginPolicy`, and bodies without a content type."""
+    """A layer that refuses requests that its policy does not allow.
+
+    It also refuses bodies without a content type.
+    """
 
     def __init__(self, app: ASGIApp, *, policy: OriginPolicy) -> None:
         self._app = app
@@ -103,7 +103,7 @@ class OriginGuard:
         await self._app(scope, receive, send)
 
 
-def is_loopback(name: str) -> bool:
+def _is_loopback(name: str) -> bool:
     """Return whether a name or an address always refers to this machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -155,7 +155,7 @@ METRICS_PATH = "/metrics"
 
 
 class Authentication:
-    """A layer that refuses requests without one of the keys. Some routes need no key.
+    """A layer that refuses HTTP requests without one of the keys. Some routes need no key.
 
     The state of a request with a key gets the `uuid_scope` of that key, unless `shares_uuids` is
     set. The scope is a digest, so that the key itself is kept nowhere else.
@@ -176,7 +176,8 @@ class Authentication:
 
     def _let_in(self, scope: Scope) -> None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        found = self._find_scope(given.strip()) if scheme.lower() == "bearer" else None
+        # Not all whitespace: a byte of a key may be a no-break space in latin-1.
+        found = self._find_scope(given.strip(" \t")) if scheme.lower() == "bearer" else None
         if found is not None:
             if not self._shares_uuids:
                 scope["state"]["uuid_scope"] = found
@@ -190,15 +191,13 @@ class Authentication:
             )
 
     def _find_scope(self, given: str) -> str | None:
-        """Return the scope of a key, or `None`. A wrong key takes as long as a right one."""
+        """Return the scope of a key, or `None` if no key is equal.
+
+        All keys are compared, so that the time does not depend on which one is equal.
+        """
         raw = given.encode("latin-1")  # the bytes that were sent: servers decode headers as latin-1
         matches = [own for key, own in self._scopes.items() if hmac.compare_digest(raw, key)]
         return matches[0] if matches else None
-
-
-def get_uuid_scope(state: Mapping[str, Any]) -> str | None:
-    """Return the scope of a request's uuids, or `None` if all clients share theirs."""
-    return state.get("uuid_scope")
 
 
 def _make_scope(key: bytes) -> str:

@@ -1,17 +1,20 @@
-"""uvicorn's HTTP connection, with limits for clients that send or read too slowly.
+"""Clients that send or read too slowly, or leave; and work that would delay the event loop.
 
-The parser keeps a request's line, headers and trailers until they are complete, however long they
-become and however slowly they come. Without a limit, one connection could fill the memory, and many
-could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the time
-of headers. Bodies have limits of their own in `bodies.intake`.
+uvicorn's parser keeps a request's line, headers and trailers until they are complete, however long
+they become and however slowly they come. Without a limit, one connection could fill the memory, and
+many could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the
+time of headers. Bodies have limits of their own in `bodies.intake`.
 
-`WatchedHttpProtocol` ends the connections of clients that don't read their responses. Unread data
-waits in the kernel's queue and then in the connection's buffer. When the buffer is full, no more
-chunks are made; the engine goes on to generate, and the text is kept once. If a client takes no
-byte for the whole timeout, its connection is ended, and its request ends as if it had disconnected.
-A client that reads slowly keeps its connection: any byte that its machine acknowledges counts. The
+It also ends the connections of clients that don't read their responses. Unread data waits in the
+kernel's queue and then in the connection's buffer. When the buffer is full, no more chunks are
+made; the engine goes on to generate, and the text is kept once. If a client takes no byte for the
+whole timeout, its connection is ended, and its request ends as if it had disconnected. A client
+that reads slowly keeps its connection: any byte that its machine acknowledges counts. The
 connection's buffer alone would not show that, because the kernel takes more data only when a large
 part of its own queue is free again.
+
+`run_until_disconnect` ends the work for a client that leaves. `run_in_thread` keeps long work away
+from the event loop, and `measure_loop_lag` reports by how much the loop is delayed all the same.
 """
 
 from __future__ import annotations
@@ -24,26 +27,90 @@ import socket
 import struct
 import sys
 import termios
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import Any, TypeVar
 
-import msgspec
+from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneError
+
+logger = logging.getLogger(__name__)
 # The size is checked after each read, so that headers may be larger by one read.
 MAX_HEAD_BYTES = 2**16
-_RETRY_AFTER_S = 1
+_LOOKS_PER_TIMEOUT = 8
+# How many intervals the time between two checks counts at most. If the event loop itself was
+# delayed for longer, it has sent nothing in that time.
+_MAX_GAP_LOOKS = 2
+_LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
+_LAG_INTERVAL_S = 0.05  # between two measurements of the loop's lag
+# Few threads, because each may hold the interpreter's lock, and the event loop waits for them.
+_threads = ThreadPoolExecutor(2, "encode")
+_Result = TypeVar("_Result")
+
+
+def _make_response(error: ApiError) -> bytes:
+    """Return the whole response to a client that no handler answers."""
+    body = error.make_body()
+    headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+    head = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{headers}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_TOO_LARGE = _make_response(
+    ApiError(
+        f"the headers are larger than {MAX_HEAD_BYTES} bytes", status=431, code="headers_too_large"
+    )
+)
+_TOO_SLOW = _make_response(
+    ApiError("The headers of the request came too slowly.", status=408, code="timeout")
+)
+_TOO_MANY = _make_response(
+    ApiError(
+        "Too many connections. Retry later.",
+        status=503,
+        code="too_many_connections",
+        headers={"retry-after": str(RETRY_AFTER_S)},
+    )
+)
+
+
+class UnreadWatch:
+    """A count of the time in which nothing was taken from a buffer. Callers pass the time."""
+
+    def __init__(self, timeout_s: float, *, num_bytes: int, now: float) -> None:
+        self.interval_s = timeout_s / _LOOKS_PER_TIMEOUT
+        self._timeout_s = timeout_s
+        self._num_bytes = num_bytes
+        self._looked = now
+        self._unread_s = 0.0
+
+    def look(self, now: float, num_bytes: int) -> bool:
+        """Check the buffer, and return whether nothing was taken for the whole timeout."""
+        gap_s = min(now - self._looked, _MAX_GAP_LOOKS * self.interval_s)
+        self._unread_s = 0.0 if num_bytes < self._num_bytes else self._unread_s + gap_s
+        self._looked, self._num_bytes = now, num_bytes
+        return self._unread_s >= self._timeout_s
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection that limits the size and the time of a request's head.
+    """A connection that limits the size and the time of a request's head, and unread responses.
 
     It counts the bytes since the last read with a part of a body or the end of a request. A timer
     runs while the client has to send a first request, the rest of a head, or the rest of a body
-    that was refused.
+    that was refused. The connection's buffer is watched while it is full.
     """
 
     head_timeout_s = 30.0
     max_connections: int | None = None  # of this process; `None`: no limit
+    stream_timeout_s = 60.0  # 0: the buffer is not watched
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -52,6 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = False
         self._timer: asyncio.TimerHandle | None = None
+        self._next_look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,6 +131,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_looking()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -127,73 +196,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write(_TOO_SLOW)
         self.transport.close()
 
-
-def _make_response(status: str, message: str, *, kind: str, code: str, headers: str = "") -> bytes:
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = msgspec.json.encode({"error": error})
-    head = (
-        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n{headers}connection: close\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-_TOO_LARGE = _make_response(
-    "431 Request Header Fields Too Large",
-    f"the headers are larger than {MAX_HEAD_BYTES} bytes",
-    kind="invalid_request_error",
-    code="headers_too_large",
-)
-_TOO_SLOW = _make_response(
-    "408 Request Timeout",
-    "The headers of the request came too slowly.",
-    kind="invalid_request_error",
-    code="timeout",
-)
-_TOO_MANY = _make_response(
-    "503 Service Unavailable",
-    "Too many connections. Retry later.",
-    kind="service_unavailable_error",
-    code="too_many_connections",
-    headers=f"retry-after: {_RETRY_AFTER_S}\r\n",
-)
-
-
-logger = logging.getLogger(__name__)
-_LOOKS_PER_TIMEOUT = 8
-# How many intervals the time between two checks counts at most. If the event loop itself was
-# delayed for longer, it has sent nothing in that time.
-_MAX_GAP_LOOKS = 2
-_LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
-
-
-class UnreadWatch:
-    """A count of the time in which nothing was taken from a buffer. It has no clock."""
-
-    def __init__(self, timeout_s: float, *, num_bytes: int, now: float) -> None:
-        self.interval_s = timeout_s / _LOOKS_PER_TIMEOUT
-        self._timeout_s = timeout_s
-        self._num_bytes = num_bytes
-        self._looked = now
-        self._unread_s = 0.0
-
-    def look(self, now: float, num_bytes: int) -> bool:
-        """Check the buffer, and return whether nothing was taken for the whole timeout."""
-        gap_s = min(now - self._looked, _MAX_GAP_LOOKS * self.interval_s)
-        self._unread_s = 0.0 if num_bytes < self._num_bytes else self._unread_s + gap_s
-        self._looked, self._num_bytes = now, num_bytes
-        return self._unread_s >= self._timeout_s
-
-
-class WatchedHttpProtocol(LimitedHttpProtocol):
-    """A connection that watches its buffer while the buffer is full."""
-
-    stream_timeout_s = 60.0  # 0: the buffer is not watched
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._next_look: asyncio.TimerHandle | None = None
-
     def pause_writing(self) -> None:
         super().pause_writing()
         if self.stream_timeout_s and self._next_look is None:
@@ -205,10 +207,6 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_looking()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_looking()
-        super().connection_lost(exc)
 
     def _look_later(self, watch: UnreadWatch) -> None:
         self._next_look = self.loop.call_later(watch.interval_s, self._look, watch)
@@ -242,11 +240,56 @@ class WatchedHttpProtocol(LimitedHttpProtocol):
 
 def make_http_protocol(
     *, head_timeout_s: float, max_connections: int | None, stream_timeout_s: float
-) -> type[WatchedHttpProtocol]:
+) -> type[LimitedHttpProtocol]:
     """Return the class of connections with these limits, as uvicorn takes it."""
     limits = {
         "head_timeout_s": head_timeout_s,
         "max_connections": max_connections,
         "stream_timeout_s": stream_timeout_s,
     }
-    return type("HttpProtocol", (WatchedHttpProtocol,), limits)
+    return type("HttpProtocol", (LimitedHttpProtocol,), limits)
+
+
+async def run_in_thread(work: Callable[[], _Result]) -> _Result:
+    """Run work that would take too long on the event loop, such as encoding megabytes.
+
+    A cancelled call ends only after the work, which may still read memory that the caller would
+    release.
+    """
+    future = asyncio.get_running_loop().run_in_executor(_threads, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait((future,))
+        raise
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`, or cancel it when the client leaves and raise `ClientGoneError`.
+
+    The body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def measure_loop_lag(observe: Callable[[float], None]) -> None:
+    """Report the delay of the event loop, which delays the tokens of streams, until cancelled."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(_LAG_INTERVAL_S)
+        observe(max(0.0, time.monotonic() - before - _LAG_INTERVAL_S))
