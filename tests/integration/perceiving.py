@@ -191,10 +191,10 @@ def assert_idle(llm: LLM) -> None:
     if caches.store is not None:
         assert get_num_leases(caches.store) == 0
         assert caches.receiver._held == {}
-        assert caches.readonly.num_handles == 0
+        assert len(caches.readonly._held) == 0
     elif llm.perception.caches.sender.statistics().capacity_bytes:
-        assert caches.sender.num_handles == 0
-        assert caches.readonly.num_handles == 0
+        assert len(caches.sender._held) == 0
+        assert len(caches.readonly._held) == 0
 
 
 def get_num_leases(store: ShmStore) -> int:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
+from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache
 from sensorium.multimodal.cache.item_table import ItemTable
+from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
@@ -72,7 +73,7 @@ class MediaPipeline:
         self,
         *,
         cache: ProcessorCache,
-        shared: SharedCache | None = None,
+        shared: ShmSender | None = None,
         hasher: MediaHasher,
         loader: MediaLoader,
         backend: ItemBackend,

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from sensorium.multimodal.cache.shm_store import ShmEntry, ShmStore
+from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_codec import as_bytes
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import ProcessedItem
+from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
 from sensorium.utils.lru import LruCache
 
 MAX_UUID_LENGTH = 128
@@ -55,24 +55,23 @@ class UuidBindings:
 
     def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         """Raise `RequestError` if the uuid is bound to another source."""
-        if self._sources.get((scope, modality, uuid)) not in (None, source):
-            raise _make_refusal(uuid, modality)
+        bound = self.get(uuid, modality=modality, scope=scope)
+        _check_same(uuid, modality, source, bound)
 
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         """Bind the uuid to a source that was processed: a damaged one takes no uuid away.
 
         Raise `RequestError` if the uuid is bound to another source.
         """
+        key = scope, modality, uuid
         with self._lock:
-            UuidBindings.check(self, uuid, source, modality=modality, scope=scope)
-            self._sources.put((scope, modality, uuid), source)
-
-    def __len__(self) -> int:
-        return len(self._sources)
+            _check_same(uuid, modality, source, self._sources.get(key))
+            self._sources.put(key, source)
 
 
-def _make_refusal(uuid: str, modality: str) -> RequestError:
-    return RequestError(f"uuid {uuid!r} was first used for another {modality}")
+def _check_same(uuid: str, modality: str, source: BoundSource, bound: BoundSource | None) -> None:
+    if bound not in (None, source):
+        raise RequestError(f"uuid {uuid!r} was first used for another {modality}")
 
 
 def check_uuid(uuid: object) -> str | None:
@@ -88,8 +87,7 @@ class SharedUuidBindings(UuidBindings):
     """The bindings of all frontends that share a store.
 
     A binding is an item of the store under a name of its own. The first frontend that puts it has
-    bound the uuid, and it is evicted as other items are. What is bound in this process as well is
-    not read from the store.
+    bound the uuid, and it is evicted as other items are.
     """
 
     def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:
@@ -98,41 +96,34 @@ class SharedUuidBindings(UuidBindings):
         self._hasher = hasher
 
     def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
-        name = self._hasher.name_uuid(uuid, modality, scope.cache_salt, scope.client)
+        # Also if it is bound in this process: a use keeps it in the store for other frontends.
+        stored = self._store.copy_item(self._name(uuid, modality, scope))
         found = super().get(uuid, modality=modality, scope=scope)
-        if found is not None:
-            self._store.touch(name)  # it must not be evicted for others while it is used here
-            return found
-        entry = self._store.acquire(name)
-        return None if entry is None else self._take(entry)
-
-    def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        found = self.get(uuid, modality=modality, scope=scope)
-        if found not in (None, source):
-            raise _make_refusal(uuid, modality)
+        return _read_item(stored) if found is None and stored is not None else found
 
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        super().check(uuid, source, modality=modality, scope=scope)
-        name = self._hasher.name_uuid(uuid, modality, scope.cache_salt, scope.client)
-        reference, is_found = self._store.put_or_find(_make_item(name, modality, source))
+        found = super().get(uuid, modality=modality, scope=scope)
+        _check_same(uuid, modality, source, found)
+        name = self._name(uuid, modality, scope)
+        reference = self._store.put(_make_item(name, modality, source))
         if reference is not None:  # else there is no room, and it is bound in this process only
-            entry = self._store.lease(reference) if is_found else None
-            self._store.release(reference)
-            if entry is not None and self._take(entry) != source:
-                raise _make_refusal(uuid, modality)
+            try:
+                bound = _read_item(self._store.open(reference))
+            finally:
+                self._store.release(reference)
+            _check_same(uuid, modality, source, bound)
         super().bind(uuid, source, modality=modality, scope=scope)
 
-    def _take(self, entry: ShmEntry) -> BoundSource:
-        """Return the binding, and give back its lease."""
-        try:
-            tensors = self._store.open(entry.reference)
-            digest = bytes(as_bytes(tensors[_DIGEST]).tolist()).decode()
-            return BoundSource(digest=digest, is_encoded=bool(tensors[_IS_ENCODED].item()))
-        finally:
-            self._store.release(entry.reference)
+    def _name(self, uuid: str, modality: str, scope: UuidScope) -> str:
+        return self._hasher.name_uuid(uuid, modality, scope.cache_salt, scope.client)
 
 
 def _make_item(name: str, modality: str, source: BoundSource) -> ProcessedItem:
     digest = torch.tensor(list(source.digest.encode()), dtype=torch.uint8)
     kwargs = {_DIGEST: digest, _IS_ENCODED: torch.tensor(source.is_encoded)}
     return ProcessedItem(modality=modality, mm_hash=name, kwargs=kwargs, layout=None)
+
+
+def _read_item(kwargs: MultiModalKwargsItem) -> BoundSource:
+    digest = bytes(as_bytes(kwargs[_DIGEST]).tolist()).decode()
+    return BoundSource(digest=digest, is_encoded=bool(kwargs[_IS_ENCODED].item()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ IMAGE: dict[str, Any] = {"modality": "image", "scope": UuidScope()}
 @pytest.fixture
 def stores() -> Iterator[tuple[ShmStore, ShmStore]]:
     with (
-        ShmStore.create(capacity_bytes=1 << 20, max_object_bytes=1 << 19) as one,
-        ShmStore.attach(one.fd) as two,
+        closing(ShmStore.create(capacity_bytes=1 << 20, max_object_bytes=1 << 19)) as one,
+        closing(ShmStore.attach(one.fd)) as two,
     ):
         yield one, two
 
