@@ -185,7 +185,7 @@ def assert_idle(llm: LLM) -> None:
     """Assert that nothing of a request is left in the core, the caches or the shared work."""
     assert_nothing_is_left(llm)
     for pipeline in (llm.perception.pipeline, llm.perception.readonly):
-        assert pipeline.flights.statistics().num_waiting == 0
+        assert pipeline.flights.num_waiting == 0
         assert pipeline.flights._entries == {}
     caches: Any = llm.perception.caches
     if caches.store is not None:

@@ -207,7 +207,7 @@ def test_of_two_uploads_under_one_uuid_one_wins(
     outcomes = Outcomes(
         [lambda data=data: process(llm, make_uuid_prompt(data, uuid)) for data in images]  # type: ignore[misc]
     )
-    wait_until(lambda: llm.perception.pipeline.flights.statistics().num_waiting == 2)
+    wait_until(lambda: llm.perception.pipeline.flights.num_waiting == 2)
     gate.open()
     results = outcomes.wait()
     (error,) = [result for result in results if isinstance(result, RequestError)]

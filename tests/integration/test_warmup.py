@@ -115,7 +115,7 @@ def assert_no_trace(half: FrontendApp) -> None:
     assert perception.loader.statistics().loaded_bytes == {}
     assert perception.loader.statistics().num_fetches == 0
     for pipeline in (perception.pipeline, perception.readonly):
-        assert pipeline.flights.statistics().num_flights == 0
+        assert pipeline.flights.num_flights == 0
 
 
 def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(

@@ -279,16 +279,9 @@ class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode_message(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_message(frame: bytes) -> Message:
-    return _decoder.decode(frame)
+encode_message = msgspec.msgpack.Encoder().encode
+decode_message = _decoder.decode
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:

@@ -23,9 +23,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,11 +68,12 @@ _Result = TypeVar("_Result")
 
 def run_at_low_priority(function: Callable[[], _Result]) -> _Result:
     """Return what the function returns, and raise what it raises."""
-    with (
-        _lowering_group(),
-        ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor,
-    ):
-        return executor.submit(function).result()
+    _set_group_priority(_NICE)
+    try:
+        with ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor:
+            return executor.submit(function).result()
+    finally:
+        _set_group_priority(0)
 
 
 def _lower_this_thread() -> None:
@@ -80,25 +81,15 @@ def _lower_this_thread() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-@contextmanager
-def _lowering_group() -> Iterator[None]:
-    _set_group_priority(_NICE)
-    try:
-        yield
-    finally:
-        _set_group_priority(0)
-
-
 def _set_group_priority(nice: int) -> None:
     for _ in range(_MAX_TRIES):
         try:
             with open(_AUTOGROUP, "w") as file:
                 file.write(str(nice))
+            return
         except BlockingIOError:  # without privileges, Linux takes one change in 0.1 s, of anybody
             time.sleep(_RETRY_S)
         except OSError:  # not every kernel has such groups
-            return
-        else:
             return
 
 
@@ -157,24 +148,17 @@ def _start(channel: Channel) -> Handler | None:
     if not isinstance(message, Start):
         raise ChannelError(f"{type(message).__name__} before the start")
     try:
-        handler = _make_handler(message.handler, message.settings)
+        module, _, factory = message.handler.partition(":")
+        handler: Handler = getattr(importlib.import_module(module), factory)(message.settings)
     except Exception as error:  # the parent must learn the reason, whatever it is
         _logger.exception("a worker of the pool could not start")
-        reason = str(error) if isinstance(error, SensoriumError) else _describe(error)
+        reason = str(error)
+        if not isinstance(error, SensoriumError):
+            reason = f"{type(error).__name__}: {error}"
         channel.send(encode_message(StartFailed(reason[:_MAX_REASON_LENGTH])))
         return None
     _limit_threads()
     return handler
-
-
-def _make_handler(name: str, settings: bytes) -> Handler:
-    module, _, factory = name.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), factory)(settings)
-    return handler
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _limit_threads() -> None:
@@ -192,10 +176,6 @@ def _serve(channel: Channel, handler: Handler) -> None:
     message = decode_message(frame)
     if not isinstance(message, Job):
         raise ChannelError(f"{type(message).__name__} out of turn")
-    _answer(channel, handler, message, block)
-
-
-def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview) -> None:
     work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
         reply = run_at_low_priority(work) if message.is_long else work()

@@ -64,7 +64,7 @@ class SizeLayouts:
         self._backend = backend
         self._limits = limits
         self._layouts: LruCache[str, ItemLayout] = LruCache(
-            _MAX_CHARACTERS, lambda _, layout: len(layout.text)
+            _MAX_CHARACTERS, lambda _, layout: max(1, len(layout.text))
         )
         self._flights: SingleFlight[str, FinishedItem] = SingleFlight()
 
