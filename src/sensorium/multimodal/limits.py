@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from sensorium.types.options import ALL_COMMANDS, check_options, option
@@ -11,6 +13,8 @@ _MEBIBYTE = 2**20
 _MEGAPIXEL = 10**6
 _MAX_COUNT = 2**63 - 1  # what another process can be sent
 _MAX_DEADLINE_S = 1e8  # three years; the system's clocks take little more
+_count = partial(option, least=1, most=_MAX_COUNT)
+_deadline = partial(option, above=0, most=_MAX_DEADLINE_S, metavar="SECONDS", commands=ALL_COMMANDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +24,8 @@ class MediaLimits:
     Safe by default: no local files and no private addresses.
     """
 
-    max_bytes: int = option(
+    max_bytes: int = _count(
         256 * _MEBIBYTE,
-        least=1,
-        most=_MAX_COUNT,
         section="media",
         flag="--max-media-mb",
         unit=_MEBIBYTE,
@@ -31,34 +33,17 @@ class MediaLimits:
         commands=ALL_COMMANDS,
         help="The size of an encoded item, wherever it comes from. The command line takes MiB.",
     )
-    max_pixels: int = option(
-        100_000_000,
-        least=1,
-        most=_MAX_COUNT,
-        help="The pixels of an image, or of one frame of a video.",
+    max_pixels: int = _count(
+        100_000_000, help="The pixels of an image, or of one frame of a video."
     )
-    max_edge: int = option(
-        65_535,  # the largest that JPEG and GIF can express
-        least=1,
-        most=_MAX_COUNT,
-        help="The width of an image, and its height.",
+    # The default is the largest edge that JPEG and GIF can express.
+    max_edge: int = _count(65_535, help="The width of an image, and its height.")
+    max_frames: int = _count(2048, help="The frames that are kept of a video, after sampling.")
+    max_video_pixels: int = _count(
+        1_000_000_000, help="The pixels of all frames that are kept of a video."
     )
-    max_frames: int = option(
-        2048,
-        least=1,
-        most=_MAX_COUNT,
-        help="The frames that are kept of a video, after sampling.",
-    )
-    max_video_pixels: int = option(
-        1_000_000_000,
-        least=1,
-        most=_MAX_COUNT,
-        help="The pixels of all frames that are kept of a video.",
-    )
-    max_decoded_pixels: int = option(
+    max_decoded_pixels: int = _count(
         20_000_000_000,  # 1 to 2 minutes of work; 5 minutes of 1080p at 30 frames a second
-        least=1,
-        most=_MAX_COUNT,
         flag="--max-decoded-megapixels",
         unit=_MEGAPIXEL,
         metavar="N",
@@ -67,54 +52,32 @@ class MediaLimits:
         "video with more is refused. The command line takes megapixels.",
     )
     max_duration_s: float = option(
-        4 * 3600.0,
-        above=0,
-        most=float("inf"),
-        help="The length of a sound or a video, in seconds.",
+        4 * 3600.0, above=0, most=math.inf, help="The length of a sound or a video, in seconds."
     )
-    deadline_s: float = option(
+    deadline_s: float = _deadline(
         30.0,
-        above=0,
-        most=_MAX_DEADLINE_S,
         flag="--media-deadline",
-        metavar="SECONDS",
-        commands=ALL_COMMANDS,
         help="The time for fetching an item, from the first look-up to the last byte.",
     )
-    request_deadline_s: float | None = option(
+    request_deadline_s: float | None = _deadline(
         None,
         kind="number",
-        above=0,
-        most=_MAX_DEADLINE_S,
         flag="--media-request-deadline",
-        metavar="SECONDS",
-        commands=ALL_COMMANDS,
         default_text="twice that of one item",
         help="The time for fetching all items of one request together.",
     )
-    process_deadline_s: float = option(
+    process_deadline_s: float = _deadline(
         120.0,
-        above=0,
-        most=_MAX_DEADLINE_S,
         flag="--media-process-deadline",
-        metavar="SECONDS",
-        commands=ALL_COMMANDS,
         help="The time for decoding and processing an item, from the start of that work.",
     )
-    process_wait_s: float = option(
+    process_wait_s: float = _deadline(
         120.0,
-        above=0,
-        most=_MAX_DEADLINE_S,
         flag="--media-process-wait",
-        metavar="SECONDS",
-        commands=ALL_COMMANDS,
         help="The time for which an item may wait until a process is free for it.",
     )
-    max_process_bytes: int = option(
-        8 * 2**30,
-        least=1,
-        most=_MAX_COUNT,
-        help="The memory that a process of the pool may take for an item.",
+    max_process_bytes: int = _count(
+        8 * 2**30, help="The memory that a process of the pool may take for an item."
     )
     max_redirects: int = option(
         5, least=0, most=_MAX_COUNT, help="The redirections that are followed for an item."
