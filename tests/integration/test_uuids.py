@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestError
-from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
+from sensorium.multimodal.media import LoadedMedia, MediaBytes
 from sensorium.types.errors import MediaFetchError, MissingMediaError
 from sensorium.utils.pausing import Pausing
 from tests.integration.perceiving import (

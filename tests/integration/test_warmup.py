@@ -20,7 +20,7 @@ import pytest
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.multimodal import placeholders
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend

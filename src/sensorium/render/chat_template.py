@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.media import MediaItem
 from sensorium.render.chat_options import ChatOptions
 from sensorium.render.messages import Content, Message
 from sensorium.types.errors import RequestError

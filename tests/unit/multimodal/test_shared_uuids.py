@@ -11,8 +11,7 @@ import torch
 
 from sensorium.multimodal.cache.shm_memory import ShmSegment
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.uuids import BoundSource, SharedUuidBindings, UuidScope
+from sensorium.multimodal.names import BoundSource, MediaHasher, SharedUuidBindings, UuidScope
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 

@@ -7,9 +7,8 @@ import io
 import pytest
 from PIL import Image
 
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
+from sensorium.multimodal.names import MediaHasher
 from sensorium.multimodal.processing import layouts
 from sensorium.multimodal.processing.item_backend import FinishedItem
 from sensorium.multimodal.processing.item_worker import ItemJob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.uuids import BoundSource, UuidBindings, UuidScope
+from sensorium.multimodal.names import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import RequestError
 
 CAT = BoundSource(digest="a" * 64, is_encoded=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from sensorium.multimodal.fetching.fetch import Fetch
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes
 from sensorium.multimodal.single_flight import copy_error
 from sensorium.utils.lru import LruCache
 

@@ -14,9 +14,8 @@ import msgspec
 from PIL import Image
 
 from sensorium.multimodal.decoding.images import read_image_size
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
+from sensorium.multimodal.names import MediaHasher
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.processing.processor import MultiModalProcessor

@@ -13,7 +13,7 @@ from sensorium.multimodal.fetching.addresses import LookUps
 from sensorium.multimodal.fetching.fetch import Fetch, RequestDeadline
 from sensorium.multimodal.fetching.fetcher import FetchLoop
 from sensorium.multimodal.fetching.responses import SharedFetches
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError
 
 KEY = ("http://host/", "image")
