@@ -24,10 +24,10 @@ class MediaBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedMedia:
-    """What came of one item, and how long that took from the moment that its turn came."""
+    """The result of loading one item."""
 
     outcome: MediaBytes | RequestError
-    fetch_s: float
+    fetch_s: float  # how long it took, from the moment when it was this item's turn
 
 
 _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
@@ -154,9 +154,9 @@ class MediaLimits:
 
     @property
     def flight_timeout_s(self) -> float:
-        """Return the longest time that an item can be on its way.
+        """Return the longest time that it can take to process an item.
 
-        An item may wait and be worked on twice.
+        An item that loses its worker waits and is worked on once more.
         """
         return 2 * (self.process_wait_s + self.process_deadline_s)
 

@@ -87,7 +87,7 @@ class MediaHasher:
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return another name for a name that was not made here, so that the two never meet."""
+        """Return the `mm_hash` for a name that was not made here. It equals no other `mm_hash`."""
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(

@@ -1,7 +1,7 @@
 """The sides of the shared-memory cache: frontends find and put items, the core reads them.
 
-All are thin: what is kept, and for how long, is decided by the store (`shm_store`). Any number of
-senders, readers and receivers may share a store, each with its own instance of it.
+The store (`shm_store`) decides what is kept, and for how long. Any number of senders, readers and
+receivers may share a store, each with its own instance of it.
 """
 
 from __future__ import annotations

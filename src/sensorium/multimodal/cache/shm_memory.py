@@ -48,10 +48,10 @@ _FLOCK = struct.Struct("@hhqqi0q")
 
 
 class ShmSegment:
-    """The hold of one process (or one instance) on the memory.
+    """The memory, as one process has mapped it. Mostly a process has one instance.
 
-    `with segment:` is the mutex; inside one process it also keeps threads apart. `fd` is for child
-    processes (`pass_fds`).
+    `with segment:` takes the mutex, which excludes other instances and other threads. `fd` is for
+    child processes (`pass_fds`).
     """
 
     def __init__(self, fd: int) -> None:
@@ -133,6 +133,7 @@ class ShmSegment:
 
 
 def _describe(kind: int, member: int) -> bytes:
+    """Return the `struct flock` of the byte that stands for a member."""
     return _FLOCK.pack(kind, os.SEEK_SET, member, 1, 0)
 
 
@@ -150,7 +151,10 @@ Key = bytes  # of 32 bytes
 
 
 class SlotState:
-    """Words, not an enum: comparing a column with anything else costs many times as much."""
+    """The states of a slot.
+
+    They are words and no enum: comparing a column with anything else takes many times as long.
+    """
 
     FREE = np.uint64(0)
     WRITING = np.uint64(1)  # its only leaseholder copies the bytes
@@ -176,7 +180,10 @@ def get_table_bytes(num_slots: int) -> int:
 
 
 class ShmIndex:
-    """The table of a segment. Call its methods inside the mutex."""
+    """The table of a segment. Its methods run inside the mutex.
+
+    `get_extent` may also be called outside, for a slot that the caller has leased.
+    """
 
     def __init__(self, buffer: memoryview) -> None:
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
@@ -254,7 +261,7 @@ class ShmIndex:
     # Changes.
 
     def touch(self, slot: int) -> None:
-        """Make it the most recently used."""
+        """Make the item of a slot the most recently used."""
         now = int(self._header[_Field.CLOCK]) + 1
         self._header[_Field.CLOCK] = now
         self._last_used[slot] = now
@@ -301,7 +308,7 @@ class ShmIndex:
             self._states[slot] = SlotState.READY
 
     def free(self, slot: int) -> None:
-        """Take back what was reserved; or what has no lease."""
+        """Make a slot FREE that was only reserved, or has no lease."""
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
@@ -401,8 +408,8 @@ def _find_gap(
     return int(gaps[0, first]) if is_fit[first] else None
 
 
-# A slot for each so many bytes of capacity, between these numbers of slots: smaller items fill the
-# table before the memory, and every search reads the whole table.
+# There is a slot for each so many bytes of capacity, within these bounds. If items are smaller, the
+# table is full before the memory is. More slots make every search slower.
 _CAPACITY_PER_SLOT = 128 * 1024
 _MIN_SLOTS = 64
 _MAX_SLOTS = 8 * 1024

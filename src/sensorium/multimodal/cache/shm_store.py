@@ -283,6 +283,7 @@ class ShmStore:
             return reference
 
     def _abandon(self, reference: ShmReference) -> None:
+        """Give back a slot that was reserved and not committed. Inside the mutex."""
         del self._num_leases[reference]
         self._index.free(reference.slot)
 

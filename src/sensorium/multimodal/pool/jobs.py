@@ -27,14 +27,14 @@ from sensorium.types.errors import CapacityError, StoppingError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 SHORT_S = 0.5  # a job that is estimated to take more is a long one
-_MAX_LAG_S = 10.0  # by which the longest job comes later than a short one
+_MAX_LAG_S = 10.0  # the longest job is taken as if it had come so much later
 _MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs
 CLOSED = "media can't be processed: the server is stopping"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolReply:
-    """What a handler gave. The tensors are views of memory of their own, writable."""
+    """The result of a handler. Its tensors are writable views of memory of their own."""
 
     reply: bytes
     kwargs: MultiModalKwargsItem
@@ -54,7 +54,7 @@ class PoolJob:
     # runs already.
     future: Future[Any] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
-    waits_until: float = math.inf  # of `time.monotonic`; set whenever it begins to wait
+    waits_until: float = math.inf  # of `time.monotonic`, as above; set when it begins to wait
     num_lost: int = 0  # workers that ended while they worked on it
     num_crashes: int = 0  # those of them that ended by a fault of their own
 
@@ -192,11 +192,13 @@ class JobQueue:
         return CapacityError(self._refusal, retry_after_s=math.ceil(remaining))
 
     def wait_until_closed(self, timeout_s: float) -> None:
+        """Wait until something changes in the queue or the time is over; not if it is closed."""
         with self._changed:
             if not self.is_closed:
                 self._changed.wait(timeout_s)
 
     def close(self) -> None:
+        """Fail all jobs, also those that come later."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()

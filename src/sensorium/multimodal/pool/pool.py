@@ -63,13 +63,13 @@ class Slot:
         self._make_process = make_process
         self._slots = slots
         self._num_failed_starts = 0  # since a worker last got a job, or was there for a while
-        self._not_before = 0.0
-        self._ready_at = 0.0
+        self._not_before = 0.0  # of `time.monotonic`: when a worker may be started again
+        self._ready_at = 0.0  # of `time.monotonic`
         self.process: WorkerProcess | None = None
-        self.num_starts = 0
-        self.is_ready = False
-        self.was_ready = False
-        self.is_running = False
+        self.num_starts = 0  # that were tried
+        self.is_ready = False  # its worker takes jobs
+        self.was_ready = False  # one of its workers did
+        self.is_running = False  # its worker runs a job
         self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
 
     def _work(self) -> None:
@@ -103,6 +103,7 @@ class Slot:
             self._queue.wait_until_closed(_IDLE_CHECK_S)
 
     def _may_start(self) -> bool:
+        """Return True if a worker may be started, after the pause that a failed start requires."""
         if self._num_failed_starts >= _MAX_START_TRIES and not len(self._queue):
             return False
         self._queue.wait_until_closed(self._not_before - time.monotonic())
@@ -135,6 +136,7 @@ class Slot:
             self._queue.refuse(f"media can't be processed: {reason}", _MAX_PAUSE_S)
 
     def _serve(self, process: WorkerProcess) -> None:
+        """Give the next job to the worker, if one comes soon. Drop a worker that has ended."""
         job = self._queue.take_job(self, _IDLE_CHECK_S)
         if not process.is_alive():
             if job is not None:
@@ -160,6 +162,7 @@ class Slot:
                 self._queue.release(self)
 
     def _run(self, process: WorkerProcess, job: PoolJob) -> None:
+        """Run a job, and settle it or put it back into the queue."""
         self._num_failed_starts = 0
         is_unknown = job.cost_s is None
         try:
@@ -292,7 +295,7 @@ class ProcessPool:
         weakref.finalize(self, setattr, self._queue, "is_closed", True)
 
     def start(self) -> None:
-        """Start the workers now, not with the first job. Doesn't wait for them."""
+        """Start the workers now, and not only with the first job. Return without waiting."""
         with self._lock:
             if not self._is_started and not self._queue.is_closed:
                 self._is_started = True

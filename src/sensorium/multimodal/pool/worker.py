@@ -1,8 +1,8 @@
 """The process of one worker: makes its handler, then answers one job after another.
 
-It is run by `process.WorkerProcess` and never imported by the parent. It is light on purpose:
-torch is loaded by the handler, or with the first tensors that the handler gives. It ends when its
-parent does.
+It is run by `process.WorkerProcess` and never imported by the parent. To start fast, it does not
+import torch itself: the handler does, or the first tensors that the handler returns. It ends when
+its parent does.
 
 A long job runs at a low priority, so that it takes what the rest of the machine leaves. Linux
 weighs threads by their nice value only within one scheduling group, and by default makes a group of
@@ -67,7 +67,7 @@ _Result = TypeVar("_Result")
 
 
 def run_at_low_priority(function: Callable[[], _Result]) -> _Result:
-    """Return what the function returns, and raise what it raises."""
+    """Call the function at a low priority. Return what it returns, and raise what it raises."""
     _set_group_priority(_NICE)
     try:
         with ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor:
@@ -87,7 +87,7 @@ def _set_group_priority(nice: int) -> None:
             with open(_AUTOGROUP, "w") as file:
                 file.write(str(nice))
             return
-        except BlockingIOError:  # without privileges, Linux takes one change in 0.1 s, of anybody
+        except BlockingIOError:  # unprivileged processes together may do this once in 0.1 s
             time.sleep(_RETRY_S)
         except OSError:  # not every kernel has such groups
             return
@@ -143,6 +143,7 @@ def _prefer_to_be_killed() -> None:
 
 
 def _start(channel: Channel) -> Handler | None:
+    """Return the handler. If it can't be made, send the reason to the parent and return `None`."""
     frame, _ = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Start):
@@ -172,6 +173,7 @@ def _limit_threads() -> None:
 
 
 def _serve(channel: Channel, handler: Handler) -> None:
+    """Receive one job, do it, and send the answer."""
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):
