@@ -54,7 +54,7 @@ def check_table(store: ShmStore) -> None:
         assert end <= index.capacity_bytes
         ready = [slot for slot in slots if index._states[slot] == SlotState.READY]
         keys = [index._keys[:, slot].tobytes() for slot in ready]
-        references = [store._add_lease(index.get_reference(slot)) for slot in ready]
+        references = [store._add_lease(slot) for slot in ready]
     assert len(set(keys)) == len(keys), "a key is there twice"
     for key, reference in zip(keys, references, strict=True):
         entry = store._read_item(reference)

@@ -49,10 +49,10 @@ class ShmSender:
         handle: ItemHandle | None = found
         is_hit = found is not None
         if item is not None and (found is None or found.layout is None):
-            handle, was_put = self._put(item)  # another thread may have put it since
-            is_hit = is_hit or was_put
             if found is not None:
                 self._store.release(found.reference)
+            handle, was_there = self._put(item)  # another thread may have put it since
+            is_hit = is_hit or was_there
         if handle is None:
             return None
         self._count(is_hit=is_hit)
@@ -64,12 +64,13 @@ class ShmSender:
         Return `None` and count nothing if the item is gone already.
         """
         item = self._store.lease(reference)
-        if item is not None and item.mm_hash != mm_hash:
+        if item is None:
+            return None
+        if item.mm_hash != mm_hash:
             self._store.release(reference)
             raise InvariantError(f"{reference} is {item.mm_hash}, not {mm_hash}")
-        if item is not None:
-            self._count(is_hit=False)
-            self._missing.remove(mm_hash)
+        self._count(is_hit=False)
+        self._missing.remove(mm_hash)
         return item
 
     def release(self, handles: Iterable[ItemHandle]) -> None:
@@ -110,10 +111,10 @@ class ShmSender:
         If there is no room for the item, but the store has it without a layout, the handle leads to
         that one.
         """
-        reference, was_put = self._store.put_or_find(item)
+        reference, was_there = self._store.put_or_find(item)
         if reference is None and (bare := self._store.acquire(item.mm_hash)) is not None:
             return replace(bare, layout=item.layout), False
-        return _make_item_handle(item, reference), was_put
+        return _make_item_handle(item, reference), was_there
 
     def _count(self, *, is_hit: bool) -> None:
         with self._lock:

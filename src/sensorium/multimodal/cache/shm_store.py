@@ -138,7 +138,7 @@ class ShmStore:
                 return None
             if is_use:
                 self._index.touch(slot)
-            reference = self._add_lease(self._index.get_reference(slot))
+            reference = self._add_lease(slot)
         return self._read_item(reference)
 
     def lease(self, reference: ShmReference) -> LeasedItem | None:
@@ -149,7 +149,7 @@ class ShmStore:
         with self._segment:
             if not self._index.is_current(reference):
                 return None
-            self._add_lease(reference)
+            self._add_lease(reference.slot)
         return self._read_item(reference)
 
     def open(self, reference: ShmReference) -> MultiModalKwargsItem:
@@ -242,7 +242,7 @@ class ShmStore:
             found = self._index.find(key, needs_layout=item.layout is not None)
             if found is not None:
                 self._index.touch(found)
-                return self._add_lease(self._index.get_reference(found)), False
+                return self._add_lease(found), False
             reserve = partial(
                 self._index.reserve,
                 key,
@@ -260,7 +260,7 @@ class ShmStore:
             if slot is None:
                 self._index.count_oversize()
                 return None, False
-            return self._add_lease(self._index.get_reference(slot)), True
+            return self._add_lease(slot), True
 
     def _write(self, slot: int, item: ProcessedItem, metadata: bytes) -> None:
         block, rest = self._get_views(slot)
@@ -277,7 +277,7 @@ class ShmStore:
             if rival is not None:
                 if self._index.has_layout(rival) or not self._index.has_layout(reference.slot):
                     self._abandon(reference)
-                    return self._add_lease(self._index.get_reference(rival))
+                    return self._add_lease(rival)
                 self._index.retire(rival)
             self._index.commit(reference.slot)
             return reference
@@ -289,9 +289,10 @@ class ShmStore:
 
     # Leases. Inside the mutex.
 
-    def _add_lease(self, reference: ShmReference) -> ShmReference:
+    def _add_lease(self, slot: int) -> ShmReference:
+        reference = self._index.get_reference(slot)
         if not self._num_leases[reference]:
-            self._index.add_lease(reference.slot, self._member)
+            self._index.add_lease(slot, self._member)
         self._num_leases[reference] += 1
         return reference
 

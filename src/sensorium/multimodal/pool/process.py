@@ -111,13 +111,9 @@ class WorkerProcess:
             return f"it ended with {self._end()} while it started"
         except WorkerLostError as error:
             return str(error)
-        if isinstance(message, Ready):
-            return None
-        return (
-            message.reason
-            if isinstance(message, StartFailed)
-            else f"it began with {type(message).__name__}"
-        )
+        if isinstance(message, StartFailed):
+            return message.reason
+        return None if isinstance(message, Ready) else f"it began with {type(message).__name__}"
 
     def run(
         self,
