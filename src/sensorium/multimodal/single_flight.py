@@ -68,9 +68,9 @@ class SingleFlight(Generic[K, V]):
         self._entries: dict[K, _Entry] = {}
 
     def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
-        """Wait for the flight of `key`, which `start` begins if there is none.
+        """Join the flight of `key`, which `start` begins if there is none.
 
-        An error of `start` is one of the flight, and raised at once.
+        An error of `start` is an error of the flight, and is also raised at once.
         """
         entry, is_first = self._enter(key)
         if is_first:
@@ -79,7 +79,7 @@ class SingleFlight(Generic[K, V]):
             except BaseException:
                 self._leave(key, entry)
                 raise
-        return Waiter(self, key, start, entry, is_leader=is_first)
+        return Waiter(self, key, start, entry, is_first)
 
     def get(
         self,
@@ -163,26 +163,18 @@ class SingleFlight(Generic[K, V]):
             del self._entries[key]
 
 
+@dataclass(slots=True, eq=False)
 class Waiter(Generic[K, V]):
-    """One caller's part in a flight, until it leaves."""
+    """One caller that waits for a flight, until it leaves."""
 
-    def __init__(
-        self,
-        flights: SingleFlight[K, V],
-        key: K,
-        start: Callable[[], Flight],
-        entry: _Entry,
-        *,
-        is_leader: bool,
-    ) -> None:
-        self._flights = flights
-        self._key = key
-        self._start = start
-        self._entry: _Entry | None = entry
-        self.is_leader = is_leader  # the flight began with this caller
+    _flights: SingleFlight[K, V]
+    _key: K
+    _start: Callable[[], Flight]
+    _entry: _Entry | None  # None: it has left
+    is_leader: bool  # the flight began with this caller
 
     def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
-        """Return what the flight brings, or the next one if this was given up.
+        """Return the result of the flight, or of the next one if this one was given up.
 
         Raise `CancelledError` if `cancelled` completes first, and `TimeoutError` after `timeout_s`.
         The caller stays in the flight, unless that failed.

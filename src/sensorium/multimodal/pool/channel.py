@@ -22,6 +22,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -113,8 +114,8 @@ class Channel:
 
         Raise `TimeoutError` after the deadline.
         """
-        prefix, descriptors = self._receive_prefix(deadline)
-        try:
+        with ExitStack() as stack:
+            prefix, descriptors = self._receive_prefix(deadline, stack)
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
             if frame_bytes > MAX_FRAME_BYTES or is_mapped != len(descriptors):
                 raise ChannelError("a message that can't be read")
@@ -125,9 +126,6 @@ class Channel:
                 return frame, memoryview(self._receive_exactly(num_bytes, deadline))
             _check_block(descriptors[0], num_bytes)
             return frame, map_block(descriptors[0], num_bytes)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     def close(self) -> None:
         self._connection.close()
@@ -135,8 +133,11 @@ class Channel:
     def _set_deadline(self, deadline: float | None) -> None:
         self._connection.settimeout(None if deadline is None else get_remaining(deadline))
 
-    def _receive_prefix(self, deadline: float | None) -> tuple[bytes, list[int]]:
-        """Return the prefix and the descriptors, which come with the first byte of a message."""
+    def _receive_prefix(self, deadline: float | None, stack: ExitStack) -> tuple[bytes, list[int]]:
+        """Return the prefix and the descriptors, which come with the first byte of a message.
+
+        The descriptors are closed with `stack`.
+        """
         self._set_deadline(deadline)
         prefix, ancillary, flags, _ = self._connection.recvmsg(
             _PREFIX.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
@@ -146,14 +147,11 @@ class Channel:
             for level, kind, content in ancillary
             if (level, kind, len(content)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, 4)
         ]
-        try:
-            if not prefix or flags & socket.MSG_CTRUNC:
-                raise ChannelError("the other end is gone, or has sent too many descriptors")
-            return prefix + self._receive_exactly(_PREFIX.size - len(prefix), deadline), descriptors
-        except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        if not prefix or flags & socket.MSG_CTRUNC:
+            raise ChannelError("the other end is gone, or has sent too many descriptors")
+        return prefix + self._receive_exactly(_PREFIX.size - len(prefix), deadline), descriptors
 
     def _receive_exactly(self, num_bytes: int, deadline: float | None) -> bytearray:
         content = bytearray(num_bytes)
