@@ -39,12 +39,12 @@ from sensorium.utils.lru import LruCache
 _VERSION = b"sensorium-mm-2"
 _NUM_DIGITS = 64  # 256 bits
 _MAX_DEPTH = 32
-_MAX_BITS = 4096  # of a whole number; Python writes none of many more
+_MAX_BITS = 4096  # of a whole number; Python does not print much longer ones
 _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in place
 
 
 class MediaHasher:
-    """A maker of names. `model_revision` and `processor_fingerprint` are part of every name."""
+    """A maker of hashes. `model_revision` and `processor_fingerprint` are part of every hash."""
 
     def __init__(
         self,

@@ -47,12 +47,7 @@ from sensorium.multimodal.pool.channel import (
     encode_message,
     make_failure,
 )
-from sensorium.types.errors import (
-    CapacityError,
-    FailedRequestError,
-    RequestError,
-    SensoriumError,
-)
+from sensorium.types.errors import CapacityError, FailedRequestError, RequestError, SensoriumError
 from sensorium.utils.process import without_collection
 
 if TYPE_CHECKING:
