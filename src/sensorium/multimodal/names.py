@@ -272,7 +272,8 @@ class SharedUuidBindings(UuidBindings):
     """The bindings of all frontends that share a store.
 
     A binding is an item of the store under a name of its own. The first frontend that puts it has
-    bound the uuid, and it is evicted as other items are.
+    bound the uuid, and it is evicted as other items are. What is bound in this process as well is
+    not read from the store.
     """
 
     def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:
@@ -281,10 +282,13 @@ class SharedUuidBindings(UuidBindings):
         self._hasher = hasher
 
     def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
-        # Also if it is bound in this process: a use keeps it in the store for other frontends.
-        stored = self._store.copy_item(self._name(uuid, modality, scope))
+        name = self._name(uuid, modality, scope)
         found = super().get(uuid, modality=modality, scope=scope)
-        return _read_item(stored) if found is None and stored is not None else found
+        if found is not None:
+            self._store.touch(name)  # it must not be evicted for others while it is used here
+            return found
+        stored = self._store.copy_item(name)
+        return None if stored is None else _read_item(stored)
 
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         found = super().get(uuid, modality=modality, scope=scope)

@@ -175,6 +175,13 @@ class ShmStore:
         with self._segment:
             return self._index.find(_make_key(mm_hash), needs_layout=needs_layout) is not None
 
+    def touch(self, mm_hash: str) -> None:
+        """Make the item of this hash the most recently used, if there is one."""
+        with self._segment:
+            slot = self._index.find(_make_key(mm_hash))
+            if slot is not None:
+                self._index.touch(slot)
+
     def copy_item(self, mm_hash: str) -> MultiModalKwargsItem | None:
         """Return a copy of the tensors of this hash, and make the item the most recently used.
 
