@@ -271,7 +271,7 @@ class Route:
 
     def miss(self) -> None:
         mm_hash = hashlib.sha256(str(next(_seeds)).encode()).hexdigest()
-        reply: PoolReply = self._pool.submit(mm_hash.encode(), deadline_s=60).future.result()
+        reply: PoolReply = self._pool.submit(mm_hash.encode(), deadline_s=60).result()
         sender: SenderCache = self.caches.sender
         if isinstance(sender, ShmSender):
             slot, generation = map(int, reply.reply.split())
@@ -288,7 +288,7 @@ class Route:
         self._deliver(self.caches.sender.get_and_update_item(self.last))
 
     def ask(self) -> None:
-        self._pool.submit(b"", deadline_s=60).future.result()
+        self._pool.submit(b"", deadline_s=60).result()
 
     def _deliver(self, handle: ItemHandle | None) -> None:
         assert handle is not None

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.options import SERVERS, Option, list_options
 

@@ -17,7 +17,7 @@ from sensorium.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
-    from sensorium.multimodal.limits import MediaLimits
+    from sensorium.multimodal.media import MediaLimits
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "MediaLimits":
-        from sensorium.multimodal.limits import MediaLimits
+        from sensorium.multimodal.media import MediaLimits
 
         return MediaLimits
     raise AttributeError(f"module 'sensorium' has no attribute {name!r}")

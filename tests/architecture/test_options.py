@@ -12,7 +12,7 @@ import pytest
 
 from sensorium import cli
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.options import Option, list_options
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
 from sensorium.multimodal.decoding.guards import limit_memory_growth
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.support.media import make_images, make_sounds, make_videos
 

@@ -16,7 +16,7 @@ from httpcore import AsyncNetworkStream
 
 from sensorium.multimodal.fetching.http_client import connect_socket
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 
 PUBLIC = "93.184.216.34"
 ALSO_PUBLIC = "2606:2800:220:1:248:1893:25c8:1946"

@@ -185,16 +185,16 @@ def assert_idle(llm: LLM) -> None:
     """Assert that nothing of a request is left in the core, the caches or the shared work."""
     assert_nothing_is_left(llm)
     for pipeline in (llm.perception.pipeline, llm.perception.readonly):
-        assert pipeline.flights.statistics().num_waiting == 0
+        assert pipeline.flights.num_waiting == 0
         assert pipeline.flights._entries == {}
     caches: Any = llm.perception.caches
     if caches.store is not None:
         assert get_num_leases(caches.store) == 0
         assert caches.receiver._held == {}
-        assert caches.readonly.num_handles == 0
+        assert len(caches.readonly._held) == 0
     elif llm.perception.caches.sender.statistics().capacity_bytes:
-        assert caches.sender.num_handles == 0
-        assert caches.readonly.num_handles == 0
+        assert len(caches.sender._held) == 0
+        assert len(caches.readonly._held) == 0
 
 
 def get_num_leases(store: ShmStore) -> int:

@@ -34,7 +34,7 @@ ALL_TYPES = [*CACHE_TYPES, "off"]
 
 
 def get_num_waiting(pipeline: MediaPipeline) -> int:
-    return pipeline.flights.statistics().num_waiting
+    return pipeline.flights.num_waiting
 
 
 @pytest.mark.parametrize("num_threads", [2, 12])
@@ -178,14 +178,14 @@ class EndlessBackend:
         self.num_started += 1
         return EndlessBackend.Flight(self)
 
-    class Flight:
+    class Flight(Future[Any]):
         def __init__(self, backend: EndlessBackend) -> None:
+            super().__init__()
             self._backend = backend
-            self.future: Future[Any] = Future()
 
-        def cancel(self) -> None:
+        def cancel(self) -> bool:
             self._backend.num_cancelled += 1
-            self.future.cancel()
+            return super().cancel()
 
 
 @pytest.mark.parametrize("cache_type", ALL_TYPES)

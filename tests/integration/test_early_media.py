@@ -13,7 +13,7 @@ import pytest
 from sensorium.engine.build.builder import build_frontend, read_checkpoint
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.engine.build.perception import Perception, build_caches, build_store
-from sensorium.multimodal.media_item import MediaBytes, MediaItem, PerceptionOptions
+from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError

@@ -75,7 +75,7 @@ def test_who_joins_another_request_waits_and_does_not_process(
     llm, data = llm_of(cache_type), make_new_png()
     gate, pipeline = Gate(monkeypatch), llm.perception.pipeline
     outcomes = Outcomes([lambda: process(llm, make_prompt(data)) for _ in range(2)])
-    wait_until(lambda: pipeline.flights.statistics().num_waiting == 2)
+    wait_until(lambda: pipeline.flights.num_waiting == 2)
     gate.open()
     results = outcomes.wait()
     stages = sorted(get_stages(result.items[0].times) for result in results)

@@ -15,9 +15,8 @@ from transformers import AutoConfig
 
 from sensorium.multimodal.decoding.decoding import resolve_decode_options
 from sensorium.multimodal.decoding.images import decode_image, read_image_size
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
+from sensorium.multimodal.names import MediaHasher
 from sensorium.multimodal.processing.item_backend import InProcessBackend
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.layouts import SIZED_PROCESSORS, SizeLayouts, has_sized_images

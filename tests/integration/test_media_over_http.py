@@ -17,8 +17,7 @@ import pytest
 
 from sensorium.multimodal.fetching.fetch import FetchShares
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.types.errors import CapacityError, MediaFetchError
 from tests.integration.media_hosts import (
     PUBLIC,

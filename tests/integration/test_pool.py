@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 from sensorium.multimodal.item_codec import as_buffers, encode_header
 from sensorium.multimodal.pool import pool as pool_module
 from sensorium.multimodal.pool.channel import NO_MEMORY, NOT_PROCESSED
-from sensorium.multimodal.pool.jobs import PoolJob
 from sensorium.multimodal.pool.pool import PoolReply, ProcessPool
 from sensorium.multimodal.single_flight import SingleFlight
 from sensorium.types.errors import (
@@ -67,17 +66,29 @@ def count_ended(pool: ProcessPool) -> tuple[int, int]:
 
 
 def ask(pool: ProcessPool, job: str, *blocks: Any, deadline_s: float = SOON_S) -> str:
-    reply = pool.submit(job.encode(), blocks, deadline_s=deadline_s).future.result(SOON_S)
+    reply = pool.submit(job.encode(), blocks, deadline_s=deadline_s).result(SOON_S)
     return str(reply.reply.decode())
 
 
 @pytest.fixture
-def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
     pools = []
 
-    def make(size: int = 1, *, factory: str = "make_servant", **options: Any) -> ProcessPool:
-        settings = str(tmp_path).encode()
-        pool = ProcessPool(size, handler=f"{HANDLERS}:{factory}", settings=settings, **options)
+    def make(
+        size: int = 1,
+        *,
+        factory: str = "make_servant",
+        inherited_fds: Sequence[int] = (),
+        **constants: float,
+    ) -> ProcessPool:
+        for name, value in constants.items():
+            monkeypatch.setattr(pool_module, f"_{name.upper()}", value)
+        pool = ProcessPool(
+            size,
+            handler=f"{HANDLERS}:{factory}",
+            settings=str(tmp_path).encode(),
+            inherited_fds=inherited_fds,
+        )
         pools.append(pool)
         return pool
 
@@ -111,7 +122,7 @@ def begin(pool: ProcessPool, directory: Path, words: str, **options: Any) -> Any
 @pytest.mark.parametrize("num_floats", [10, 2_500_000], ids=["40 B", "10 MB"])
 def test_tensors_come_back_bit_by_bit(servants: ProcessPool, num_floats: int) -> None:
     job = servants.submit(f"tensors {num_floats}".encode(), deadline_s=SOON_S)
-    kwargs = job.future.result(SOON_S).kwargs
+    kwargs = job.result(SOON_S).kwargs
     expected = make_tensors(num_floats)
     assert list(kwargs) == list(expected)
     for name, tensor in expected.items():
@@ -126,7 +137,7 @@ def test_large_results_that_are_kept_hold_no_descriptors(servants: ProcessPool) 
     gc.collect()
     num_descriptors = count_descriptors()
     jobs = [servants.submit(b"tensors 50000", deadline_s=SOON_S) for _ in range(20)]
-    kept = [job.future.result(SOON_S).kwargs for job in jobs]
+    kept = [job.result(SOON_S).kwargs for job in jobs]
     assert count_descriptors() <= num_descriptors
     assert all(torch.equal(item["bytes"], torch.arange(5, dtype=torch.uint8)) for item in kept)
 
@@ -153,7 +164,7 @@ def test_tensors_go_there_and_back(servants: ProcessPool) -> None:
     tensors = make_tensors(100_000)
     header = encode_header(tensors).hex()
     job = servants.submit(f"decode {header}".encode(), as_buffers(tensors), deadline_s=SOON_S)
-    kwargs = job.future.result(SOON_S).kwargs
+    kwargs = job.result(SOON_S).kwargs
     assert all(torch.equal(kwargs[name], tensor) for name, tensor in tensors.items())
 
 
@@ -173,7 +184,7 @@ def test_a_mistake_in_a_callback_reaches_its_caller_and_costs_no_worker(
 
     job = servants.submit(b"double 4", deadline_s=SOON_S, on_reply=on_reply)
     with pytest.raises(ValueError, match="of the caller"):
-        job.future.result(SOON_S)
+        job.result(SOON_S)
     with pytest.raises(RequestError):
         ask(servants, "refuse request")
     assert seen == [b"8"]
@@ -185,7 +196,7 @@ def test_the_result_is_what_the_callback_makes_of_it(servants: ProcessPool) -> N
     job = servants.submit(
         b"double 4", deadline_s=SOON_S, on_reply=lambda reply: int(reply.reply) + 1
     )
-    assert job.future.result(SOON_S) == 9
+    assert job.result(SOON_S) == 9
 
 
 @pytest.mark.parametrize(
@@ -241,7 +252,7 @@ def test_a_job_whose_worker_is_killed_runs_again(make_pool: MakePool, tmp_path: 
     pool = make_pool()
     job = begin(pool, tmp_path, "sleep_once 7")
     os.kill(pool.get_process_ids()[0], signal.SIGKILL)
-    assert job.future.result(SOON_S).reply == b"7"
+    assert job.result(SOON_S).reply == b"7"
     assert pool.statistics().num_restarts == 1
 
 
@@ -256,7 +267,7 @@ def test_a_job_whose_worker_is_killed_twice_may_be_tried_again(
     wait_until(lambda: len(list(tmp_path.glob("sleeping-*"))) == 2)
     os.kill(pool.get_process_ids()[0], signal.SIGKILL)
     with pytest.raises(CapacityError, match="ended from outside"):
-        job.future.result(SOON_S)
+        job.result(SOON_S)
     assert ask(pool, "double 21") == "42"
 
 
@@ -266,10 +277,10 @@ def test_a_job_that_crashes_its_worker_fails_alone(make_pool: MakePool, tmp_path
     poison = pool.submit(b"abort", deadline_s=SOON_S)
     unlucky = pool.submit(b"abort_once here", deadline_s=SOON_S)
     with pytest.raises(RequestError, match=r"^the process that worked on it crashed"):
-        poison.future.result(SOON_S)
-    assert unlucky.future.result(SOON_S).reply == b"here"
+        poison.result(SOON_S)
+    assert unlucky.result(SOON_S).reply == b"here"
     (tmp_path / "release").touch()
-    assert neighbour.future.result(SOON_S).reply == b"release"
+    assert neighbour.result(SOON_S).reply == b"release"
     wait_until(lambda: count_ended(pool) == (2, 1))  # a future wakes its waiter, then it is counted
     assert pool.statistics().num_restarts >= 2
 
@@ -307,7 +318,7 @@ def test_a_worker_that_can_not_start_fails_the_jobs_with_its_reason(
     pool = make_pool(factory=factory)
     job = pool.submit(b"double 1", deadline_s=SOON_S)
     with pytest.raises(CapacityError, match=f"^media can't be processed: {reason}") as caught:
-        job.future.result(SOON_S)
+        job.result(SOON_S)
     assert 1 < caught.value.retry_after_s <= 600
     with pytest.raises(CapacityError, match=reason):
         pool.submit(b"double 1", deadline_s=SOON_S)
@@ -360,7 +371,7 @@ def test_a_program_that_forgets_its_pool_ends_and_so_do_the_workers(tmp_path: Pa
 import sys
 from sensorium.multimodal.pool.pool import ProcessPool
 pool = ProcessPool(1, handler="{HANDLERS}:make_servant", settings=sys.argv[1].encode())
-print(pool.submit(b"pid", deadline_s={SOON_S}).future.result().reply.decode(), flush=True)
+print(pool.submit(b"pid", deadline_s={SOON_S}).result().reply.decode(), flush=True)
 pool.submit(b"sleep 60", deadline_s=100)
 """
     result = subprocess.run(
@@ -402,14 +413,14 @@ def test_random_deaths_lose_no_job_and_leak_nothing(make_pool: MakePool) -> None
 
     killer = threading.Thread(target=kill_now_and_then)
     killer.start()
-    jobs: list[PoolJob] = []
+    jobs: list[Future[PoolReply]] = []
     ends_at = time.monotonic() + SOON_S
     try:
         while len(jobs) < 200 or (
             pool.statistics().num_restarts < 2 and time.monotonic() < ends_at
         ):
             jobs.append(pool.submit(f"double {len(jobs)}".encode(), deadline_s=SOON_S))
-        answers = [int(job.future.result(SOON_S).reply) for job in jobs]
+        answers = [int(job.result(SOON_S).reply) for job in jobs]
     finally:
         stop.set()
         killer.join()
@@ -430,11 +441,11 @@ def test_a_job_that_is_cancelled_before_its_turn_never_runs(
     unwanted = pool.submit(b"touch unwanted", deadline_s=SOON_S)
     wanted = pool.submit(b"touch wanted", deadline_s=SOON_S)
     assert unwanted.cancel()
-    assert wait_for_futures([unwanted.future], timeout=SOON_S).done
+    assert wait_for_futures([unwanted], timeout=SOON_S).done
     assert pool.statistics().num_queued == 1
     (tmp_path / "release").touch()
-    wanted.future.result(SOON_S)
-    assert blocker.future.result(0).reply == b"release"
+    wanted.result(SOON_S)
+    assert blocker.result(0).reply == b"release"
     assert not (tmp_path / "unwanted").exists()
     assert pool.statistics().num_cancelled == 1
 
@@ -449,7 +460,7 @@ def test_of_a_job_that_is_cancelled_while_it_runs_the_result_is_dropped(
     assert job.cancel()
     (tmp_path / "release").touch()
     with pytest.raises(CancelledError):
-        job.future.result(SOON_S)
+        job.result(SOON_S)
     assert int(ask(pool, "pid")) == process_id  # it was left to finish
     assert seen == []
 
@@ -466,8 +477,8 @@ def test_a_full_queue_makes_callers_wait_and_then_refuses_them(
     assert time.monotonic() - start >= 0.1
     (tmp_path / "release").touch()
     late = pool.submit(b"double 5", deadline_s=SOON_S)  # waits for room, and gets it
-    assert late.future.result(SOON_S).reply == b"10"
-    assert all(job.future.done() for job in jobs)
+    assert late.result(SOON_S).reply == b"10"
+    assert all(job.done() for job in jobs)
 
 
 def test_a_job_that_waits_past_its_deadline_is_refused_though_no_worker_is_free(
@@ -477,8 +488,8 @@ def test_a_job_that_waits_past_its_deadline_is_refused_though_no_worker_is_free(
     blocker = begin(pool, tmp_path, "sleep 300")
     job = pool.submit(b"touch late", deadline_s=0.1)
     with pytest.raises(CapacityError):
-        job.future.result(SOON_S)
-    assert not blocker.future.done()
+        job.result(SOON_S)
+    assert not blocker.done()
     pool.close()
     assert not (tmp_path / "late").exists()
 
@@ -498,7 +509,7 @@ def test_closing_ends_everything_and_fails_what_is_not_done(
     assert time.monotonic() - start < 15.0
     for job in [running, *queued]:
         with pytest.raises(CapacityError):
-            job.future.result(0)
+            job.result(0)
     assert not any(map(is_running, process_ids))
     with pytest.raises(CapacityError):
         pool.submit(b"double 1", deadline_s=1.0)

@@ -43,7 +43,7 @@ def test_a_long_job_leaves_a_worker_to_short_ones(make_pool: MakePool, tmp_path:
     assert pool.statistics().num_queued == 2
     (tmp_path / "release").touch()
     for job in longs:
-        assert job.future.result(SOON_S).reply == b"release"
+        assert job.result(SOON_S).reply == b"release"
     assert pool.statistics().num_restarts == 0
 
 
@@ -61,12 +61,12 @@ def test_the_deadline_counts_from_the_start_of_work(make_pool: MakePool, tmp_pat
     job = pool.submit(b"double 4", deadline_s=deadline_s, wait_s=SOON_S)
     hurried = pool.submit(b"sleep 300", deadline_s=0.5, wait_s=SOON_S)
     time.sleep(1.0)
-    assert not hurried.future.done()  # it has not begun, so its time has not either
-    assert not blocker.future.done()
+    assert not hurried.done()  # it has not begun, so its time has not either
+    assert not blocker.done()
     (tmp_path / "release").touch()
-    assert job.future.result(SOON_S).reply == b"8"
+    assert job.result(SOON_S).reply == b"8"
     with pytest.raises(RequestError, match=r"in time \(0.5 seconds\)"):
-        hurried.future.result(SOON_S)
+        hurried.result(SOON_S)
 
 
 def test_a_job_that_waits_too_long_is_refused_for_want_of_capacity(
@@ -76,7 +76,7 @@ def test_a_job_that_waits_too_long_is_refused_for_want_of_capacity(
     begin(pool, tmp_path, "wait_for release")
     job = pool.submit(b"double 4", deadline_s=SOON_S, wait_s=0.1)
     with pytest.raises(CapacityError, match=r"no process was free .* within 0.1 seconds"):
-        job.future.result(SOON_S)
+        job.result(SOON_S)
     (tmp_path / "release").touch()
 
 

@@ -142,7 +142,7 @@ def test_concurrent_requests_with_a_new_image_process_it_once(
     with stopped(llm):
         outcomes = Outcomes([lambda: process(llm, prompt) for _ in range(6)])
         flights = llm.perception.pipeline.flights
-        wait_until(lambda: flights.statistics().num_waiting == 6)
+        wait_until(lambda: flights.num_waiting == 6)
     for result in outcomes.wait():
         release(llm, result)
     assert get_pool(llm).statistics().num_done == num_done + 1
@@ -171,7 +171,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(pooled: LlmOf, cache_type: s
         prompt = make_prompt(known, data, make_new_png())
         outcomes = Outcomes([lambda: process(llm, prompt, cancelled=cancelled)])
         flights = llm.perception.pipeline.flights
-        wait_until(lambda: flights.statistics().num_waiting == 2)
+        wait_until(lambda: flights.num_waiting == 2)
         cancelled.set_result(None)
         assert isinstance(outcomes.wait()[0], CancelledError)
         assert_idle(llm)
@@ -186,7 +186,7 @@ def test_a_damaged_image_is_named_by_all_who_sent_it(pooled: LlmOf, cache_type: 
     with stopped(llm):
         outcomes = Outcomes([lambda: process(llm, prompt) for _ in range(3)])
         flights = llm.perception.pipeline.flights
-        wait_until(lambda: flights.statistics().num_waiting == 6)
+        wait_until(lambda: flights.num_waiting == 6)
     errors = outcomes.wait()
     assert {type(error) for error in errors} == {RequestError}
     assert all(str(error).startswith("multi_modal_data.image[1]: ") for error in errors)

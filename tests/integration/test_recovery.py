@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_a_request_may_have_lost_some_of_its_items(llm_of: LlmOf, cache_type: st
 def test_a_core_that_does_not_see_the_shared_memory_gets_tensors(llm_of: LlmOf) -> None:
     llm, prompt = llm_of("shm"), make_prompt(make_new_png(), make_new_png())
     expected = generate(llm_of("off"), prompt)
-    with ShmStore.create(capacity_bytes=2**20, max_object_bytes=2**20) as other:
+    with closing(ShmStore.create(capacity_bytes=2**20, max_object_bytes=2**20)) as other:
         llm.core.payloads.receiver = ShmReceiver(other)
         queries = QueryCount(llm)
         for num_resends in (2, 4):

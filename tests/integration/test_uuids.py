@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestError
-from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
+from sensorium.multimodal.media import LoadedMedia, MediaBytes
 from sensorium.types.errors import MediaFetchError, MissingMediaError
 from sensorium.utils.pausing import Pausing
 from tests.integration.perceiving import (
@@ -207,7 +207,7 @@ def test_of_two_uploads_under_one_uuid_one_wins(
     outcomes = Outcomes(
         [lambda data=data: process(llm, make_uuid_prompt(data, uuid)) for data in images]  # type: ignore[misc]
     )
-    wait_until(lambda: llm.perception.pipeline.flights.statistics().num_waiting == 2)
+    wait_until(lambda: llm.perception.pipeline.flights.num_waiting == 2)
     gate.open()
     results = outcomes.wait()
     (error,) = [result for result in results if isinstance(result, RequestError)]

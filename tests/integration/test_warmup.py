@@ -20,7 +20,7 @@ import pytest
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.multimodal import placeholders
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
@@ -115,7 +115,7 @@ def assert_no_trace(half: FrontendApp) -> None:
     assert perception.loader.statistics().loaded_bytes == {}
     assert perception.loader.statistics().num_fetches == 0
     for pipeline in (perception.pipeline, perception.readonly):
-        assert pipeline.flights.statistics().num_flights == 0
+        assert pipeline.flights.num_flights == 0
 
 
 def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(

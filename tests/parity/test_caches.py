@@ -23,6 +23,7 @@ from tests.parity.cases import (
 )
 from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids, make_llm
 from tests.support.media import make_clip, write_image, write_sound, write_video
+from tests.unit.multimodal.cache.item_building import get_sent_sizes
 
 NUM_TOKENS = 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -173,7 +174,7 @@ def test_evictions_change_nothing(
     conversations = make_conversations(family)[:2]
     probe = make_engine(tiny_model(family), mm_processor_cache_gb=ROOM_GB)
     probe.chat(conversations, SamplingParams(max_tokens=1), use_tqdm=False)
-    sizes = probe.perception.caches.sender.get_sent_sizes().values()  # type: ignore[attr-defined]
+    sizes = get_sent_sizes(probe.perception.caches.sender).values()  # type: ignore[arg-type]
     options = {
         "mm_processor_cache_type": cache_type,
         "mm_processor_cache_gb": (max(sizes) + 8192) / 2**30,

@@ -22,6 +22,7 @@ from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.item_codec import decode_block, encode_header, get_num_bytes, write_block
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
+from tests.unit.multimodal.cache.item_building import get_kept_sizes
 
 START_TIMEOUT_S = 120.0  # torch is imported, perhaps on a busy machine
 TIMEOUT_S = 120.0
@@ -165,7 +166,7 @@ def _answer(receiver: MirrorReceiver, message: Message) -> Reply:
         received = receiver.receive(message.mm_hashes, transfer)
     is_missing = isinstance(received, MissingItems)
     statistics = receiver.statistics()
-    kept = receiver.get_sizes()
+    kept = get_kept_sizes(receiver)
     assert (statistics.num_items, statistics.num_bytes) == (len(kept), sum(kept.values()))
     return Reply(
         items=None if is_missing or message.is_refused else encode_items(received),

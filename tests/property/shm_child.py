@@ -48,6 +48,12 @@ def is_right(name: str, kwargs: MultiModalKwargsItem) -> bool:
     )
 
 
+def sweep(store: ShmStore) -> None:
+    """Take back what dead processes held, as `put` does when it needs room."""
+    with store._segment:
+        store._sweep()
+
+
 class Fuse:
     """Ends this process before its n-th store into shared memory, once it is set."""
 
@@ -89,7 +95,7 @@ def lay_fuse(store: ShmStore) -> Fuse:
     write = store._write
 
     def write_in_steps(slot: int, item: ProcessedItem, metadata: bytes) -> None:
-        offset = index.get_extent(slot).offset
+        offset, *_ = index.get_extent(slot)
         fuse.step()
         store._data[offset : offset + 64] = bytes(64)
         fuse.step()
@@ -112,8 +118,7 @@ class Child:
         return _pack(self.store.put(make_item(name, has_layout=has_layout)))
 
     def acquire(self, name: str, is_use: bool) -> list[int] | None:
-        find = self.store.acquire if is_use else self.store.peek
-        entry = find(make_item(name, has_layout=False).mm_hash)
+        entry = self.store.acquire(make_item(name, has_layout=False).mm_hash, is_use=is_use)
         return None if entry is None else _pack(entry.reference)
 
     def lease(self, slot: int, generation: int) -> str | None:
@@ -130,7 +135,7 @@ class Child:
         self.store.clear_cache()
 
     def sweep(self) -> None:
-        self.store.sweep()
+        sweep(self.store)
 
     def stress(self, names: list[str], seed: int, seconds: float) -> int:
         """Random puts and reads, at least eleven; the number of reads, or an error."""

@@ -28,7 +28,13 @@ from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.multimodal import ProcessedItem
 from sensorium.types.transfer import MissingItems
-from tests.unit.multimodal.cache.item_building import LAYOUT, is_same, make_item, make_kwargs
+from tests.unit.multimodal.cache.item_building import (
+    LAYOUT,
+    get_sent_sizes,
+    is_same,
+    make_item,
+    make_kwargs,
+)
 
 from .mirror_follower import Message, Nursery, Reply, decode_items, encode_items
 
@@ -325,7 +331,7 @@ class MirrorMachine(RuleBasedStateMachine):
             Unread(
                 message=message,
                 request=request,
-                sent_sizes=self.sender.get_sent_sizes(),
+                sent_sizes=get_sent_sizes(self.sender),
                 is_repeat=is_repeat,
             )
         )
@@ -369,9 +375,9 @@ class MirrorMachine(RuleBasedStateMachine):
                 assert handle in self.stale, "the core lacks what the leader believed to be there"
 
     def heal(self, request: Request | None, missing: MissingItems) -> None:
-        sent = self.sender.get_sent_sizes().keys()
+        sent = get_sent_sizes(self.sender).keys()
         self.sender.handle_missing(missing)
-        self.lose_entries(sent - self.sender.get_sent_sizes().keys())
+        self.lose_entries(sent - get_sent_sizes(self.sender).keys())
         self.take_forgotten()
         self.expected["num_resends"] += len(missing.mm_hashes)
         if request is None or request in self.given_up:
@@ -383,7 +389,7 @@ class MirrorMachine(RuleBasedStateMachine):
                 fresh = self.find_or_process(part, request.needs_layout)
                 if fresh is None:
                     assert not part.has_source
-                    assert old.mm_hash not in self.sender.get_sent_sizes()
+                    assert old.mm_hash not in get_sent_sizes(self.sender)
                     self.end(request)
                     return
                 request.handles[index] = fresh
@@ -425,11 +431,11 @@ class MirrorMachine(RuleBasedStateMachine):
             capacity_bytes=self.capacity,
         )
         assert statistics.num_bytes <= self.capacity
-        assert self.sender.num_handles == sum(1 for _ in self.held_handles())
+        assert len(self.sender._held) == sum(1 for _ in self.held_handles())
 
     @invariant()
     def tensors_live_only_where_they_are_needed(self) -> None:
-        staged = self.cached - self.sender.get_sent_sizes().keys()
+        staged = self.cached - get_sent_sizes(self.sender).keys()
         needed = staged | {handle.mm_hash for handle in self.held_handles()}
         self.live = {tensor: h for tensor, h in self.live.items() if tensor() is not None}
         assert set(self.live.values()) <= needed

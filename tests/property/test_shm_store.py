@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from random import Random
 
 import numpy as np
@@ -21,7 +22,7 @@ from hypothesis.stateful import (
 
 from sensorium.multimodal.cache.shm_memory import SlotState
 from sensorium.multimodal.cache.shm_store import ShmStore, _make_key
-from tests.property.shm_child import is_right, make_item
+from tests.property.shm_child import is_right, make_item, sweep
 from tests.property.shm_nursery import ChildDiedError, ChildProcess, Nursery, find_holders
 
 CAPACITY = 32 * 1024
@@ -53,10 +54,10 @@ def check_table(store: ShmStore) -> None:
         assert end <= index.capacity_bytes
         ready = [slot for slot in slots if index._states[slot] == SlotState.READY]
         keys = [index._keys[:, slot].tobytes() for slot in ready]
-        references = [store._add_lease(store._make_reference(slot)) for slot in ready]
+        references = [store._add_lease(slot) for slot in ready]
     assert len(set(keys)) == len(keys), "a key is there twice"
     for key, reference in zip(keys, references, strict=True):
-        entry = store._read_entry(reference)
+        entry = store._read_item(reference)
         name = NAME_OF[entry.mm_hash]
         assert key == _make_key(entry.mm_hash)
         assert entry.layout in (None, make_item(name, has_layout=True).layout)
@@ -233,7 +234,7 @@ class ShmStoreMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         """Then exactly the living have leases, and nothing waits for the dead."""
-        self.store.sweep()
+        sweep(self.store)
         index = self.store._index
         expected = Counter(
             (slot, self.members[pid]) for pid, counts in self.leases.items() for slot, _ in counts
@@ -285,7 +286,7 @@ def test_processes_that_put_and_read_as_they_like_never_see_wrong_bytes(nursery:
     """No order is imposed; one of them is killed again and again, and another one comes."""
     choose = Random(0)
     end = time.monotonic() + 3
-    with ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=31_000) as store:
+    with closing(ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=31_000)) as store:
         steady = [nursery.start(store.fd) for _ in range(2)]
         for seed, child in enumerate(steady):
             child.send("stress", NAMES, seed, 3)
@@ -300,7 +301,7 @@ def test_processes_that_put_and_read_as_they_like_never_see_wrong_bytes(nursery:
         assert all(child.receive() > 10 for child in steady)
         for child in steady:
             child.leave()
-        store.sweep()
+        sweep(store)
         assert not (store._index._states == SlotState.WRITING).any()
         assert not (store._index._states == SlotState.RETIRED).any()
         assert list(store._index.get_members()) == []

@@ -180,4 +180,4 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert llm._driver.outputs._owners == {}
     assert len(llm._driver.parallel_sampling) == 0
     sender = llm.perception.caches.sender
-    assert not isinstance(sender, MirrorSender) or sender.num_handles == 0
+    assert not isinstance(sender, MirrorSender) or len(sender._held) == 0

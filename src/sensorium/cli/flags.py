@@ -25,7 +25,7 @@ from sensorium.engine.build.options import (
     MediaOptions,
     check_media_counts,
 )
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.options import Kind, Option, list_options
 from sensorium.types.sampling import (

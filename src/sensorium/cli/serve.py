@@ -10,7 +10,7 @@ from typing import Any
 from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_options, get_given
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import SensoriumError
 

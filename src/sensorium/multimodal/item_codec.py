@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import msgspec
 import torch
@@ -101,7 +100,7 @@ def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
     specs = []
     offset = 0
     for name, tensor in kwargs.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _name_dtype(tensor)
         if dtype not in _DTYPES:
             raise RequestError(f"a processed item can't hold {name} as {dtype}")
         specs.append(_TensorSpec(name, dtype, tuple(tensor.shape), offset))
@@ -160,15 +159,11 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
 
 def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> bytes:
     """Return the item as it leaves the machine."""
-    tensors: dict[str, Any] = {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": tuple(tensor.shape),
-            "data": as_bytes(tensor).numpy().data,
-        }
+    tensors = {
+        name: _WireTensor(_name_dtype(tensor), tuple(tensor.shape), as_bytes(tensor).numpy().data)
         for name, tensor in kwargs.items()
     }
-    return _encoder.encode({"tensors": tensors, "layout": layout})
+    return _encoder.encode(_WireItem(tensors, layout))
 
 
 def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLayout | None]:
@@ -176,10 +171,7 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 
     Raise `RequestError` if the bytes are no such item.
     """
-    try:
-        item = _item_decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"it is no processed item in msgpack: {error}") from error
+    item = _decode_wire(data, "it is no processed item in msgpack")
     if len(item.tensors) > _MAX_TENSORS:
         raise RequestError(f"it has {len(item.tensors)} tensors, {_MAX_TENSORS} at most")
     tensors = {name: _copy_tensor(name, tensor) for name, tensor in item.tensors.items()}
@@ -191,16 +183,20 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 
 def decode_embeds(encoded: bytes) -> PrecomputedEmbeds:
     """Return the embeddings in `{"tensors": {"embeds": ...}}`. Raise `RequestError` without any."""
-    try:
-        item = _item_decoder.decode(encoded)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"embeddings can't be decoded: they are msgpack: {error}") from error
+    item = _decode_wire(encoded, "embeddings can't be decoded: they are msgpack")
     if item.tensors.keys() != {PRECOMPUTED}:
         raise RequestError(f"embeddings are one tensor of the name {PRECOMPUTED!r}")
     given = item.tensors[PRECOMPUTED]
     if len(given.shape) != 2 or min(given.shape) < 1:
         raise RequestError(f"embeddings have the shape [number, width], not {list(given.shape)}")
     return PrecomputedEmbeds(_copy_tensor(PRECOMPUTED, given))
+
+
+def _decode_wire(data: bytes | memoryview, complaint: str) -> _WireItem:
+    try:
+        return _item_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"{complaint}: {error}") from error
 
 
 def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
@@ -243,6 +239,10 @@ def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
     if count == 0:
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=count, offset=spec.offset).reshape(spec.shape)
+
+
+def _name_dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _align(num_bytes: int) -> int:

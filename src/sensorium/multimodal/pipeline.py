@@ -18,19 +18,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
+from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache
 from sensorium.multimodal.cache.item_table import ItemTable
+from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes, MediaItem, PerceptionOptions
+from sensorium.multimodal.media import MediaBytes, MediaItem, MediaLimits, PerceptionOptions
+from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
 from sensorium.multimodal.processing.checks import check_unread
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.processing.item_worker import ItemJob, StageTimes, add_times
 from sensorium.multimodal.processing.layouts import SizeLayouts
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
-from sensorium.multimodal.uuids import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import (
     CapacityError,
     FieldPath,
@@ -72,7 +71,7 @@ class MediaPipeline:
         self,
         *,
         cache: ProcessorCache,
-        shared: SharedCache | None = None,
+        shared: ShmSender | None = None,
         hasher: MediaHasher,
         loader: MediaLoader,
         backend: ItemBackend,

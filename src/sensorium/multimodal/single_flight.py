@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sensorium.types.errors import CapacityError, InvariantError
 
@@ -30,18 +30,12 @@ V = TypeVar("V")
 _MAX_FLIGHTS = 3  # that one caller sees cancelled by others, before it gives up
 
 
-class Flight(Protocol):
-    """A computation that has begun. A `PoolJob` is one."""
-
-    @property
-    def future(self) -> Future[Any]: ...
-
-    def cancel(self) -> object:
-        """Give up the computation, which may go on if it can't be stopped."""
-        ...
+# A computation that has begun. To cancel it means to give it up; it may go on if it can't be
+# stopped.
+Flight = Future[Any]
 
 
-class FinishedFlight:
+class FinishedFlight(Flight):
     """A computation that was done in the caller's own thread, within `start`.
 
     It can't be stopped: a caller that is cancelled meanwhile finds out afterwards. Others wait for
@@ -49,20 +43,8 @@ class FinishedFlight:
     """
 
     def __init__(self, result: Any) -> None:
-        self.future: Future[Any] = Future()
-        self.future.set_result(result)
-
-    def cancel(self) -> None:
-        """Do nothing, because it is too late."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SingleFlightStatistics:
-    """Counts since the start."""
-
-    num_flights: int
-    num_joined: int
-    num_waiting: int  # at this moment
+        super().__init__()
+        self.set_result(result)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,16 +61,16 @@ class SingleFlight(Generic[K, V]):
     """The flights of all keys. Several threads may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.num_flights = 0  # that began
+        self.num_joined = 0  # callers that joined a flight of another
+        self.num_waiting = 0  # callers at this moment
+        self._lock = threading.Lock()  # of everything here
         self._entries: dict[K, _Entry] = {}
-        self._num_flights = 0
-        self._num_joined = 0
-        self._num_waiting = 0
 
     def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
-        """Wait for the flight of `key`, which `start` begins if there is none.
+        """Join the flight of `key`, which `start` begins if there is none.
 
-        An error of `start` is one of the flight, and raised at once.
+        An error of `start` is an error of the flight, and is also raised at once.
         """
         entry, is_first = self._enter(key)
         if is_first:
@@ -97,7 +79,7 @@ class SingleFlight(Generic[K, V]):
             except BaseException:
                 self._leave(key, entry)
                 raise
-        return Waiter(self, key, start, entry, is_leader=is_first)
+        return Waiter(self, key, start, entry, is_first)
 
     def get(
         self,
@@ -116,30 +98,22 @@ class SingleFlight(Generic[K, V]):
         finally:
             waiter.leave()
 
-    def statistics(self) -> SingleFlightStatistics:
-        with self._lock:
-            return SingleFlightStatistics(
-                num_flights=self._num_flights,
-                num_joined=self._num_joined,
-                num_waiting=self._num_waiting,
-            )
-
     def _enter(self, key: K) -> tuple[_Entry, bool]:
         with self._lock:
             entry = self._entries.get(key)
             is_first = entry is None
             if entry is None:
                 entry = self._entries[key] = _Entry()
-                self._num_flights += 1
+                self.num_flights += 1
             else:
-                self._num_joined += 1
+                self.num_joined += 1
             entry.num_waiters += 1
-            self._num_waiting += 1
+            self.num_waiting += 1
             return entry, is_first
 
     def _leave(self, key: K, entry: _Entry) -> None:
         with self._lock:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             entry.num_waiters -= 1
             if entry.num_waiters:
                 return
@@ -153,10 +127,10 @@ class SingleFlight(Generic[K, V]):
             flight = start()
         except BaseException as error:
             # A copy: the error itself holds this frame, and so the entry that would hold it.
-            self._land(key, entry, _copy_error(error), None)
+            self._land(key, entry, copy_error(error), None)
             raise
         entry.flight = flight
-        flight.future.add_done_callback(partial(self._land_future, key, entry))
+        flight.add_done_callback(partial(self._land_future, key, entry))
 
     def _land_future(self, key: K, entry: _Entry, future: Future[Any]) -> None:
         if future.cancelled():
@@ -176,7 +150,7 @@ class SingleFlight(Generic[K, V]):
         with self._lock:
             if error is not None or not entry.num_waiters:
                 self._forget(key, entry)
-            entry.flight = None  # its future holds this entry
+            entry.flight = None  # a flight's callback holds this entry
             if error is None:
                 entry.outcome.set_result(result)
             elif _is_own(error):
@@ -189,26 +163,18 @@ class SingleFlight(Generic[K, V]):
             del self._entries[key]
 
 
+@dataclass(slots=True, eq=False)
 class Waiter(Generic[K, V]):
-    """One caller's part in a flight, until it leaves."""
+    """One caller that waits for a flight, until it leaves."""
 
-    def __init__(
-        self,
-        flights: SingleFlight[K, V],
-        key: K,
-        start: Callable[[], Flight],
-        entry: _Entry,
-        *,
-        is_leader: bool,
-    ) -> None:
-        self._flights = flights
-        self._key = key
-        self._start = start
-        self._entry: _Entry | None = entry
-        self.is_leader = is_leader  # the flight began with this caller
+    _flights: SingleFlight[K, V]
+    _key: K
+    _start: Callable[[], Flight]
+    _entry: _Entry | None  # None: it has left
+    is_leader: bool  # the flight began with this caller
 
     def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
-        """Return what the flight brings, or the next one if this was given up.
+        """Return the result of the flight, or of the next one if this one was given up.
 
         Raise `CancelledError` if `cancelled` completes first, and `TimeoutError` after `timeout_s`.
         The caller stays in the flight, unless that failed.
@@ -219,7 +185,7 @@ class Waiter(Generic[K, V]):
                 again = self._flights.join(self._key, self._start)
                 self._entry, self.is_leader = again._entry, again.is_leader
             if self._entry is None:
-                raise InvariantError("who has left a flight gets nothing from it")
+                raise InvariantError("a caller that has left a flight asks for its result")
             outcome = self._entry.outcome
             _wait(outcome, cancelled, deadline)
             if not outcome.cancelled():
@@ -265,14 +231,15 @@ def _get_own(outcome: Future[Any]) -> Any:
 
 def _make_own(error: BaseException) -> BaseException:
     """Return a copy for each waiter, because a traceback grows with each raise."""
-    own = _copy_error(error)
+    own = copy_error(error)
     if own is not error and error.__traceback__ is not None:
         own.__cause__ = error
     return own
 
 
-def _copy_error(error: BaseException) -> BaseException:
+def copy_error(error: BaseException) -> BaseException:
+    """Return a copy of an error, or the error itself if that can't be copied."""
     try:
         return copy.copy(error)
-    except TypeError:  # made from other arguments than those that it keeps
+    except Exception:  # its constructor takes other arguments than those that it keeps
         return error

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.media import MediaItem
 from sensorium.render.messages import ChatOptions, Content, Message
 from sensorium.types.errors import RequestError
 

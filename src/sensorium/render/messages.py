@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from sensorium.multimodal.item_codec import PrecomputedEmbeds, decode_embeds
-from sensorium.multimodal.media_item import MediaItem
-from sensorium.multimodal.uuids import check_uuid
+from sensorium.multimodal.media import MediaItem
+from sensorium.multimodal.names import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

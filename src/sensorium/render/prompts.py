@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from sensorium.core.admission import check_length
-from sensorium.multimodal.media_item import MediaItem
-from sensorium.multimodal.uuids import check_uuid
+from sensorium.multimodal.media import MediaItem
+from sensorium.multimodal.names import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
 from sensorium.types.sampling import SamplingParams

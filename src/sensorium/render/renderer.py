@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.chat_template import ChatTemplate, MistralTemplate, find_template
 from sensorium.render.messages import ChatOptions, Message, get_media, parse_messages

@@ -11,7 +11,7 @@ import pytest
 
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.multimodal.cache.interface import ItemHandle
-from sensorium.multimodal.media_item import MediaItem, PerceptionOptions
+from sensorium.multimodal.media import MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout

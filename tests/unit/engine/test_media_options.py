@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sensorium.engine.build.options import MediaOptions
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import ModelError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import check_media
 from sensorium.types.errors import RequestError
 from tests.support.media import make_melody

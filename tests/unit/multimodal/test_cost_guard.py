@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from sensorium.models.loading import load_config
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing import item_worker as item_worker_module
 from sensorium.multimodal.processing.cost_guard import OwnOptions, get_cost, measure
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker

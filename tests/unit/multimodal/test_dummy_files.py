@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.dummy_media import make_dummy_file, make_dummy_media
 
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes
+from sensorium.multimodal.names import MediaHasher
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import HASH_ALGORITHMS
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sensorium.models.loading import load_config
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.item_worker import Hearing, ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.item_codec import (
     MAX_EMBEDS,
     PrecomputedEmbeds,
     decode_embeds,
 )
+from sensorium.multimodal.names import MediaHasher
 from sensorium.types.errors import RequestError
 
 TENSOR = {"dtype": "float32", "shape": [2, 3], "data": torch.arange(6.0).numpy().tobytes()}

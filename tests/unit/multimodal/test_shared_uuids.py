@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
+from sensorium.multimodal.cache.shm_memory import ShmSegment
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.uuids import BoundSource, SharedUuidBindings, UuidScope
+from sensorium.multimodal.names import BoundSource, MediaHasher, SharedUuidBindings, UuidScope
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 
@@ -22,8 +23,8 @@ IMAGE: dict[str, Any] = {"modality": "image", "scope": UuidScope()}
 @pytest.fixture
 def stores() -> Iterator[tuple[ShmStore, ShmStore]]:
     with (
-        ShmStore.create(capacity_bytes=1 << 20, max_object_bytes=1 << 19) as one,
-        ShmStore.attach(one.fd) as two,
+        closing(ShmStore.create(capacity_bytes=1 << 20, max_object_bytes=1 << 19)) as one,
+        closing(ShmStore.attach(one.fd)) as two,
     ):
         yield one, two
 
@@ -103,3 +104,24 @@ def test_a_uuid_that_one_frontend_uses_stays_bound_for_the_others(
         stores[0].release(reference)
         assert one.get("u", **IMAGE) == CAT
     assert two.get("u", **IMAGE) == CAT
+
+
+def test_looking_a_uuid_up_takes_the_mutex_once(
+    pair: Pair, stores: tuple[ShmStore, ShmStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    one.bind("u", CAT, **IMAGE)
+    enter = ShmSegment.__enter__
+    entered: list[ShmSegment] = []
+
+    def count(segment: ShmSegment) -> None:
+        entered.append(segment)
+        enter(segment)
+
+    monkeypatch.setattr(ShmSegment, "__enter__", count)
+    for bindings, store in zip(pair, stores, strict=True):
+        assert bindings.get("u", **IMAGE) == CAT
+        assert entered == [store._segment]
+        entered.clear()
+    assert two.get("v", **IMAGE) is None
+    assert len(entered) == 1

@@ -19,14 +19,8 @@ from tests.support.waiting import wait_until
 SOON_S = 60.0
 
 
-class OpenFlight:
-    """A computation that the test ends. Like a job of the pool: cancelling settles its future."""
-
-    def __init__(self) -> None:
-        self.future: Future[Any] = Future()
-
-    def cancel(self) -> bool:
-        return self.future.cancel()
+class OpenFlight(Future[Any]):
+    """A computation that the test ends."""
 
 
 class Starter:
@@ -61,8 +55,7 @@ def executor() -> Any:
 
 def get_num_entered(single_flight: SingleFlight[str, Any]) -> int:
     """How often a caller has begun a flight or joined one."""
-    statistics = single_flight.statistics()
-    return statistics.num_flights + statistics.num_joined
+    return single_flight.num_flights + single_flight.num_joined
 
 
 def join(
@@ -74,12 +67,12 @@ def join(
     **options: Any,
 ) -> list[Future[Any]]:
     """That many callers, all of them waiting."""
-    num_waiting = single_flight.statistics().num_waiting
+    num_waiting = single_flight.num_waiting
     options = {"timeout_s": SOON_S} | options
     futures = [
         executor.submit(single_flight.get, "key", start, **options) for _ in range(num_callers)
     ]
-    wait_until(lambda: single_flight.statistics().num_waiting == num_waiting + num_callers)
+    wait_until(lambda: single_flight.num_waiting == num_waiting + num_callers)
     return futures
 
 
@@ -89,11 +82,11 @@ def test_callers_of_one_key_share_one_computation(
     starter = Starter()
     futures = join(executor, single_flight, starter, num_callers=20)
     result = object()
-    starter.wait_for_flight(0).future.set_result(result)
+    starter.wait_for_flight(0).set_result(result)
     assert all(future.result(SOON_S) is result for future in futures)
     assert len(starter.flights) == 1
-    statistics = single_flight.statistics()
-    assert (statistics.num_flights, statistics.num_joined, statistics.num_waiting) == (1, 19, 0)
+    counts = single_flight.num_flights, single_flight.num_joined, single_flight.num_waiting
+    assert counts == (1, 19, 0)
 
 
 def test_other_keys_do_not_wait(single_flight: SingleFlight[str, Any]) -> None:
@@ -125,7 +118,7 @@ def test_every_waiter_gets_its_own_copy_of_the_error(
 ) -> None:
     starter = Starter()
     futures = join(executor, single_flight, starter, num_callers=3)
-    starter.wait_for_flight(0).future.set_exception(MissingMediaError("gone", ("a", "b")))
+    starter.wait_for_flight(0).set_exception(MissingMediaError("gone", ("a", "b")))
     errors = [future.exception(SOON_S) for future in futures]
     assert [type(error) for error in errors] == [MissingMediaError] * 3
     assert [(str(error), error.missing) for error in errors] == [("gone", ("a", "b"))] * 3  # type: ignore[union-attr]
@@ -160,7 +153,7 @@ def test_an_error_that_can_not_be_copied_is_given_as_it_is(
 
     def start() -> OpenFlight:
         flight = OpenFlight()
-        flight.future.set_exception(error)
+        flight.set_exception(error)
         return flight
 
     with pytest.raises(OddError) as caught:
@@ -184,7 +177,7 @@ def test_an_error_is_freed_without_the_garbage_collector(
             finally:
                 del error
         flight = OpenFlight()
-        flight.future.set_exception(error)
+        flight.set_exception(error)
         return flight
 
     watched: list[weakref.ref[WatchedError]] = []
@@ -221,11 +214,11 @@ def test_the_computation_goes_on_until_the_last_waiter_has_gone(
         cancelled.set_result(None)
         with pytest.raises(CancelledError):
             future.result(SOON_S)
-        assert not flight.future.cancelled()
+        assert not flight.cancelled()
     leaving[2].cancel()  # a future that is cancelled has completed as well
     with pytest.raises(CancelledError):
         futures[2].result(SOON_S)
-    assert flight.future.cancelled()
+    assert flight.cancelled()
     assert starter.flights == [flight]
 
 
@@ -243,7 +236,7 @@ def test_a_flight_that_was_given_up_is_joined_by_nobody(
         single_flight.get("key", lambda: given_up, timeout_s=0.01)
     assert cancelled == [given_up]
     assert single_flight.get("key", lambda: FinishedFlight("new"), timeout_s=1.0) == "new"
-    given_up.future.set_result("too late")
+    given_up.set_result("too late")
 
 
 def test_one_that_has_waited_long_enough_leaves_the_others(
@@ -253,7 +246,7 @@ def test_one_that_has_waited_long_enough_leaves_the_others(
     (patient,) = join(executor, single_flight, starter, num_callers=1)
     with pytest.raises(TimeoutError):
         single_flight.get("key", starter, timeout_s=0.02)
-    starter.wait_for_flight(0).future.set_result("late")
+    starter.wait_for_flight(0).set_result("late")
     assert patient.result(SOON_S) == "late"
 
 
@@ -273,10 +266,10 @@ def test_a_flight_that_someone_else_cancelled_is_started_again(
 ) -> None:
     starter = Starter()
     futures = join(executor, single_flight, starter, num_callers=4)
-    starter.wait_for_flight(0).future.cancel()
+    starter.wait_for_flight(0).cancel()
     # One that has not woken yet still waits for the first flight, and would begin a third.
     wait_until(lambda: get_num_entered(single_flight) == 8)
-    starter.wait_for_flight(1).future.set_result("second")
+    starter.wait_for_flight(1).set_result("second")
     assert [future.result(SOON_S) for future in futures] == ["second"] * 4
     assert len(starter.flights) == 2
 
@@ -308,7 +301,7 @@ def test_an_interrupt_in_the_computing_thread_is_not_the_others(
             single_flight.get("key", interrupted, timeout_s=SOON_S)
 
     leader = executor.submit(first)
-    wait_until(lambda: single_flight.statistics().num_waiting == 1)
+    wait_until(lambda: single_flight.num_waiting == 1)
     (follower,) = join(executor, single_flight, lambda: FinishedFlight("mine"), num_callers=1)
     joined.set()
     assert follower.result(SOON_S) == "mine"
@@ -349,9 +342,9 @@ def test_a_caller_that_comes_while_the_last_one_leaves_gets_its_result(seed: int
             newcomer = executor.submit(come)
             with pytest.raises(CancelledError):
                 leaver.result(SOON_S)
-            wait_until(lambda: single_flight.statistics().num_waiting == 1)
-            wait_until(lambda starter=starter: not starter.flights[-1].future.cancelled())
-            starter.flights[-1].future.set_result("here")
+            wait_until(lambda: single_flight.num_waiting == 1)
+            wait_until(lambda starter=starter: not starter.flights[-1].cancelled())
+            starter.flights[-1].set_result("here")
             assert newcomer.result(SOON_S) == "here"
 
 
@@ -370,16 +363,16 @@ def test_whoever_stays_gets_the_result_of_its_key(seed: int) -> None:
             self.key, self.pause, self.fails = key, generator.random() / 300, key % 5 == 4
             with lock:
                 running[key] = running.get(key, 0) + 1
-            self.future.add_done_callback(self.end)
+            self.add_done_callback(self.end)
             threads.submit(self.compute)
 
         def compute(self) -> None:
             time.sleep(self.pause)
-            if self.future.set_running_or_notify_cancel():
+            if self.set_running_or_notify_cancel():
                 if self.fails:
-                    self.future.set_exception(RequestError(str(self.key)))
+                    self.set_exception(RequestError(str(self.key)))
                 else:
-                    self.future.set_result(10 * self.key)
+                    self.set_result(10 * self.key)
 
         def end(self, _: Future[Any]) -> None:
             with lock:
@@ -402,7 +395,6 @@ def test_whoever_stays_gets_the_result_of_its_key(seed: int) -> None:
         answers = list(callers.map(call, range(250)))
     assert set(answers) == {"left", "failed", "served"}
     assert set(running.values()) == {0}
-    statistics = single_flight.statistics()
-    assert statistics.num_waiting == 0
-    assert statistics.num_flights + statistics.num_joined == 250
+    assert single_flight.num_waiting == 0
+    assert single_flight.num_flights + single_flight.num_joined == 250
     assert single_flight._entries == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.uuids import BoundSource, UuidBindings, UuidScope
+from sensorium.multimodal.names import BoundSource, UuidBindings, UuidScope
 from sensorium.types.errors import RequestError
 
 CAT = BoundSource(digest="a" * 64, is_encoded=True)
@@ -20,7 +20,7 @@ def test_the_least_recently_used_binding_is_forgotten() -> None:
     bindings.bind("newest", DOG, modality="image", scope=ALL)
     assert bindings.get("old", modality="image", scope=ALL) == CAT
     assert bindings.get("new", modality="image", scope=ALL) is None
-    assert len(bindings) == 2
+    assert len(bindings._sources) == 2
 
 
 def test_clients_and_salts_are_apart() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.multimodal.processing.item_backend import estimate_cost_s
 from sensorium.types.errors import RequestError
 from tests.integration.media_bombs import BOMBS

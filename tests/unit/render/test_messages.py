@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.media import MediaItem
 from sensorium.render.messages import Message, get_media, parse_messages
 from sensorium.types.errors import RequestError
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.multimodal.media_item import MediaItem
+from sensorium.multimodal.media import MediaItem
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import RequestError
 

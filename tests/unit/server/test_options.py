@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import RequestError
 

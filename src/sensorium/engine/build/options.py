@@ -14,7 +14,7 @@ from typing import Any
 
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.layers.attention import ATTENTION_BACKENDS
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import ModelError
 from sensorium.types.multimodal import HASH_ALGORITHMS, MODALITIES
 from sensorium.types.options import (

@@ -13,7 +13,12 @@ from sensorium.multimodal.cache.mirror import UNKNOWN_EPOCH, MirrorReceiver, Mir
 from sensorium.multimodal.cache.shm import SharedReadonlyCache, ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.hasher import MediaHasher, choose_algorithm
+from sensorium.multimodal.names import (
+    MediaHasher,
+    SharedUuidBindings,
+    UuidBindings,
+    choose_algorithm,
+)
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processing.cost_guard import OwnOptions
@@ -29,7 +34,6 @@ from sensorium.multimodal.processing.item_handler import make_settings
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.uuids import SharedUuidBindings, UuidBindings
 
 _HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
 

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sensorium.multimodal.hasher import MediaHasher
+from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.uuids import BoundSource, UuidBindings, UuidScope
 from sensorium.render.prompts import RenderedMedia
 from sensorium.types.errors import FieldPath, RequestError, at
 from sensorium.types.multimodal import (

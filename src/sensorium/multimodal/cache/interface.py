@@ -14,9 +14,12 @@ from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, Process
 from sensorium.types.transfer import MissingItems, ShmReference, Transfer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CacheStatistics:
-    """Counts since the start, and what is kept at this moment."""
+    """Counts since the start, and what is kept at this moment.
+
+    A cache counts in an instance of its own, and gives out copies.
+    """
 
     num_queries: int = 0
     num_hits: int = 0
@@ -39,7 +42,7 @@ class ItemHandle:
     mm_hash: str
     layout: ItemLayout | None
     num_bytes: int
-    is_hit: bool  # the cache had it
+    is_hit: bool = False  # the cache had it
     kwargs: MultiModalKwargsItem | None = None  # the tensors, where the frontend has them
     reference: ShmReference | None = None  # a lease on the place in shared memory
 
@@ -93,17 +96,6 @@ class SenderCache(ProcessorCache, Protocol):
         without, the caller asks for the item as if it were new (another request may have brought
         it back; if not, it is processed again), and releases the old handle. That is one more
         query.
-        """
-        ...
-
-
-class SharedCache(SenderCache, Protocol):
-    """A cache into which other processes put items."""
-
-    def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
-        """Return a handle for an item that another process has put there: one query, no hit.
-
-        Return `None` and count nothing if the item is gone already.
         """
         ...
 

@@ -17,9 +17,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Generic, TypeVar
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.item_codec import get_num_bytes
@@ -30,96 +29,86 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class LruEntry:
-    """An entry of a `ByteLru`."""
+class ItemEntry:
+    """An item that is kept, or that a handle holds although there was no room to keep it."""
 
-    key: str
+    modality: str
+    mm_hash: str
+    layout: ItemLayout | None
     num_bytes: int
-    # A pin belongs to an entry and not to its key: what was removed and added anew has none.
+    kwargs: MultiModalKwargsItem | None  # None: only the core has the tensors
+    sent_in: int | None = None  # number of the message that took the tensors to the core
+    # A pin belongs to an entry and not to its hash: another entry of that hash does not have it.
     num_pins: int = 0
 
 
-EntryT = TypeVar("EntryT", bound=LruEntry)
-
-
-class ByteLru(Generic[EntryT]):
+class ByteLru:
     """The sizes, pins and order of use of entries. It is not safe to use from several threads."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
-        self._entries: dict[str, EntryT] = {}
+        self._entries: dict[str, ItemEntry] = {}
         self._evictable: OrderedDict[str, None] = OrderedDict()  # least recently used first
         self._num_pinned_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[EntryT]:
+    def __iter__(self) -> Iterator[ItemEntry]:
         return iter(self._entries.values())
 
-    def get(self, key: str) -> EntryT | None:
-        return self._entries.get(key)
+    def __contains__(self, entry: ItemEntry) -> bool:
+        return self._entries.get(entry.mm_hash) is entry
+
+    def get(self, mm_hash: str) -> ItemEntry | None:
+        return self._entries.get(mm_hash)
 
     def can_add(self, num_bytes: int) -> bool:
         """Return True if there is room, or would be after evicting everything without a pin."""
         return num_bytes <= self.capacity_bytes - self._num_pinned_bytes
 
-    def add(self, entry: EntryT) -> list[EntryT]:
-        """Keep a new entry, which has no pin yet. Return the entries that were evicted for it."""
-        if entry.key in self._entries or entry.num_pins or not self.can_add(entry.num_bytes):
-            raise InvariantError(f"{entry.key} is kept already, or does not fit")
+    def add(self, entry: ItemEntry) -> list[ItemEntry]:
+        """Keep an entry, with the pins that it has. Return the entries that were evicted for it."""
+        if entry.mm_hash in self._entries or not self.can_add(entry.num_bytes):
+            raise InvariantError(f"{entry.mm_hash} is kept already, or does not fit")
         victims = []
         # It ends: what has no pin is enough, by `can_add`.
         while self.num_bytes > self.capacity_bytes - entry.num_bytes:
             victims.append(self._entries[next(iter(self._evictable))])
             self.remove(victims[-1])
-        self._entries[entry.key] = entry
-        self._evictable[entry.key] = None
+        self._entries[entry.mm_hash] = entry
         self.num_bytes += entry.num_bytes
+        if entry.num_pins:
+            self._num_pinned_bytes += entry.num_bytes
+        else:
+            self._evictable[entry.mm_hash] = None
         return victims
 
-    def pin(self, entry: EntryT) -> None:
+    def pin(self, entry: ItemEntry) -> None:
         """Keep the entry from being evicted until as many calls of `unpin`."""
         entry.num_pins += 1
-        if entry.num_pins == 1 and self._is_kept(entry):
-            del self._evictable[entry.key]
+        if entry.num_pins == 1 and entry in self:
+            del self._evictable[entry.mm_hash]
             self._num_pinned_bytes += entry.num_bytes
 
-    def unpin(self, entry: EntryT) -> None:
+    def unpin(self, entry: ItemEntry) -> None:
         """Take back one pin. Without any, the entry is the most recently used."""
         if not entry.num_pins:
-            raise InvariantError(f"{entry.key} has no pin to lose")
+            raise InvariantError(f"{entry.mm_hash} has no pin to lose")
         entry.num_pins -= 1
-        if not entry.num_pins and self._is_kept(entry):
-            self._evictable[entry.key] = None
+        if not entry.num_pins and entry in self:
+            self._evictable[entry.mm_hash] = None
             self._num_pinned_bytes -= entry.num_bytes
 
-    def remove(self, entry: EntryT) -> None:
+    def remove(self, entry: ItemEntry) -> None:
         """Forget an entry that is kept, pinned or not."""
-        del self._entries[entry.key]
+        del self._entries[entry.mm_hash]
         self.num_bytes -= entry.num_bytes
         if entry.num_pins:
             self._num_pinned_bytes -= entry.num_bytes
         else:
-            del self._evictable[entry.key]
-
-    def _is_kept(self, entry: EntryT) -> bool:
-        return self._entries.get(entry.key) is entry
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ItemEntry(LruEntry):
-    """An item that is kept. Its key is the `mm_hash`."""
-
-    modality: str
-    layout: ItemLayout | None
-    kwargs: MultiModalKwargsItem | None  # None: only the core has the tensors
-    sent_in: int | None = None  # number of the message that took the tensors to the core
-
-    @property
-    def mm_hash(self) -> str:
-        return self.key
+            del self._evictable[entry.mm_hash]
 
 
 class ItemTable:
@@ -127,25 +116,16 @@ class ItemTable:
 
     def __init__(self, capacity_bytes: int) -> None:
         self._lock = RLock()  # of everything below, and of what subclasses add
-        self._lru: ByteLru[ItemEntry] = ByteLru(capacity_bytes)
-        # Handle -> the entry that it pins; None: there was no room for one.
-        self._held: dict[ItemHandle, ItemEntry | None] = {}
-        self._num_queries = 0
-        self._num_hits = 0
-        self._num_evictions = 0
-        self._num_resends = 0
-        self._num_oversize = 0
+        self._lru = ByteLru(capacity_bytes)
+        # Handle that was not released -> the entry that it pins. The entry may not be in `_lru`:
+        # there was no room for it, or the cache was cleared.
+        self._held: dict[ItemHandle, ItemEntry] = {}
+        self._counts = CacheStatistics(capacity_bytes=capacity_bytes)
         self._was_warned = False
-
-    @property
-    def num_handles(self) -> int:
-        """Return the number of handles that were given out and not released."""
-        with self._lock:
-            return len(self._held)
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
         with self._lock:
-            return _can_serve(self._lru.get(mm_hash), needs_layout)
+            return self._find(mm_hash, needs_layout) is not None
 
     def get_and_update_item(
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
@@ -153,29 +133,34 @@ class ItemTable:
         if item is not None and item.mm_hash != mm_hash:
             raise InvariantError(f"item {item.mm_hash} was given for {mm_hash}")
         with self._lock:
-            entry = self._lru.get(mm_hash)
-            is_hit = _can_serve(entry, needs_layout)
-            if not is_hit:
-                if item is None:
-                    return None
-                if entry is None:
-                    entry = self._keep(item)
-            if entry is not None and entry.layout is None and item is not None:
-                entry.layout = item.layout
-            self._num_queries += 1
-            self._num_hits += is_hit
-            handle = _make_handle(entry, item, is_hit)
-            self._held[handle] = None
-            self._bind(handle, entry)
+            entry = self._find(mm_hash, needs_layout)
+            is_hit = entry is not None
+            if item is not None:
+                entry = entry or self._lru.get(mm_hash) or self._keep(item)
+                entry.layout = entry.layout or item.layout
+            if entry is None:
+                return None
+            handle = ItemHandle(
+                modality=entry.modality,
+                mm_hash=mm_hash,
+                layout=entry.layout,
+                num_bytes=entry.num_bytes,
+                is_hit=is_hit,
+                kwargs=item.kwargs if item and entry.kwargs is None else entry.kwargs,
+            )
+            self._counts.num_queries += 1
+            self._counts.num_hits += is_hit
+            self._lru.pin(entry)
+            self._held[handle] = entry
             return handle
 
     def release(self, handles: Iterable[ItemHandle]) -> None:
         with self._lock:
             for handle in handles:
-                if handle not in self._held:
+                entry = self._held.pop(handle, None)
+                if entry is None:
                     raise InvariantError(f"a handle of {handle.mm_hash} was released twice")
-                self._bind(handle, None)
-                del self._held[handle]
+                self._lru.unpin(entry)
 
     def clear_cache(self) -> None:
         with self._lock:
@@ -185,16 +170,12 @@ class ItemTable:
         with self._lock:
             if not self._lru.capacity_bytes:
                 return CacheStatistics()
-            return CacheStatistics(
-                num_queries=self._num_queries,
-                num_hits=self._num_hits,
-                num_evictions=self._num_evictions,
-                num_resends=self._num_resends,
-                num_oversize=self._num_oversize,
-                num_items=len(self._lru),
-                num_bytes=self._lru.num_bytes,
-                capacity_bytes=self._lru.capacity_bytes,
-            )
+            return replace(self._counts, num_items=len(self._lru), num_bytes=self._lru.num_bytes)
+
+    def _find(self, mm_hash: str, needs_layout: bool) -> ItemEntry | None:
+        """Return the entry that is kept, unless it lacks a layout that is needed."""
+        entry = self._lru.get(mm_hash)
+        return entry if entry and (entry.layout is not None or not needs_layout) else None
 
     def _rebind(self, handles: Sequence[ItemHandle]) -> None:
         """Let each handle pin what is kept under its hash now.
@@ -206,39 +187,47 @@ class ItemTable:
             raise InvariantError("a handle was released before its item was sent")
         # All pins first: keeping one item again must not evict another of the same request.
         for handle in handles:
-            self._bind(handle, self._lru.get(handle.mm_hash))
+            self._pin_kept(handle)
         for handle in handles:
-            if self._held[handle] is None and handle.kwargs is not None:
-                entry = self._lru.get(handle.mm_hash)
-                if entry is None and self._has_room(handle.num_bytes):
-                    entry = self._add(handle, handle.kwargs, handle.num_bytes)
-                self._bind(handle, entry)
+            is_kept = self._pin_kept(handle)
+            if not is_kept and handle.kwargs is not None and self._has_room(handle.num_bytes):
+                entry = self._held[handle]
+                entry.kwargs, entry.sent_in = handle.kwargs, None
+                self._add(entry)
 
-    def _keep(self, item: ProcessedItem) -> ItemEntry | None:
-        num_bytes = get_num_bytes(item.kwargs)
-        if not self._has_room(num_bytes):
-            self._num_oversize += 1
-            self._warn_if_too_large(num_bytes)
-            return None
-        return self._add(item, own_tensors(item.kwargs), num_bytes)
+    def _pin_kept(self, handle: ItemHandle) -> bool:
+        """Let the handle pin the entry that is kept under its hash, if there is one."""
+        entry, previous = self._lru.get(handle.mm_hash), self._held[handle]
+        if entry is not None and entry is not previous:
+            self._lru.pin(entry)
+            self._lru.unpin(previous)
+            self._held[handle] = entry
+        return entry is not None
+
+    def _keep(self, item: ProcessedItem) -> ItemEntry:
+        """Return an entry of the item, which is kept if there is room for it."""
+        entry = ItemEntry(
+            modality=item.modality,
+            mm_hash=item.mm_hash,
+            layout=item.layout,
+            num_bytes=get_num_bytes(item.kwargs),
+            kwargs=item.kwargs,
+        )
+        if self._has_room(entry.num_bytes):
+            entry.kwargs = own_tensors(item.kwargs)
+            self._add(entry)
+        else:
+            self._counts.num_oversize += 1
+            self._warn_if_too_large(entry.num_bytes)
+        return entry
 
     def _has_room(self, num_bytes: int) -> bool:
         return self._lru.capacity_bytes > 0 and self._lru.can_add(num_bytes)
 
-    def _add(
-        self, item: ProcessedItem | ItemHandle, kwargs: MultiModalKwargsItem, num_bytes: int
-    ) -> ItemEntry:
-        entry = ItemEntry(
-            key=item.mm_hash,
-            num_bytes=num_bytes,
-            modality=item.modality,
-            layout=item.layout,
-            kwargs=kwargs,
-        )
+    def _add(self, entry: ItemEntry) -> None:
         victims = self._lru.add(entry)
-        self._num_evictions += len(victims)
+        self._counts.num_evictions += len(victims)
         self._note_removals(victims)
-        return entry
 
     def _forget(self, entries: Iterable[ItemEntry]) -> None:
         for entry in entries:
@@ -259,15 +248,6 @@ class ItemTable:
                 capacity_bytes,
             )
 
-    def _bind(self, handle: ItemHandle, entry: ItemEntry | None) -> None:
-        """Let the handle pin this entry in place of the one that it pinned before."""
-        previous = self._held[handle]
-        self._held[handle] = entry
-        if entry is not None:
-            self._lru.pin(entry)
-        if previous is not None:
-            self._lru.unpin(previous)
-
 
 def own_tensors(kwargs: MultiModalKwargsItem) -> MultiModalKwargsItem:
     """Return the same item with a copy of each tensor that is a part of a larger one.
@@ -280,25 +260,3 @@ def own_tensors(kwargs: MultiModalKwargsItem) -> MultiModalKwargsItem:
         name: tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
         for name, tensor in kwargs.items()
     }
-
-
-def _can_serve(entry: ItemEntry | None, needs_layout: bool) -> bool:
-    return entry is not None and (entry.layout is not None or not needs_layout)
-
-
-def _make_handle(entry: ItemEntry | None, item: ProcessedItem | None, is_hit: bool) -> ItemHandle:
-    """Return a handle of the entry, with the item's tensors if the entry has none."""
-    source = entry or item
-    if source is None:
-        raise InvariantError("a handle needs an entry or an item")
-    kwargs = source.kwargs
-    if kwargs is None and item is not None:
-        kwargs = item.kwargs
-    return ItemHandle(
-        modality=source.modality,
-        mm_hash=source.mm_hash,
-        layout=source.layout,
-        num_bytes=get_num_bytes(source.kwargs or {}) if entry is None else entry.num_bytes,
-        is_hit=is_hit,
-        kwargs=kwargs,
-    )

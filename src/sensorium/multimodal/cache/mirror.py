@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.cache.item_table import ItemEntry, ItemTable, own_tensors
@@ -50,11 +51,6 @@ class MirrorSender(ItemTable):
         with self._lock:
             return bool(self._evictions)
 
-    def get_sent_sizes(self) -> dict[str, int]:
-        """Return `mm_hash` -> bytes of what the core will keep after all messages so far."""
-        with self._lock:
-            return {e.key: e.num_bytes for e in self._lru if e.sent_in is not None}
-
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
         """Return the message of a request, or without handles a message of evictions alone.
 
@@ -67,12 +63,12 @@ class MirrorSender(ItemTable):
             inserts = []
             for handle in handles:
                 entry = self._held[handle]
-                if entry is None:
+                if entry not in self._lru:
                     if handle.kwargs is not None:
                         payloads[handle.mm_hash] = handle.kwargs
                 elif entry.kwargs is not None:
-                    payloads[entry.key] = entry.kwargs
-                    inserts.append(entry.key)
+                    payloads[entry.mm_hash] = entry.kwargs
+                    inserts.append(entry.mm_hash)
                     entry.kwargs, entry.sent_in = None, self._next_sequence
             return Transfer(payloads=payloads, update=self._take_update(inserts))
 
@@ -82,15 +78,17 @@ class MirrorSender(ItemTable):
         What was sent after the core gave this answer is still expected to be there.
         """
         with self._lock:
-            self._num_resends += len(missing.mm_hashes)
+            self._counts.num_resends += len(missing.mm_hashes)
             if missing.epoch != self._epoch:
                 self._forget(e for e in tuple(self._lru) if e.sent_in is not None)
                 self._evictions.clear()
                 self._epoch = missing.epoch
                 self._next_sequence = 0
                 return
-            entries = map(self._lru.get, missing.mm_hashes)
-            self._forget(e for e in entries if e and _was_sent_before(e, missing.num_applied))
+            for mm_hash in missing.mm_hashes:
+                entry = self._lru.get(mm_hash)
+                if entry and entry.sent_in is not None and entry.sent_in < missing.num_applied:
+                    self._forget([entry])
 
     def _take_update(self, inserts: Sequence[str]) -> MirrorUpdate | None:
         if not self._lru.capacity_bytes:
@@ -111,11 +109,7 @@ class MirrorSender(ItemTable):
         A request that holds a handle of it sends the tensors again, if the handle has them. If not,
         the core answers that they are missing, and the caller brings them back.
         """
-        self._evictions += [entry.key for entry in entries if entry.sent_in is not None]
-
-
-def _was_sent_before(entry: ItemEntry, num_applied: int) -> bool:
-    return entry.sent_in is not None and entry.sent_in < num_applied
+        self._evictions += [entry.mm_hash for entry in entries if entry.sent_in is not None]
 
 
 class MirrorReceiver:
@@ -126,23 +120,10 @@ class MirrorReceiver:
     """
 
     def __init__(self, epoch: int | None = None) -> None:
-        self._epoch = _make_epoch() if epoch is None else epoch
+        self.epoch = _make_epoch() if epoch is None else epoch
         self._num_applied = 0  # messages of this epoch
         self._items: dict[str, MultiModalKwargsItem] = {}  # mm_hash -> tensors
-        self._sizes: dict[str, int] = {}  # mm_hash -> bytes
-        self._num_bytes = 0
-        self._num_queries = 0
-        self._num_hits = 0
-        self._num_evictions = 0
-        self._num_resends = 0
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    def get_sizes(self) -> dict[str, int]:
-        """Return `mm_hash` -> bytes of what is kept."""
-        return dict(self._sizes)
+        self._counts = CacheStatistics()  # the capacity stays 0, because only the leader has one
 
     def receive(
         self, mm_hashes: Sequence[str], transfer: Transfer
@@ -151,43 +132,37 @@ class MirrorReceiver:
         payloads = {key: _as_tensors(key, value) for key, value in transfer.payloads.items()}
         update = transfer.update
         if update is not None:
-            if not self._is_next(update):
+            if (update.epoch, update.sequence) != (self.epoch, self._num_applied):
                 self._refuse(update)
                 return self._make_missing(wanted)
             self._apply(update, payloads)
-        return self._resolve(wanted, payloads, is_counted=update is not None)
+        missing = tuple(key for key in wanted if key not in payloads and key not in self._items)
+        if missing:
+            return self._make_missing(missing)
+        if update is not None:
+            self._counts.num_queries += len(wanted)
+            self._counts.num_hits += sum(key not in payloads for key in wanted)
+        return {key: payloads[key] if key in payloads else self._items[key] for key in wanted}
 
     def release(self, mm_hashes: Iterable[str]) -> None:
         """Do nothing: an item that the leader evicts lives on in the requests that have it."""
 
     def clear_cache(self) -> None:
         """Forget everything. The leader learns this from the answer to its next message."""
-        self._epoch = _make_epoch()
+        self.epoch = _make_epoch()
         self._num_applied = 0
         self._items.clear()
-        self._sizes.clear()
-        self._num_bytes = 0
+        self._counts.num_bytes = 0
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts. The capacity is 0 here, because only the leader has one."""
-        return CacheStatistics(
-            num_queries=self._num_queries,
-            num_hits=self._num_hits,
-            num_evictions=self._num_evictions,
-            num_resends=self._num_resends,
-            num_items=len(self._items),
-            num_bytes=self._num_bytes,
-        )
-
-    def _is_next(self, update: MirrorUpdate) -> bool:
-        return update.epoch == self._epoch and update.sequence == self._num_applied
+        return replace(self._counts, num_items=len(self._items))
 
     def _refuse(self, update: MirrorUpdate) -> None:
         """Begin a new epoch, unless the message is only a late one of the epoch before this.
 
         A message was lost or came twice, or the leader is new or still in an earlier epoch.
         """
-        if update.epoch == self._epoch or self._num_applied:
+        if update.epoch == self.epoch or self._num_applied:
             self.clear_cache()
 
     def _apply(self, update: MirrorUpdate, payloads: dict[str, MultiModalKwargsItem]) -> None:
@@ -195,40 +170,19 @@ class MirrorReceiver:
             raise InvariantError("an update inserts items that did not come with it")
         for mm_hash in update.evictions:
             self._drop(mm_hash)
-        self._num_evictions += len(update.evictions)
+        self._counts.num_evictions += len(update.evictions)
         for mm_hash in update.inserts:
             self._drop(mm_hash)
-            item = payloads[mm_hash] = own_tensors(payloads[mm_hash])
-            self._items[mm_hash] = item
-            self._sizes[mm_hash] = get_num_bytes(item)
-            self._num_bytes += self._sizes[mm_hash]
+            item = self._items[mm_hash] = payloads[mm_hash] = own_tensors(payloads[mm_hash])
+            self._counts.num_bytes += get_num_bytes(item)
         self._num_applied += 1
 
     def _drop(self, mm_hash: str) -> None:
-        self._items.pop(mm_hash, None)
-        self._num_bytes -= self._sizes.pop(mm_hash, 0)
-
-    def _resolve(
-        self,
-        wanted: Sequence[str],
-        payloads: dict[str, MultiModalKwargsItem],
-        *,
-        is_counted: bool,
-    ) -> dict[str, MultiModalKwargsItem] | MissingItems:
-        found = {key: self._items[key] for key in wanted if key in self._items}
-        num_hits = len(found.keys() - payloads.keys())
-        found |= {key: payloads[key] for key in wanted if key in payloads}
-        missing = tuple(mm_hash for mm_hash in wanted if mm_hash not in found)
-        if missing:
-            return self._make_missing(missing)
-        if is_counted:
-            self._num_queries += len(found)
-            self._num_hits += num_hits
-        return found
+        self._counts.num_bytes -= get_num_bytes(self._items.pop(mm_hash, {}))
 
     def _make_missing(self, mm_hashes: tuple[str, ...]) -> MissingItems:
-        self._num_resends += len(mm_hashes)
-        return MissingItems(mm_hashes=mm_hashes, epoch=self._epoch, num_applied=self._num_applied)
+        self._counts.num_resends += len(mm_hashes)
+        return MissingItems(mm_hashes=mm_hashes, epoch=self.epoch, num_applied=self._num_applied)
 
 
 def _as_tensors(mm_hash: str, payload: MultiModalKwargsItem | ShmReference) -> MultiModalKwargsItem:

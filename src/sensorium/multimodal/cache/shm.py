@@ -1,28 +1,29 @@
 """The sides of the shared-memory cache: frontends find and put items, the core reads them.
 
-All are thin: what is kept, and for how long, is decided by the store (`shm_store`). Any number of
-senders, readers and receivers may share a store, each with its own instance of it.
+The store (`shm_store`) decides what is kept, and for how long. Any number of senders, readers and
+receivers may share a store, each with its own instance of it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.cache.item_table import ItemTable
-from sensorium.multimodal.cache.shm_store import ShmEntry, ShmStore
+from sensorium.multimodal.cache.shm_store import LeasedItem, ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
 from sensorium.types.transfer import MissingItems, Payload, ShmReference, Transfer
+from sensorium.utils.lru import LruCache
 
 _MAX_MISSING = 4096
 
 
 class ShmSender:
-    """A `SharedCache` for the requests that a core runs.
+    """A `SenderCache` of items that this process or others have put into the store.
 
     Handles carry a reference. They carry the tensors as well if these must be sent, because there
     was no room for them or the core could not find them.
@@ -30,52 +31,47 @@ class ShmSender:
 
     def __init__(self, store: ShmStore) -> None:
         self._store = store
-        self._lock = threading.Lock()  # of everything below
-        self._num_queries = 0
-        self._num_hits = 0
-        self._num_resends = 0
+        self._counts = CacheStatistics()  # of this process
+        self._lock = Lock()  # of the counts
         # Hashes that the core could not find, until they are sent; the oldest are forgotten.
-        self._missing: dict[str, None] = {}
+        self._missing: LruCache[str, bool] = LruCache(_MAX_MISSING)
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
-        with self._lock:
-            if mm_hash in self._missing:
-                return False
-        return _is_stored(self._store, mm_hash, needs_layout=needs_layout)
+        is_missing = self._missing.get(mm_hash)
+        return not is_missing and self._store.is_cached(mm_hash, needs_layout=needs_layout)
 
     def get_and_update_item(
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
     ) -> ItemHandle | None:
-        with self._lock:
-            is_missing = mm_hash in self._missing
-        if is_missing:
+        if self._missing.get(mm_hash):
             return None if item is None else self._resend(item)
-        entry = self._store.acquire(mm_hash)
-        is_hit = entry is not None and (entry.layout is not None or not needs_layout)
-        if item is None and not is_hit:
-            if entry is not None:
-                self._store.release(entry.reference)
+        found = self._store.acquire(mm_hash, needs_layout=needs_layout)
+        handle: ItemHandle | None = found
+        is_hit = found is not None
+        if item is not None and (found is None or found.layout is None):
+            if found is not None:
+                self._store.release(found.reference)
+            handle, was_there = self._put(item)  # another thread may have put it since
+            is_hit = is_hit or was_there
+        if handle is None:
             return None
-        if entry is not None:
-            self._count(is_hit=is_hit)
-            return replace(self._add_layout(entry, item), is_hit=is_hit)
-        if item is None:
-            return None
-        reference, is_found = self._store.put_or_find(item)  # another thread may have put it
-        self._count(is_hit=is_found)
-        return replace(_make_item_handle(item, reference), is_hit=is_found)
+        self._count(is_hit=is_hit)
+        return replace(handle, is_hit=is_hit)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
-        entry = self._store.lease(reference)
-        if entry is None:
+        """Return a handle for an item that another process has put there: one query, no hit.
+
+        Return `None` and count nothing if the item is gone already.
+        """
+        item = self._store.lease(reference)
+        if item is None:
             return None
-        if entry.mm_hash != mm_hash:
+        if item.mm_hash != mm_hash:
             self._store.release(reference)
-            raise InvariantError(f"{reference} is {entry.mm_hash}, not {mm_hash}")
+            raise InvariantError(f"{reference} is {item.mm_hash}, not {mm_hash}")
         self._count(is_hit=False)
-        with self._lock:
-            self._missing.pop(mm_hash, None)
-        return entry.make_handle()
+        self._missing.remove(mm_hash)
+        return item
 
     def release(self, handles: Iterable[ItemHandle]) -> None:
         for handle in handles:
@@ -89,42 +85,41 @@ class ShmSender:
         with self._lock:
             return replace(
                 self._store.statistics(),
-                num_queries=self._num_queries,
-                num_hits=self._num_hits,
-                num_resends=self._num_resends,
+                num_queries=self._counts.num_queries,
+                num_hits=self._counts.num_hits,
+                num_resends=self._counts.num_resends,
             )
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
         return Transfer(payloads={handle.mm_hash: _get_payload(handle) for handle in handles})
 
     def handle_missing(self, missing: MissingItems) -> None:
+        for mm_hash in missing.mm_hashes:
+            self._missing.put(mm_hash, True)
         with self._lock:
-            self._missing |= dict.fromkeys(missing.mm_hashes)
-            for mm_hash in list(self._missing)[:-_MAX_MISSING]:
-                del self._missing[mm_hash]
-            self._num_resends += len(missing.mm_hashes)
+            self._counts.num_resends += len(missing.mm_hashes)
 
     def _resend(self, item: ProcessedItem) -> ItemHandle:
         self._count(is_hit=False)
         handle = _make_item_handle(item, self._store.put(item))
-        with self._lock:
-            self._missing.pop(item.mm_hash, None)
+        self._missing.remove(item.mm_hash)
         return replace(handle, kwargs=item.kwargs)
 
-    def _add_layout(self, entry: ShmEntry, item: ProcessedItem | None) -> ItemHandle:
-        """Return a handle of the entry, or of the item in its place if only that has a layout."""
-        if entry.layout is not None or item is None or item.layout is None:
-            return entry.make_handle()
-        reference = self._store.put(item)
-        if reference is None:
-            return replace(entry.make_handle(), layout=item.layout)
-        self._store.release(entry.reference)
-        return _make_item_handle(item, reference)
+    def _put(self, item: ProcessedItem) -> tuple[ItemHandle, bool]:
+        """Return a handle for the item, and whether the store had the item already.
+
+        If there is no room for the item, but the store has it without a layout, the handle leads to
+        that one.
+        """
+        reference, was_there = self._store.put_or_find(item)
+        if reference is None and (bare := self._store.acquire(item.mm_hash)) is not None:
+            return replace(bare, layout=item.layout), False
+        return _make_item_handle(item, reference), was_there
 
     def _count(self, *, is_hit: bool) -> None:
         with self._lock:
-            self._num_queries += 1
-            self._num_hits += is_hit
+            self._counts.num_queries += 1
+            self._counts.num_hits += is_hit
 
 
 class SharedReadonlyCache(ItemTable):
@@ -137,11 +132,10 @@ class SharedReadonlyCache(ItemTable):
     def __init__(self, store: ShmStore, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
         self._store = store
-        self._num_shared_hits = 0
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
-        return super().is_cached(mm_hash, needs_layout=needs_layout) or _is_stored(
-            self._store, mm_hash, needs_layout=needs_layout
+        return super().is_cached(mm_hash, needs_layout=needs_layout) or self._store.is_cached(
+            mm_hash, needs_layout=needs_layout
         )
 
     def get_and_update_item(
@@ -149,7 +143,7 @@ class SharedReadonlyCache(ItemTable):
     ) -> ItemHandle | None:
         return (
             super().get_and_update_item(mm_hash, needs_layout=needs_layout)
-            or self._peek(mm_hash, needs_layout=needs_layout)
+            or self._read(mm_hash, needs_layout=needs_layout)
             or super().get_and_update_item(mm_hash, item, needs_layout=needs_layout)
         )
 
@@ -160,23 +154,14 @@ class SharedReadonlyCache(ItemTable):
             else:
                 self._store.release(handle.reference)
 
-    def statistics(self) -> CacheStatistics:
-        own = super().statistics()
-        with self._lock:
-            shared = self._num_shared_hits
-        return replace(own, num_queries=own.num_queries + shared, num_hits=own.num_hits + shared)
-
-    def _peek(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
-        entry = self._store.peek(mm_hash)
-        if entry is None:
-            return None
-        if entry.layout is None and needs_layout:
-            self._store.release(entry.reference)
+    def _read(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
+        item = self._store.acquire(mm_hash, needs_layout=needs_layout, is_use=False)
+        if item is None:
             return None
         with self._lock:
-            self._num_shared_hits += 1
-        kwargs = self._store.open(entry.reference)
-        return replace(entry.make_handle(), is_hit=True, kwargs=kwargs)
+            self._counts.num_queries += 1
+            self._counts.num_hits += 1
+        return replace(item, is_hit=True, kwargs=self._store.open(item.reference))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,8 +182,7 @@ class ShmReceiver:
     def __init__(self, store: ShmStore) -> None:
         self._store = store
         self._held: dict[str, _Held] = {}  # by mm_hash
-        self._num_queries = 0
-        self._num_hits = 0
+        self._counts = CacheStatistics()  # of this process
 
     def receive(
         self, mm_hashes: Sequence[str], transfer: Transfer
@@ -215,8 +199,8 @@ class ShmReceiver:
         if missing:
             self.release(found)
             return MissingItems(mm_hashes=tuple(missing), epoch=0)
-        self._num_queries += len(found)
-        self._num_hits += sum(held.reference is not None for held in found.values())
+        self._counts.num_queries += len(found)
+        self._counts.num_hits += sum(held.reference is not None for held in found.values())
         return {mm_hash: held.kwargs for mm_hash, held in found.items()}
 
     def release(self, mm_hashes: Iterable[str]) -> None:
@@ -235,8 +219,9 @@ class ShmReceiver:
         self._store.clear_cache()
 
     def statistics(self) -> CacheStatistics:
+        counts = self._counts
         return replace(
-            self._store.statistics(), num_queries=self._num_queries, num_hits=self._num_hits
+            self._store.statistics(), num_queries=counts.num_queries, num_hits=counts.num_hits
         )
 
     def _find(self, mm_hash: str, payload: Payload | None) -> _Held | None:
@@ -245,28 +230,20 @@ class ShmReceiver:
             return held
         if payload is not None and not isinstance(payload, ShmReference):
             return _Held(kwargs=payload, reference=None)
-        entry = None if payload is None else self._lease(mm_hash, payload)
-        if entry is None:
+        item = None if payload is None else self._lease(mm_hash, payload)
+        if item is None:
             # It may have been put again, elsewhere, while the message was on its way.
-            entry = self._store.acquire(mm_hash)
-        if entry is None:
+            item = self._store.acquire(mm_hash)
+        if item is None:
             return None
-        return _Held(kwargs=self._store.open(entry.reference), reference=entry.reference)
+        return _Held(kwargs=self._store.open(item.reference), reference=item.reference)
 
-    def _lease(self, mm_hash: str, reference: ShmReference) -> ShmEntry | None:
-        entry = self._store.lease(reference)
-        if entry is not None and entry.mm_hash != mm_hash:
+    def _lease(self, mm_hash: str, reference: ShmReference) -> LeasedItem | None:
+        item = self._store.lease(reference)
+        if item is not None and item.mm_hash != mm_hash:
             self._store.release(reference)
             return None
-        return entry
-
-
-def _is_stored(store: ShmStore, mm_hash: str, *, needs_layout: bool) -> bool:
-    entry = store.peek(mm_hash)
-    if entry is None:
-        return False
-    store.release(entry.reference)
-    return entry.layout is not None or not needs_layout
+        return item
 
 
 def _get_payload(handle: ItemHandle) -> Payload:
@@ -282,7 +259,6 @@ def _make_item_handle(item: ProcessedItem, reference: ShmReference | None) -> It
         mm_hash=item.mm_hash,
         layout=item.layout,
         num_bytes=get_num_bytes(item.kwargs),
-        is_hit=False,
         kwargs=item.kwargs if reference is None else None,
         reference=reference,
     )

@@ -33,14 +33,14 @@ import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.types.errors import CapacityError, InvariantError, ModelError
+from sensorium.types.transfer import ShmReference
 from sensorium.utils.system_memory import get_free_system_bytes
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid, padding.
@@ -48,10 +48,10 @@ _FLOCK = struct.Struct("@hhqqi0q")
 
 
 class ShmSegment:
-    """The hold of one process (or one instance) on the memory.
+    """The memory, as one process has mapped it. Mostly a process has one instance.
 
-    `with segment:` is the mutex; inside one process it also keeps threads apart. `fd` is for child
-    processes (`pass_fds`).
+    `with segment:` takes the mutex, which excludes other instances and other threads. `fd` is for
+    child processes (`pass_fds`).
     """
 
     def __init__(self, fd: int) -> None:
@@ -102,12 +102,7 @@ class ShmSegment:
             self._thread_lock.release()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._is_closed:
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         self._thread_lock.release()
@@ -138,6 +133,7 @@ class ShmSegment:
 
 
 def _describe(kind: int, member: int) -> bytes:
+    """Return the `struct flock` of the byte that stands for a member."""
     return _FLOCK.pack(kind, os.SEEK_SET, member, 1, 0)
 
 
@@ -155,7 +151,10 @@ Key = bytes  # of 32 bytes
 
 
 class SlotState:
-    """Words, not an enum: comparing a column with anything else costs many times as much."""
+    """The states of a slot.
+
+    They are words and no enum: comparing a column with anything else takes many times as long.
+    """
 
     FREE = np.uint64(0)
     WRITING = np.uint64(1)  # its only leaseholder copies the bytes
@@ -175,21 +174,17 @@ class _Field(IntEnum):
     NUM_OVERSIZE = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """An item's bytes in the data region: the block of its tensors, then its metadata."""
-
-    offset: int
-    block_bytes: int
-    metadata_bytes: int
-
-
 def get_table_bytes(num_slots: int) -> int:
     """Return the size of header and slots, which lie before the data region."""
     return HEADER_BYTES + -(-num_slots * _BYTES_PER_SLOT // HEADER_BYTES) * HEADER_BYTES
 
 
 class ShmIndex:
+    """The table of a segment. Its methods run inside the mutex.
+
+    `get_extent` may also be called outside, for a slot that the caller has leased.
+    """
+
     def __init__(self, buffer: memoryview) -> None:
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
         if header[_Field.MAGIC] != _MAGIC:
@@ -208,44 +203,39 @@ class ShmIndex:
         self._keys: Words = table[8 : 8 + _KEY_WORDS]
         self._leases: Words = table[8 + _KEY_WORDS :]
 
-    @staticmethod
-    def format(
-        buffer: memoryview, *, num_slots: int, capacity_bytes: int, max_object_bytes: int
-    ) -> None:
-        """Make an empty index in memory of zeros that no other process uses yet."""
-        header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
-        header[_Field.NUM_SLOTS] = num_slots
-        header[_Field.CAPACITY] = capacity_bytes
-        header[_Field.MAX_OBJECT] = max_object_bytes
-        header[_Field.MAGIC] = _MAGIC
-
     # Questions.
 
-    def find(self, key: Key) -> int | None:
-        """Return the READY slot of a key. There is one at most."""
+    def find(self, key: Key, *, needs_layout: bool = False) -> int | None:
+        """Return the READY slot of a key, unless it lacks a layout that is needed.
+
+        There is one READY slot of a key at most.
+        """
         words = np.frombuffer(key, np.uint64)
         for slot in (self._keys[0] == words[0]).nonzero()[0]:
             if self._states[slot] == SlotState.READY and (self._keys[:, slot] == words).all():
-                return int(slot)
+                return int(slot) if not needs_layout or self.has_layout(slot) else None
         return None
 
-    def is_current(self, slot: int, generation: int) -> bool:
-        """Return True if the slot still holds what was put there in that generation."""
+    def is_current(self, reference: ShmReference) -> bool:
+        """Return True if the slot still holds the item that the reference was made for."""
+        slot = reference.slot
         return (
             0 <= slot < self.num_slots
-            and self._generations[slot] == generation
+            and self._generations[slot] == reference.generation
             and self._states[slot] in (SlotState.READY, SlotState.RETIRED)
         )
 
-    def get_generation(self, slot: int) -> int:
-        return int(self._generations[slot])
+    def get_reference(self, slot: int) -> ShmReference:
+        return ShmReference(slot=slot, generation=int(self._generations[slot]))
 
-    def get_extent(self, slot: int) -> Extent:
-        return Extent(
-            offset=int(self._offsets[slot]),
-            block_bytes=int(self._block_bytes[slot]),
-            metadata_bytes=int(self._metadata_bytes[slot]),
-        )
+    def get_extent(self, slot: int) -> tuple[int, int, int]:
+        """Return where an item's bytes are in the data region.
+
+        The block of its tensors is `[start, middle)`, and its metadata is `[middle, end)`.
+        """
+        start = int(self._offsets[slot])
+        middle = start + int(self._block_bytes[slot])
+        return start, middle, middle + int(self._metadata_bytes[slot])
 
     def has_layout(self, slot: int) -> bool:
         return bool(self._has_layout[slot])
@@ -257,21 +247,21 @@ class ShmIndex:
                 if bits >> bit & 1:
                     yield word * _WORD_BITS + bit
 
-    def get_usage(self) -> tuple[int, int]:
-        """Return the number of items that can be found, and the bytes that they take."""
+    def statistics(self) -> CacheStatistics:
+        """Return the counts of all processes together. Queries and hits are counted elsewhere."""
         ready = self._states == SlotState.READY
-        return int(ready.sum()), int(self._rooms[ready].sum())
-
-    def get_num_evictions(self) -> int:
-        return int(self._header[_Field.NUM_EVICTIONS])
-
-    def get_num_oversize(self) -> int:
-        return int(self._header[_Field.NUM_OVERSIZE])
+        return CacheStatistics(
+            num_evictions=int(self._header[_Field.NUM_EVICTIONS]),
+            num_oversize=int(self._header[_Field.NUM_OVERSIZE]),
+            num_items=int(ready.sum()),
+            num_bytes=int(self._rooms[ready].sum()),
+            capacity_bytes=self.capacity_bytes,
+        )
 
     # Changes.
 
     def touch(self, slot: int) -> None:
-        """Make it the most recently used."""
+        """Make the item of a slot the most recently used."""
         now = int(self._header[_Field.CLOCK]) + 1
         self._header[_Field.CLOCK] = now
         self._last_used[slot] = now
@@ -318,7 +308,7 @@ class ShmIndex:
             self._states[slot] = SlotState.READY
 
     def free(self, slot: int) -> None:
-        """Take back what was reserved; or what has no lease."""
+        """Make a slot FREE that was only reserved, or has no lease."""
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
@@ -418,8 +408,8 @@ def _find_gap(
     return int(gaps[0, first]) if is_fit[first] else None
 
 
-# A slot for each so many bytes of capacity, between these numbers of slots: smaller items fill the
-# table before the memory, and every search reads the whole table.
+# There is a slot for each so many bytes of capacity, within these bounds. If items are smaller, the
+# table is full before the memory is. More slots make every search slower.
 _CAPACITY_PER_SLOT = 128 * 1024
 _MIN_SLOTS = 64
 _MAX_SLOTS = 8 * 1024
@@ -435,10 +425,9 @@ def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
     capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES
     num_slots = min(max(capacity_bytes // _CAPACITY_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
     segment = ShmSegment.create(get_table_bytes(num_slots) + capacity_bytes)
-    ShmIndex.format(
-        segment.buffer,
-        num_slots=num_slots,
-        capacity_bytes=capacity_bytes,
-        max_object_bytes=max_object_bytes,
-    )
+    header = np.frombuffer(segment.buffer, np.uint64, HEADER_BYTES // 8)
+    header[_Field.NUM_SLOTS] = num_slots
+    header[_Field.CAPACITY] = capacity_bytes
+    header[_Field.MAX_OBJECT] = max_object_bytes
+    header[_Field.MAGIC] = _MAGIC
     return segment

@@ -6,8 +6,8 @@ others). Any of them may be killed at any moment: the others go on, and what it 
 Invariants:
   1. Bytes of an item don't change between its `commit` and its last lease.
   2. One item at most can be found under a hash.
-  3. An instance may use a reference as long as it has a lease on it: from `put`, `acquire`, `peek`
-     or `lease`, until as many calls of `release`.
+  3. An instance may use a reference as long as it has a lease on it: from `put`, `acquire` or
+     `lease`, until as many calls of `release`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import msgspec
 
@@ -33,12 +32,7 @@ from sensorium.multimodal.cache.shm_memory import (
     create_memory,
     get_table_bytes,
 )
-from sensorium.multimodal.item_codec import (
-    decode_block,
-    encode_header,
-    get_num_bytes,
-    write_block,
-)
+from sensorium.multimodal.item_codec import decode_block, encode_header, get_num_bytes, write_block
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
 from sensorium.types.transfer import ShmReference
@@ -46,26 +40,11 @@ from sensorium.types.transfer import ShmReference
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShmEntry:
-    """A lease on an item in the store, with all of the item but its tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeasedItem(ItemHandle):
+    """A handle that has a lease on its item in the store."""
 
     reference: ShmReference
-    modality: str
-    mm_hash: str
-    layout: ItemLayout | None
-    num_bytes: int  # of the tensors
-
-    def make_handle(self) -> ItemHandle:
-        """Return a handle that takes over this lease."""
-        return ItemHandle(
-            modality=self.modality,
-            mm_hash=self.mm_hash,
-            layout=self.layout,
-            num_bytes=self.num_bytes,
-            is_hit=False,
-            reference=self.reference,
-        )
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -86,38 +65,32 @@ class ShmStore:
     """
 
     def __init__(self, segment: ShmSegment) -> None:
-        """Use `create` or `attach`. Inside the mutex of the segment."""
+        """Become a member of the segment, which is closed with the store, or if this fails."""
         self._segment = segment
-        self._index = ShmIndex(segment.buffer)
-        self._data = segment.buffer[get_table_bytes(self._index.num_slots) :]
         self._num_leases: Counter[ShmReference] = Counter()
         self._is_closed = False
         self._num_writers = 0
         self._writers = threading.Condition()
-        self._member = segment.join(MAX_MEMBERS)
-        self._index.discharge(self._member)  # a dead one may have had the number
-        self._sweep()
+        with segment:
+            try:
+                self._index = ShmIndex(segment.buffer)
+                self._data = segment.buffer[get_table_bytes(self._index.num_slots) :]
+                self._member = segment.join(MAX_MEMBERS)
+                self._index.discharge(self._member)  # a dead one may have had the number
+                self._sweep()
+            except BaseException:
+                segment.close()
+                raise
 
     @classmethod
     def create(cls, *, capacity_bytes: int, max_object_bytes: int) -> ShmStore:
         """Return a store in new memory. Raise `ModelError` if the system has too little."""
-        return cls._join(
-            create_memory(capacity_bytes=capacity_bytes, max_object_bytes=max_object_bytes)
-        )
+        return cls(create_memory(capacity_bytes=capacity_bytes, max_object_bytes=max_object_bytes))
 
     @classmethod
     def attach(cls, fd: int) -> ShmStore:
         """Return the store behind a descriptor inherited from another process (`pass_fds`)."""
-        return cls._join(ShmSegment.attach(fd))
-
-    @classmethod
-    def _join(cls, segment: ShmSegment) -> ShmStore:
-        with segment:
-            try:
-                return cls(segment)
-            except BaseException:
-                segment.close()
-                raise
+        return cls(ShmSegment.attach(fd))
 
     @property
     def fd(self) -> int:
@@ -125,9 +98,10 @@ class ShmStore:
         return self._segment.fd
 
     def put(self, item: ProcessedItem) -> ShmReference | None:
-        """Store an item and lease it. `None`: there is no room for it.
+        """Store an item and lease it. Return `None` if there is no room for it.
 
-        What is found under its hash is leased instead, unless only `item` has a layout.
+        If an item is there already under its hash, that is leased instead, unless it lacks the
+        layout that `item` has.
         """
         return self.put_or_find(item)[0]
 
@@ -150,33 +124,40 @@ class ShmStore:
             committed = self._commit(key, reference)
             return committed, committed != reference
 
-    def acquire(self, mm_hash: str) -> ShmEntry | None:
-        """Lease the item of this hash and make it the most recently used."""
-        return self._acquire(mm_hash, is_use=True)
+    def acquire(
+        self, mm_hash: str, *, needs_layout: bool = False, is_use: bool = True
+    ) -> LeasedItem | None:
+        """Lease the item of this hash. Return `None` if there is none.
 
-    def peek(self, mm_hash: str) -> ShmEntry | None:
-        """Lease the item of this hash and leave the order as it is."""
-        return self._acquire(mm_hash, is_use=False)
+        With `is_use` it becomes the most recently used. With `needs_layout` an item without a
+        layout does not count.
+        """
+        with self._segment:
+            slot = self._index.find(_make_key(mm_hash), needs_layout=needs_layout)
+            if slot is None:
+                return None
+            if is_use:
+                self._index.touch(slot)
+            reference = self._add_lease(slot)
+        return self._read_item(reference)
 
-    def lease(self, reference: ShmReference) -> ShmEntry | None:
+    def lease(self, reference: ShmReference) -> LeasedItem | None:
         """Lease a reference once more, also one of another process.
 
         Return `None` if the item is gone.
         """
         with self._segment:
-            if not self._index.is_current(reference.slot, reference.generation):
+            if not self._index.is_current(reference):
                 return None
-            self._add_lease(reference)
-        return self._read_entry(reference)
+            self._add_lease(reference.slot)
+        return self._read_item(reference)
 
     def open(self, reference: ShmReference) -> MultiModalKwargsItem:
         """Return the tensors in place, without a copy. They must not be changed.
 
         They are valid as long as the caller's lease.
         """
-        metadata = self._read_metadata(reference)
-        extent = self._index.get_extent(reference.slot)
-        block = self._data[extent.offset : extent.offset + extent.block_bytes]
+        metadata, block = self._read(reference)
         return decode_block(metadata.header, block)
 
     def release(self, reference: ShmReference) -> None:
@@ -189,37 +170,41 @@ class ShmStore:
                 del self._num_leases[reference]
                 self._index.remove_lease(reference.slot, self._member)
 
-    def is_cached(self, mm_hash: str) -> bool:
+    def is_cached(self, mm_hash: str, *, needs_layout: bool = False) -> bool:
+        """Return True if `acquire` would find the item."""
         with self._segment:
-            return self._index.find(_make_key(mm_hash)) is not None
+            return self._index.find(_make_key(mm_hash), needs_layout=needs_layout) is not None
 
     def touch(self, mm_hash: str) -> None:
+        """Make the item of this hash the most recently used, if there is one."""
         with self._segment:
             slot = self._index.find(_make_key(mm_hash))
             if slot is not None:
                 self._index.touch(slot)
+
+    def copy_item(self, mm_hash: str) -> MultiModalKwargsItem | None:
+        """Return a copy of the tensors of this hash, and make the item the most recently used.
+
+        Return `None` if there is no such item. Bytes are copied inside the mutex, which spares the
+        lease, so this is for small items.
+        """
+        with self._segment:
+            slot = self._index.find(_make_key(mm_hash))
+            if slot is None:
+                return None
+            self._index.touch(slot)
+            block, metadata = (bytearray(view) for view in self._get_views(slot))
+        return decode_block(_decoder.decode(metadata).header, memoryview(block))
 
     def clear_cache(self) -> None:
         """Hide all items. What is leased stays valid until its release."""
         with self._segment:
             self._index.clear()
 
-    def sweep(self) -> None:
-        """Take back what dead processes held. `put` does so itself when it needs room."""
-        with self._segment:
-            self._sweep()
-
     def statistics(self) -> CacheStatistics:
         """Return the counts of all processes together, without queries and hits."""
         with self._segment:
-            num_items, num_bytes = self._index.get_usage()
-            return CacheStatistics(
-                num_evictions=self._index.get_num_evictions(),
-                num_oversize=self._index.get_num_oversize(),
-                num_items=num_items,
-                num_bytes=num_bytes,
-                capacity_bytes=self._index.capacity_bytes,
-            )
+            return self._index.statistics()
 
     def close(self) -> None:
         """Give back all leases, after waiting for threads that are inside `put`.
@@ -235,17 +220,6 @@ class ShmStore:
             self._index.discharge(self._member)
             self._index.free_orphans()
             self._segment.close()
-
-    def __enter__(self) -> ShmStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # Writing: reserve and commit inside the mutex, the copy outside.
 
@@ -272,9 +246,9 @@ class ShmStore:
         """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
-            found = self._find_equal(key, item)
+            found = self._index.find(key, needs_layout=item.layout is not None)
             if found is not None:
-                self._index.touch(found.slot)
+                self._index.touch(found)
                 return self._add_lease(found), False
             reserve = partial(
                 self._index.reserve,
@@ -293,13 +267,12 @@ class ShmStore:
             if slot is None:
                 self._index.count_oversize()
                 return None, False
-            return self._add_lease(self._make_reference(slot)), True
+            return self._add_lease(slot), True
 
     def _write(self, slot: int, item: ProcessedItem, metadata: bytes) -> None:
-        extent = self._index.get_extent(slot)
-        middle = extent.offset + extent.block_bytes
-        write_block(item.kwargs, self._data[extent.offset : middle])
-        self._data[middle : middle + extent.metadata_bytes] = metadata
+        block, rest = self._get_views(slot)
+        write_block(item.kwargs, block)
+        rest[:] = metadata
 
     def _commit(self, key: Key, reference: ShmReference) -> ShmReference:
         """Let the item be found, unless another writer was faster.
@@ -308,48 +281,30 @@ class ShmStore:
         """
         with self._segment:
             rival = self._index.find(key)
-            if rival is None:
-                self._index.commit(reference.slot)
-                return reference
-            if self._index.has_layout(reference.slot) and not self._index.has_layout(rival):
+            if rival is not None:
+                if self._index.has_layout(rival) or not self._index.has_layout(reference.slot):
+                    self._abandon(reference)
+                    return self._add_lease(rival)
                 self._index.retire(rival)
-                self._index.commit(reference.slot)
-                return reference
-            self._abandon(reference)
-            return self._add_lease(self._make_reference(rival))
+            self._index.commit(reference.slot)
+            return reference
 
     def _abandon(self, reference: ShmReference) -> None:
+        """Give back a slot that was reserved and not committed. Inside the mutex."""
         del self._num_leases[reference]
         self._index.free(reference.slot)
 
     # Leases. Inside the mutex.
 
-    def _acquire(self, mm_hash: str, *, is_use: bool) -> ShmEntry | None:
-        with self._segment:
-            slot = self._index.find(_make_key(mm_hash))
-            if slot is None:
-                return None
-            if is_use:
-                self._index.touch(slot)
-            reference = self._add_lease(self._make_reference(slot))
-        return self._read_entry(reference)
-
-    def _find_equal(self, key: Key, item: ProcessedItem) -> ShmReference | None:
-        slot = self._index.find(key)
-        if slot is None or (item.layout is not None and not self._index.has_layout(slot)):
-            return None
-        return self._make_reference(slot)
-
-    def _make_reference(self, slot: int) -> ShmReference:
-        return ShmReference(slot=slot, generation=self._index.get_generation(slot))
-
-    def _add_lease(self, reference: ShmReference) -> ShmReference:
+    def _add_lease(self, slot: int) -> ShmReference:
+        reference = self._index.get_reference(slot)
         if not self._num_leases[reference]:
-            self._index.add_lease(reference.slot, self._member)
+            self._index.add_lease(slot, self._member)
         self._num_leases[reference] += 1
         return reference
 
     def _sweep(self) -> None:
+        """Take back what dead processes held."""
         for member in list(self._index.get_members()):
             if member != self._member and not self._segment.is_member(member):
                 self._index.discharge(member)
@@ -357,22 +312,27 @@ class ShmStore:
 
     # Reading: outside the mutex, under a lease.
 
-    def _read_metadata(self, reference: ShmReference) -> _Metadata:
+    def _read(self, reference: ShmReference) -> tuple[_Metadata, memoryview]:
+        """Return the metadata of a leased item, and the block of its tensors."""
         if not self._num_leases[reference]:
             raise InvariantError(f"{reference} is not leased here")
-        extent = self._index.get_extent(reference.slot)
-        start = extent.offset + extent.block_bytes
-        return _decoder.decode(self._data[start : start + extent.metadata_bytes])
+        block, metadata = self._get_views(reference.slot)
+        return _decoder.decode(metadata), block
 
-    def _read_entry(self, reference: ShmReference) -> ShmEntry:
-        metadata = self._read_metadata(reference)
-        return ShmEntry(
+    def _read_item(self, reference: ShmReference) -> LeasedItem:
+        metadata, block = self._read(reference)
+        return LeasedItem(
             reference=reference,
             modality=metadata.modality,
             mm_hash=metadata.mm_hash,
             layout=metadata.layout,
-            num_bytes=self._index.get_extent(reference.slot).block_bytes,
+            num_bytes=len(block),
         )
+
+    def _get_views(self, slot: int) -> tuple[memoryview, memoryview]:
+        """Return the memory of a slot: the block of the tensors, and the metadata."""
+        start, middle, end = self._index.get_extent(slot)
+        return self._data[start:middle], self._data[middle:end]
 
 
 def _make_key(mm_hash: str) -> Key:

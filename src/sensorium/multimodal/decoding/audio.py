@@ -23,7 +23,7 @@ from sensorium.multimodal.decoding.guards import (
     open_container,
     refuse_if_longer,
 )
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from sensorium.multimodal.decoding.audio import decode_audio
 from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import WHITE, Colour, decode_image
 from sensorium.multimodal.decoding.video import ChooseFrames, decode_video
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError, at
 
 _VERSION = 1

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image
 
 from sensorium.multimodal.decoding.guards import WorkBudget, estimate_frames_s, refuse_damaged
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 
 Size = tuple[int, int]  # width and height, as stored: not turned upright

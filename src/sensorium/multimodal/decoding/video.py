@@ -31,7 +31,7 @@ from sensorium.multimodal.decoding.guards import (
     refuse_if_longer,
 )
 from sensorium.multimodal.decoding.images import check_num_pixels
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
 
 if TYPE_CHECKING:

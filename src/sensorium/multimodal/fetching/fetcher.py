@@ -29,8 +29,7 @@ from sensorium.multimodal.fetching.fetch import (
     refuse_late_request,
 )
 from sensorium.multimodal.fetching.http_client import HttpClient, parse_media_url
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
+from sensorium.multimodal.media import LoadedMedia, MediaBytes, MediaLimits
 from sensorium.types.errors import CapacityError, RequestError
 
 T = TypeVar("T")

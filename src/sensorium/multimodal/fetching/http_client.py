@@ -43,8 +43,7 @@ from sensorium.multimodal.fetching.responses import (
     check_content_type,
     read_body,
 )
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.types.errors import RequestError
 
 

@@ -24,8 +24,7 @@ from sensorium.multimodal.fetching.fetch import (
 )
 from sensorium.multimodal.fetching.local_media import decode_data_url, read_local_file
 from sensorium.multimodal.fetching.responses import MODALITIES, ResponseCache
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
+from sensorium.multimodal.media import LoadedMedia, MediaBytes, MediaLimits
 from sensorium.types.errors import RequestError, StoppingError
 from sensorium.utils.pausing import Pausing, run_through, when_all_end
 

@@ -8,7 +8,6 @@ but `*` is satisfied. Headers are mappings from lower-case names to values.
 from __future__ import annotations
 
 import asyncio
-import copy
 import io
 import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from sensorium.multimodal.fetching.fetch import Fetch
-from sensorium.multimodal.media_item import MediaBytes
-from sensorium.types.errors import RequestError
+from sensorium.multimodal.media import MediaBytes
+from sensorium.multimodal.single_flight import copy_error
 from sensorium.utils.lru import LruCache
 
 Headers = Mapping[str, str]
@@ -245,8 +244,7 @@ class SharedFetches:
             media = await start()
         except Exception as error:
             # A copy: the error itself holds this frame, and so the future that would hold it.
-            copied = copy.copy(error) if isinstance(error, RequestError) else error
-            running.set_exception(copied)
+            running.set_exception(copy_error(error))
             running.exception()  # looked at, should no other request wait for it
             raise
         except BaseException:
@@ -260,6 +258,6 @@ class SharedFetches:
 
 def _take(running: asyncio.Future[MediaBytes]) -> MediaBytes:
     error = running.exception()
-    if isinstance(error, RequestError):
-        raise copy.copy(error)  # a copy for each caller: a traceback grows with each raise
+    if error is not None:
+        raise copy_error(error)  # a copy for each caller: a traceback grows with each raise
     return running.result()

@@ -22,6 +22,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,11 +44,11 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class ChannelError(Exception):
-    """The other end is gone or sends nonsense, so that nothing more can come from it."""
+    """The other end has closed the connection, or has sent something that is no message."""
 
 
 def get_remaining(deadline: float) -> float:
-    """Return the seconds until then. Raise `TimeoutError` if there are none."""
+    """Return the seconds until the deadline. Raise `TimeoutError` if it has passed."""
     remaining = deadline - time.monotonic()
     if remaining <= 0.0:
         raise TimeoutError
@@ -55,7 +56,10 @@ def get_remaining(deadline: float) -> float:
 
 
 def map_privately(descriptor: int, num_bytes: int) -> memoryview:
-    """Map the block. The view keeps a descriptor open for as long as it lives."""
+    """Return a view of the block in which writes stay private to this process.
+
+    The view keeps a descriptor open for as long as it lives.
+    """
     mapping = mmap.mmap(
         descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )
@@ -71,14 +75,15 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def is_readable(self, timeout_s: float) -> bool:
-        """Return True if something, which may be the end, comes within that time."""
+        """Return True if a message, or the end of the connection, comes within that time."""
         return bool(self._poll.poll(timeout_s * 1000.0))
 
     def send(
         self, frame: bytes, blocks: Sequence[Buffer] = (), *, deadline: float | None = None
     ) -> None:
-        """Send a frame and its blocks, which are flat and of bytes. The receiver gets them as one.
+        """Send a frame and its blocks, which are flat buffers of bytes.
 
+        The receiver gets the blocks as one.
         Raise `TimeoutError` after the deadline.
         """
         if len(frame) > MAX_FRAME_BYTES:
@@ -109,21 +114,18 @@ class Channel:
 
         Raise `TimeoutError` after the deadline.
         """
-        prefix, descriptors = self._receive_prefix(deadline)
-        try:
+        with ExitStack() as stack:
+            prefix, descriptors = self._receive_prefix(deadline, stack)
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
             if frame_bytes > MAX_FRAME_BYTES or is_mapped != len(descriptors):
                 raise ChannelError("a message that can't be read")
             if not is_mapped and num_bytes > MAX_INLINE_BYTES:
-                raise ChannelError("a block that should have been mapped")
+                raise ChannelError("a block that is too large to be sent in a message")
             frame = bytes(self._receive_exactly(frame_bytes, deadline))
             if not is_mapped:
                 return frame, memoryview(self._receive_exactly(num_bytes, deadline))
             _check_block(descriptors[0], num_bytes)
             return frame, map_block(descriptors[0], num_bytes)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     def close(self) -> None:
         self._connection.close()
@@ -131,8 +133,11 @@ class Channel:
     def _set_deadline(self, deadline: float | None) -> None:
         self._connection.settimeout(None if deadline is None else get_remaining(deadline))
 
-    def _receive_prefix(self, deadline: float | None) -> tuple[bytes, list[int]]:
-        """Return the prefix and the descriptors, which come with the first byte of a message."""
+    def _receive_prefix(self, deadline: float | None, stack: ExitStack) -> tuple[bytes, list[int]]:
+        """Return the prefix and the descriptors, which come with the first byte of a message.
+
+        The descriptors are closed with `stack`.
+        """
         self._set_deadline(deadline)
         prefix, ancillary, flags, _ = self._connection.recvmsg(
             _PREFIX.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
@@ -142,14 +147,11 @@ class Channel:
             for level, kind, content in ancillary
             if (level, kind, len(content)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, 4)
         ]
-        try:
-            if not prefix or flags & socket.MSG_CTRUNC:
-                raise ChannelError("the other end is gone, or sent what could not be taken")
-            return prefix + self._receive_exactly(_PREFIX.size - len(prefix), deadline), descriptors
-        except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        if not prefix or flags & socket.MSG_CTRUNC:
+            raise ChannelError("the other end is gone, or has sent too many descriptors")
+        return prefix + self._receive_exactly(_PREFIX.size - len(prefix), deadline), descriptors
 
     def _receive_exactly(self, num_bytes: int, deadline: float | None) -> bytearray:
         content = bytearray(num_bytes)
@@ -195,9 +197,9 @@ def _check_block(descriptor: int, num_bytes: int) -> None:
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
-        raise ChannelError("a block that is no sealed memory") from error
+        raise ChannelError("a block that is not sealed memory") from error
     if not is_sealed or os.fstat(descriptor).st_size != num_bytes:
-        raise ChannelError("a block that is not what was said")
+        raise ChannelError("a block that is not sealed, or of another size than its message")
 
 
 class CostlyJobError(Exception):
@@ -209,17 +211,17 @@ class CostlyJobError(Exception):
 
 
 class Handler(Protocol):
-    """What a worker runs. It is made by `factory(settings: bytes)` and called from one thread."""
+    """The work of a worker. It is made by `factory(settings: bytes)`, and one thread calls it."""
 
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
         """Do a job. Return a reply and tensors, which may be none.
 
-        `block` is writable, belongs to the worker, and is not kept after the call. The message of a
-        `RequestError` or a `CapacityError` reaches the caller; of any other error only that there
-        was one. A handler that finds the job to be more than `max_cost_s` of work raises
-        `CostlyJobError` instead of doing it.
+        `block` is writable, belongs to the worker, and must not be kept after the call. A
+        `RequestError` or a `CapacityError` reaches the caller with its message. Of any other error
+        the caller learns only that there was one. A handler that finds the job to be more than
+        `max_cost_s` of work raises `CostlyJobError` instead of doing it.
         """
         ...
 
@@ -254,8 +256,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A job for a worker. Its input is the block beside it."""
 
     job: bytes
-    max_cost_s: float  # a job that is more work is answered by `Costly`; infinite: any may be
-    is_long: bool  # it is long work, which is done at a low priority
+    max_cost_s: float  # a job of more work is answered by `Costly`; it may be infinite
+    is_long: bool  # it is done at a low priority
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -266,7 +268,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker to a job that failed alone."""
+    """The answer of a worker to a job that failed. The worker takes other jobs all the same."""
 
     error: ErrorRecord
 
@@ -279,16 +281,9 @@ class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode_message(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_message(frame: bytes) -> Message:
-    return _decoder.decode(frame)
+encode_message = msgspec.msgpack.Encoder().encode
+decode_message = _decoder.decode
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:

@@ -27,14 +27,14 @@ from sensorium.types.errors import CapacityError, StoppingError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 SHORT_S = 0.5  # a job that is estimated to take more is a long one
-_MAX_LAG_S = 10.0  # by which the longest job comes later than a short one
+_MAX_LAG_S = 10.0  # the longest job is taken as if it had come so much later
 _MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs
-_CLOSED = "media can't be processed: the server is stopping"
+CLOSED = "media can't be processed: the server is stopping"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolReply:
-    """What a handler gave. The tensors are views of memory of their own, writable."""
+    """The result of a handler. Its tensors are writable views of memory of their own."""
 
     reply: bytes
     kwargs: MultiModalKwargsItem
@@ -50,9 +50,11 @@ class PoolJob:
     deadline_s: float  # how long a worker may take, from the start of its work
     cost_s: float | None  # how long it is estimated to take; None: only the worker can find out
     on_reply: Callable[[PoolReply], Any]
-    future: Future[Any] = field(default_factory=Future)  # gets the result of `on_reply`
+    # Gets the result of `on_reply`. If it is cancelled, the job is dropped, or its result if it
+    # runs already.
+    future: Future[Any] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
-    waits_until: float = math.inf  # of `time.monotonic`; set whenever it begins to wait
+    waits_until: float = math.inf  # of `time.monotonic`, as above; set when it begins to wait
     num_lost: int = 0  # workers that ended while they worked on it
     num_crashes: int = 0  # those of them that ended by a fault of their own
 
@@ -64,10 +66,6 @@ class PoolJob:
     def order(self) -> float:
         """Return the rank of the job: the smallest one is taken first."""
         return self.submitted + min(self.cost_s or 0.0, _MAX_LAG_S)
-
-    def cancel(self) -> bool:
-        """Drop the job, or its result if it runs already. Return False if it is too late."""
-        return self.future.cancel()
 
     def finish(self, result: Any) -> None:
         with suppress(InvalidStateError):  # cancelled meanwhile
@@ -84,12 +82,15 @@ class JobQueue:
     def __init__(self, max_queued: int, *, num_workers: int = 1) -> None:
         self._max_queued = max_queued
         self._max_long_queued = max(1, max_queued // _MAX_LONG_SHARE)
-        self._has_several_workers = num_workers > 1
         self._max_long_running = max(1, num_workers - 1)
+        # How much work a job of unknown cost may be before it has to wait again.
+        self.max_unknown_cost_s = SHORT_S if num_workers > 1 else math.inf
         self._changed = threading.Condition()
         self._jobs: list[PoolJob] = []
         self._long_workers: set[object] = set()  # those that run a long job
-        self._refusal: tuple[str, float] | None = None  # a reason, and until when it holds
+        self._refusal = ""  # why jobs are refused, or were
+        self._refused_until = 0.0  # of `time.monotonic`
+        self.was_refused = False  # there was a time in which workers could not be started
         self.is_closed = False
         self.num_done = 0
         self.num_failed = 0
@@ -98,18 +99,17 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def max_unknown_cost_s(self) -> float:
-        """Return how much work a job of unknown cost may be before it has to wait again."""
-        return SHORT_S if self._has_several_workers else math.inf
-
     def add(self, job: PoolJob) -> None:
         """Wait for room, for as long as the job may wait, and put it into the queue."""
         job.waits_until = time.monotonic() + job.wait_s
         job.future.add_done_callback(self._forget)
         with self._changed:
             while True:
-                self._check_open()
+                if self.is_closed:
+                    raise StoppingError(CLOSED)
+                refusal = self.get_refusal()
+                if refusal is not None:
+                    raise refusal
                 if len(self._jobs) < self._max_queued and self._has_room_for(job):
                     break
                 remaining = job.waits_until - time.monotonic()
@@ -178,30 +178,31 @@ class JobQueue:
     def refuse(self, reason: str, duration_s: float) -> None:
         """Fail all jobs, also those that come in that time, because no worker can be started."""
         with self._changed:
-            self._refusal = reason, time.monotonic() + duration_s
-        self._fail_all(self._make_refusal)
+            self.was_refused = True
+            self._refusal = reason
+            self._refused_until = time.monotonic() + duration_s
+        retry_after_s = max(1, math.ceil(duration_s))
+        self._fail_all(lambda: CapacityError(reason, retry_after_s=retry_after_s))
 
     def get_refusal(self) -> CapacityError | None:
         """Return the error with which jobs are refused now; `None` if they are not."""
-        refusal = self._refusal
-        is_refused = refusal is not None and time.monotonic() < refusal[1]
-        return self._make_refusal() if is_refused else None
-
-    @property
-    def was_refused(self) -> bool:
-        """Return True if there was a time in which workers could not be started."""
-        return self._refusal is not None
+        remaining = self._refused_until - time.monotonic()
+        if remaining <= 0.0:
+            return None
+        return CapacityError(self._refusal, retry_after_s=math.ceil(remaining))
 
     def wait_until_closed(self, timeout_s: float) -> None:
+        """Wait until something changes in the queue or the time is over; not if it is closed."""
         with self._changed:
             if not self.is_closed:
                 self._changed.wait(timeout_s)
 
     def close(self) -> None:
+        """Fail all jobs, also those that come later."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
-        self._fail_all(lambda: StoppingError(_CLOSED))
+        self._fail_all(lambda: StoppingError(CLOSED))
 
     def _choose(self) -> PoolJob | None:
         has_room = len(self._long_workers) < self._max_long_running
@@ -215,18 +216,6 @@ class JobQueue:
     def _has_room_for(self, job: PoolJob) -> bool:
         num_long = sum(waiting.is_long for waiting in self._jobs)
         return not job.is_long or num_long < self._max_long_queued
-
-    def _make_refusal(self) -> CapacityError:
-        reason, until = self._refusal or ("", 0.0)
-        remaining = math.ceil(until - time.monotonic())
-        return CapacityError(reason, retry_after_s=max(1, remaining))
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise StoppingError(_CLOSED)
-        refusal = self.get_refusal()
-        if refusal is not None:
-            raise refusal
 
     def _fail_all(self, make_error: Callable[[], Exception]) -> None:
         with self._changed:

@@ -14,7 +14,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sensorium.multimodal.pool.channel import (
@@ -25,7 +27,7 @@ from sensorium.multimodal.pool.channel import (
     Failure,
     Reply,
 )
-from sensorium.multimodal.pool.jobs import JobQueue, PoolJob, PoolReply
+from sensorium.multimodal.pool.jobs import CLOSED, JobQueue, PoolJob, PoolReply
 from sensorium.multimodal.pool.process import WorkerInterruptedError, WorkerLostError, WorkerProcess
 from sensorium.types.errors import (
     CapacityError,
@@ -42,58 +44,40 @@ _SETTLED_S = 5.0  # a worker that ends sooner, and without a job, has not really
 _MAX_START_TRIES = 3
 _FIRST_PAUSE_S = 0.1  # after a failed start; doubled with each
 _MAX_PAUSE_S = 10.0
+_START_TIMEOUT_S = 300.0
+_GRACE_S = 2.0  # in which a worker may end by itself when the pool is closed
+_JOIN_S = 10.0  # for a thread to end, beyond the grace of its worker
+_MAX_QUEUED = 64
+_MAX_RETRIES = 1  # of a job that has lost its worker
+_MAX_JOB_BYTES = MAX_FRAME_BYTES - 1024
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """How a worker is started and ended."""
-
-    handler: str
-    settings: bytes
-    inherited_fds: tuple[int, ...]
-    max_retries: int
-    start_timeout_s: float
-    grace_s: float  # time in which it may end by itself
 
 
 class Slot:
     """A place for one worker. Its attributes are written by its own thread only."""
 
-    def __init__(self, queue: JobQueue, settings: WorkerSettings, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, queue: JobQueue, make_process: partial[WorkerProcess], slots: Sequence[Slot]
+    ) -> None:
         self._queue = queue
-        self._settings = settings
+        self._make_process = make_process
         self._slots = slots
-        self._process: WorkerProcess | None = None
-        self._num_failed_starts = 0
-        self._not_before = 0.0
-        self._ready_at = 0.0
-        self._num_starts = 0
-        self.is_ready = False
-        self.was_ready = False
-        self.is_running = False
+        self._num_failed_starts = 0  # since a worker last got a job, or was there for a while
+        self._not_before = 0.0  # of `time.monotonic`: when a worker may be started again
+        self._ready_at = 0.0  # of `time.monotonic`
+        self.process: WorkerProcess | None = None
+        self.num_starts = 0  # that were tried
+        self.is_ready = False  # its worker takes jobs
+        self.was_ready = False  # one of its workers did
+        self.is_running = False  # its worker runs a job
         self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
-
-    @property
-    def has_failed(self) -> bool:
-        """Return True if the last attempt to start the worker failed."""
-        return self._num_failed_starts > 0
-
-    @property
-    def num_restarts(self) -> int:
-        return max(0, self._num_starts - 1)
-
-    @property
-    def process_id(self) -> int | None:
-        process = self._process
-        return None if process is None else process.process_id
 
     def _work(self) -> None:
         try:
             self._let_the_first_start()
             while not self._queue.is_closed:
-                if self._process is not None:
-                    self._serve(self._process)
+                if self.process is not None:
+                    self._serve(self.process)
                 elif self._may_start():
                     self._start()
                 else:
@@ -102,8 +86,8 @@ class Slot:
             pass
         finally:
             self.is_ready = False
-            if self._process is not None:
-                self._process.close(self._settings.grace_s)
+            if self.process is not None:
+                self.process.close(_GRACE_S)
             self._queue.close()
 
     def _let_the_first_start(self) -> None:
@@ -113,31 +97,26 @@ class Slot:
         as soon as it can be.
         """
         first = self._slots[0]
-        while first is not self and not (first.was_ready or first.has_failed):
+        while first is not self and not (first.was_ready or first._num_failed_starts):
             if self._queue.is_closed:
                 return
             self._queue.wait_until_closed(_IDLE_CHECK_S)
 
     def _may_start(self) -> bool:
+        """Return True if a worker may be started, after the pause that a failed start requires."""
         if self._num_failed_starts >= _MAX_START_TRIES and not len(self._queue):
             return False
         self._queue.wait_until_closed(self._not_before - time.monotonic())
         return not self._queue.is_closed and time.monotonic() >= self._not_before
 
     def _start(self) -> None:
-        settings = self._settings
-        self._num_starts += 1
+        self.num_starts += 1
         try:
-            self._process = WorkerProcess(
-                handler=settings.handler,
-                settings=settings.settings,
-                inherited_fds=settings.inherited_fds,
-                keep_waiting=self._keep_waiting,
-            )
+            self.process = self._make_process(keep_waiting=self._keep_waiting)
         except (OSError, RuntimeError) as error:  # no memory, no descriptors; the program ends
             self._note_failed_start(str(error))
             return
-        reason = self._process.wait_until_ready(settings.start_timeout_s)
+        reason = self.process.wait_until_ready(_START_TIMEOUT_S)
         if reason is None:
             self._ready_at = time.monotonic()
             self.was_ready = self.is_ready = True  # in this order: a slot that is ready was ready
@@ -157,6 +136,7 @@ class Slot:
             self._queue.refuse(f"media can't be processed: {reason}", _MAX_PAUSE_S)
 
     def _serve(self, process: WorkerProcess) -> None:
+        """Give the next job to the worker, if one comes soon. Drop a worker that has ended."""
         job = self._queue.take_job(self, _IDLE_CHECK_S)
         if not process.is_alive():
             if job is not None:
@@ -182,6 +162,7 @@ class Slot:
                 self._queue.release(self)
 
     def _run(self, process: WorkerProcess, job: PoolJob) -> None:
+        """Run a job, and settle it or put it back into the queue."""
         self._num_failed_starts = 0
         is_unknown = job.cost_s is None
         try:
@@ -199,9 +180,14 @@ class Slot:
         except WorkerLostError as error:
             _logger.warning("a worker that processed media was lost: %s", error)
             self._lose_process()
-            self._try_again(job, error)
+            job.num_lost += 1
+            job.num_crashes += error.is_crash
+            if job.num_lost <= _MAX_RETRIES:
+                self._queue.add_again(job)
+            else:
+                job.fail(_make_loss(job))
         except WorkerInterruptedError:
-            job.fail(StoppingError("media can't be processed: the server is stopping"))
+            job.fail(StoppingError(CLOSED))
             raise
         else:
             if isinstance(message, Costly):
@@ -209,17 +195,9 @@ class Slot:
             else:
                 _settle(job, message, block)
 
-    def _try_again(self, job: PoolJob, error: WorkerLostError) -> None:
-        job.num_lost += 1
-        job.num_crashes += error.is_crash
-        if job.num_lost <= self._settings.max_retries:
-            self._queue.add_again(job)
-        else:
-            job.fail(_make_loss(job))
-
     def _lose_process(self) -> None:
         self.is_ready = False
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
 
@@ -262,22 +240,14 @@ def _call_back(
     Apart from `_settle`, so that the error's traceback doesn't hold the job that holds it.
     """
     try:
-        kwargs = _decode(message.header, block)
+        kwargs: MultiModalKwargsItem = {}
+        if message.header:
+            from sensorium.multimodal.item_codec import decode_block
+
+            kwargs = decode_block(message.header, block)
         return on_reply(PoolReply(reply=message.reply, kwargs=kwargs)), None
     except Exception as error:  # the caller's callback: its error, not this thread's
         return None, error
-
-
-def _decode(header: bytes, block: memoryview) -> MultiModalKwargsItem:
-    if not header:
-        return {}
-    from sensorium.multimodal.item_codec import decode_block
-
-    return decode_block(header, block)
-
-
-_MAX_JOB_BYTES = MAX_FRAME_BYTES - 1024
-_JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,44 +274,28 @@ class ProcessPool:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        handler: str,
-        settings: bytes,
-        inherited_fds: Sequence[int] = (),
-        max_queued: int = 64,
-        max_retries: int = 1,
-        start_timeout_s: float = 300.0,
-        grace_s: float = 2.0,
+        self, size: int, *, handler: str, settings: bytes, inherited_fds: Sequence[int] = ()
     ) -> None:
         """Prepare a pool. `handler` is "package.module:factory" of a `channel.Handler`.
 
-        `inherited_fds` have the same numbers in the workers. A worker gets `grace_s` to end by
-        itself when the pool is closed.
+        `inherited_fds` have the same numbers in the workers.
         """
         if size < 1:
             raise InvariantError(f"a pool of {size} processes")
-        worker_settings = WorkerSettings(
-            handler=handler,
-            settings=settings,
-            inherited_fds=tuple(inherited_fds),
-            max_retries=max_retries,
-            start_timeout_s=start_timeout_s,
-            grace_s=grace_s,
+        make_process = partial(
+            WorkerProcess, handler=handler, settings=settings, inherited_fds=tuple(inherited_fds)
         )
-        self._grace_s = grace_s
         self._lock = threading.Lock()
         self._is_started = False
-        self._queue = JobQueue(max_queued, num_workers=size)
+        self._queue = JobQueue(_MAX_QUEUED, num_workers=size)
         self._slots: list[Slot] = []
-        self._slots += [Slot(self._queue, worker_settings, self._slots) for _ in range(size)]
+        self._slots += [Slot(self._queue, make_process, self._slots) for _ in range(size)]
         # Only a flag: a finalizer may run anywhere, also where the queue's lock is held. The
         # threads see it, or the program ends, and the workers with it.
         weakref.finalize(self, setattr, self._queue, "is_closed", True)
 
     def start(self) -> None:
-        """Start the workers now, not with the first job. Doesn't wait for them."""
+        """Start the workers now, and not only with the first job. Return without waiting."""
         with self._lock:
             if not self._is_started and not self._queue.is_closed:
                 self._is_started = True
@@ -383,8 +337,8 @@ class ProcessPool:
         wait_s: float | None = None,
         cost_s: float | None = None,
         on_reply: Callable[[PoolReply], Any] = _return_reply,
-    ) -> PoolJob:
-        """Put a job into the queue, and wait while that is full.
+    ) -> Future[Any]:
+        """Put a job into the queue, and wait while that is full. Return the future of its result.
 
         Raise `CapacityError` if it still is full after `wait_s`. A worker may take `deadline_s`,
         from the start of its work. The job may wait `wait_s` for a worker (`None`: as long as it
@@ -405,7 +359,7 @@ class ProcessPool:
             on_reply=on_reply,
         )
         self._queue.add(pool_job)
-        return pool_job
+        return pool_job.future
 
     def close(self) -> None:
         """End the workers and fail what is not done. Further calls do nothing."""
@@ -414,19 +368,19 @@ class ProcessPool:
             threads = [slot.thread for slot in self._slots if self._is_started]
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(self._grace_s + _JOIN_S)
+                thread.join(_GRACE_S + _JOIN_S)
 
     def get_process_ids(self) -> list[int]:
         """Return the ids of the workers that there are at this moment."""
-        ids = [slot.process_id for slot in self._slots]
-        return [process_id for process_id in ids if process_id is not None]
+        processes = [slot.process for slot in self._slots]
+        return [process.process_id for process in processes if process is not None]
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
             num_workers=sum(slot.is_ready for slot in self._slots),
             num_queued=len(self._queue),
             num_running=sum(slot.is_running for slot in self._slots),
-            num_restarts=sum(slot.num_restarts for slot in self._slots),
+            num_restarts=sum(max(0, slot.num_starts - 1) for slot in self._slots),
             num_done=self._queue.num_done,
             num_failed=self._queue.num_failed,
             num_cancelled=self._queue.num_cancelled,

@@ -1,7 +1,7 @@
-"""The parent's hold on one worker process: starts it, gives it jobs, ends it.
+"""One worker process as its parent sees it: it is started, given jobs, and ended.
 
-Used by one thread, which outlives the process: the process is killed when that thread ends.
-Nothing here retries or replaces; a worker that has failed is of no more use.
+It is used by one thread, which has to outlive the process: the process is killed when that thread
+ends. Nothing is tried again here. A worker that has failed must be replaced by another.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from sensorium.multimodal.pool.channel import (
     map_privately,
 )
 
-_LOOK_UP_S = 0.1  # how often other things are done while a worker is waited for
-_LAST_WORDS_S = 1.0  # for what an ended worker has written and was not read yet
-_END_S = 10.0  # from the end of its connection to that of a process
+_POLL_S = 0.1  # how often `keep_waiting` is called
+_DRAIN_S = 1.0  # for reading what an ended worker has written
+_END_S = 10.0  # from the end of a worker's connection to the end of its process
 # How a process ends that ran into a fault of its own, with the sign that `subprocess` gives it.
 _CRASHES = frozenset(
     -number
@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(Exception):
-    """The process has ended, or can't be understood."""
+    """The process has ended, or has sent a message that makes no sense."""
 
     def __init__(self, message: str, *, is_crash: bool = False) -> None:
         super().__init__(message)
@@ -65,7 +65,8 @@ class WorkerInterruptedError(Exception):
 class WorkerProcess:
     """One worker process, as its parent sees it.
 
-    `keep_waiting` is called again and again while the worker is waited for.
+    `keep_waiting` is called regularly while the worker is waited for. If it returns False,
+    `WorkerInterruptedError` is raised.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class WorkerProcess:
             return f"it ended with {self._end()} while it started"
         except WorkerLostError as error:
             return str(error)
-        if isinstance(message, Ready):
-            return None
-        return message.reason if isinstance(message, StartFailed) else "it made no sense"
+        if isinstance(message, StartFailed):
+            return message.reason
+        return None if isinstance(message, Ready) else f"it began with {type(message).__name__}"
 
     def run(
         self,
@@ -123,7 +124,10 @@ class WorkerProcess:
         max_cost_s: float,
         is_long: bool = False,
     ) -> tuple[Reply | Failure | Costly, memoryview]:
-        """Return the answer and its block. Raise `TimeoutError` after the deadline."""
+        """Give the worker a job. Return its answer, and the block that came with it.
+
+        Raise `TimeoutError` after the deadline, and `WorkerLostError` if there is no answer.
+        """
         try:
             message_bytes = encode_message(Job(job, max_cost_s, is_long))
             self._channel.send(message_bytes, blocks, deadline=deadline)
@@ -146,7 +150,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(_LAST_WORDS_S)
+        self._reader.join(_DRAIN_S)
 
     def kill(self) -> None:
         self._process.kill()
@@ -155,7 +159,7 @@ class WorkerProcess:
     def _receive(
         self, deadline: float, map_block: Callable[[int, int], memoryview]
     ) -> tuple[Message, memoryview]:
-        while not self._channel.is_readable(min(_LOOK_UP_S, get_remaining(deadline))):
+        while not self._channel.is_readable(min(_POLL_S, get_remaining(deadline))):
             if not self._keep_waiting():
                 raise WorkerInterruptedError
         frame, block = self._channel.receive(deadline=deadline, map_block=map_block)
@@ -165,6 +169,7 @@ class WorkerProcess:
             raise WorkerLostError("a message that can't be read") from error
 
     def _end(self) -> str:
+        """Wait for the end of a process with a broken connection, and return how it ended."""
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -182,7 +187,7 @@ def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
     path = f"/proc/self/fd/{descriptor}"
     try:
         mapping = torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
-    except RuntimeError as error:  # torch's word for what the system refuses
+    except RuntimeError as error:  # so torch reports an error of the system
         raise OSError(str(error)) from error
     return mapping.numpy().data
 

@@ -1,8 +1,8 @@
 """The process of one worker: makes its handler, then answers one job after another.
 
-It is run by `process.WorkerProcess` and never imported by the parent. It is light on purpose:
-torch is loaded by the handler, or with the first tensors that the handler gives. It ends when its
-parent does.
+It is run by `process.WorkerProcess` and never imported by the parent. To start fast, it does not
+import torch itself: the handler does, or the first tensors that the handler returns. It ends when
+its parent does.
 
 A long job runs at a low priority, so that it takes what the rest of the machine leaves. Linux
 weighs threads by their nice value only within one scheduling group, and by default makes a group of
@@ -23,9 +23,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,12 +47,7 @@ from sensorium.multimodal.pool.channel import (
     encode_message,
     make_failure,
 )
-from sensorium.types.errors import (
-    CapacityError,
-    FailedRequestError,
-    RequestError,
-    SensoriumError,
-)
+from sensorium.types.errors import CapacityError, FailedRequestError, RequestError, SensoriumError
 from sensorium.utils.process import without_collection
 
 if TYPE_CHECKING:
@@ -67,12 +62,13 @@ _Result = TypeVar("_Result")
 
 
 def run_at_low_priority(function: Callable[[], _Result]) -> _Result:
-    """Return what the function returns, and raise what it raises."""
-    with (
-        _lowering_group(),
-        ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor,
-    ):
-        return executor.submit(function).result()
+    """Call the function at a low priority. Return what it returns, and raise what it raises."""
+    _set_group_priority(_NICE)
+    try:
+        with ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor:
+            return executor.submit(function).result()
+    finally:
+        _set_group_priority(0)
 
 
 def _lower_this_thread() -> None:
@@ -80,25 +76,15 @@ def _lower_this_thread() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-@contextmanager
-def _lowering_group() -> Iterator[None]:
-    _set_group_priority(_NICE)
-    try:
-        yield
-    finally:
-        _set_group_priority(0)
-
-
 def _set_group_priority(nice: int) -> None:
     for _ in range(_MAX_TRIES):
         try:
             with open(_AUTOGROUP, "w") as file:
                 file.write(str(nice))
-        except BlockingIOError:  # without privileges, Linux takes one change in 0.1 s, of anybody
+            return
+        except BlockingIOError:  # unprivileged processes together may do this once in 0.1 s
             time.sleep(_RETRY_S)
         except OSError:  # not every kernel has such groups
-            return
-        else:
             return
 
 
@@ -152,29 +138,23 @@ def _prefer_to_be_killed() -> None:
 
 
 def _start(channel: Channel) -> Handler | None:
+    """Return the handler. If it can't be made, send the reason to the parent and return `None`."""
     frame, _ = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Start):
         raise ChannelError(f"{type(message).__name__} before the start")
     try:
-        handler = _make_handler(message.handler, message.settings)
+        module, _, factory = message.handler.partition(":")
+        handler: Handler = getattr(importlib.import_module(module), factory)(message.settings)
     except Exception as error:  # the parent must learn the reason, whatever it is
         _logger.exception("a worker of the pool could not start")
-        reason = str(error) if isinstance(error, SensoriumError) else _describe(error)
+        reason = str(error)
+        if not isinstance(error, SensoriumError):
+            reason = f"{type(error).__name__}: {error}"
         channel.send(encode_message(StartFailed(reason[:_MAX_REASON_LENGTH])))
         return None
     _limit_threads()
     return handler
-
-
-def _make_handler(name: str, settings: bytes) -> Handler:
-    module, _, factory = name.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), factory)(settings)
-    return handler
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _limit_threads() -> None:
@@ -188,14 +168,11 @@ def _limit_threads() -> None:
 
 
 def _serve(channel: Channel, handler: Handler) -> None:
+    """Receive one job, do it, and send the answer."""
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):
         raise ChannelError(f"{type(message).__name__} out of turn")
-    _answer(channel, handler, message, block)
-
-
-def _answer(channel: Channel, handler: Handler, message: Job, block: memoryview) -> None:
     work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
         reply = run_at_low_priority(work) if message.is_long else work()

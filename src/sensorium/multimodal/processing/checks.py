@@ -25,7 +25,7 @@ from sensorium.multimodal.decoding.audio import (
 from sensorium.multimodal.decoding.guards import refuse_if_longer
 from sensorium.multimodal.decoding.images import check_num_pixels, to_rgb
 from sensorium.multimodal.decoding.video import check_num_frames
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 
 _NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}

@@ -29,7 +29,7 @@ import torch
 
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
 from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 
 # Seconds of sound, and height and width of pictures: two items differ in both.
 _DURATIONS_S = (1.0, 1.4)

@@ -26,8 +26,7 @@ from sensorium.multimodal.decoding.guards import (
 )
 from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
 from sensorium.multimodal.item_codec import PrecomputedEmbeds
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processing.item_handler import decode_reply, encode_job

@@ -19,8 +19,7 @@ from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.decoding.guards import CostlyItemError, limit_memory_growth
 from sensorium.multimodal.item_codec import as_bytes, decode_block, encode_header
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.multimodal.pool.channel import CostlyJobError
 from sensorium.multimodal.processing.cost_guard import OwnOptions
 from sensorium.multimodal.processing.dummy_media import make_dummy_file

@@ -30,7 +30,7 @@ from sensorium.multimodal.decoding.decoding import decode
 from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import read_image_size
 from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions, Shape
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError

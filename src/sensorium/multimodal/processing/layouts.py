@@ -14,9 +14,8 @@ import msgspec
 from PIL import Image
 
 from sensorium.multimodal.decoding.images import read_image_size
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
+from sensorium.multimodal.names import MediaHasher
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.processing.processor import MultiModalProcessor
@@ -64,7 +63,7 @@ class SizeLayouts:
         self._backend = backend
         self._limits = limits
         self._layouts: LruCache[str, ItemLayout] = LruCache(
-            _MAX_CHARACTERS, lambda _, layout: len(layout.text)
+            _MAX_CHARACTERS, lambda _, layout: max(1, len(layout.text))
         )
         self._flights: SingleFlight[str, FinishedItem] = SingleFlight()
 

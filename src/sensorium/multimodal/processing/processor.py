@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import (

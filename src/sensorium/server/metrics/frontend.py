@@ -75,7 +75,7 @@ class FrontendMetrics:
             return
         self._sync_caches(perception.caches)
         self._sync_loader(perception.loader.statistics())
-        joined = perception.pipeline.flights.statistics().num_joined
+        joined = perception.pipeline.flights.num_joined
         self._totals.follow("sensorium:items_joined_total", joined)
         if perception.pool is not None:
             self._sync_pool(perception.pool.statistics())

@@ -6,6 +6,8 @@ import hashlib
 
 import torch
 
+from sensorium.multimodal.cache.mirror import MirrorReceiver, MirrorSender
+from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
 
 LAYOUT = ItemLayout(text="<image><image>", token_id=7, num_embeds=2)
@@ -28,6 +30,17 @@ def make_item(
     return ProcessedItem(
         modality="image", mm_hash=mm_hash, kwargs=make_kwargs(mm_hash, num_bytes), layout=layout
     )
+
+
+def get_sent_sizes(sender: MirrorSender) -> dict[str, int]:
+    """Return `mm_hash` -> bytes of what the core will keep after all messages so far."""
+    with sender._lock:
+        return {e.mm_hash: e.num_bytes for e in sender._lru if e.sent_in is not None}
+
+
+def get_kept_sizes(receiver: MirrorReceiver) -> dict[str, int]:
+    """Return `mm_hash` -> bytes of what the core keeps."""
+    return {mm_hash: get_num_bytes(kwargs) for mm_hash, kwargs in receiver._items.items()}
 
 
 def is_same(kwargs: MultiModalKwargsItem, other: MultiModalKwargsItem) -> bool:

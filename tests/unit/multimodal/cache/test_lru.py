@@ -2,28 +2,32 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.cache.item_table import ByteLru, LruEntry
+from sensorium.multimodal.cache.item_table import ByteLru, ItemEntry
 from sensorium.types.errors import InvariantError
 
 
-def add(lru: ByteLru[LruEntry], key: str, num_bytes: int = 10) -> list[str]:
-    return [victim.key for victim in lru.add(LruEntry(key=key, num_bytes=num_bytes))]
+def add(lru: ByteLru, key: str, num_bytes: int = 10) -> list[str]:
+    return [victim.mm_hash for victim in lru.add(make_entry(key, num_bytes))]
 
 
-def get(lru: ByteLru[LruEntry], key: str) -> LruEntry:
+def make_entry(key: str, num_bytes: int = 10) -> ItemEntry:
+    return ItemEntry(modality="image", mm_hash=key, layout=None, num_bytes=num_bytes, kwargs=None)
+
+
+def get(lru: ByteLru, key: str) -> ItemEntry:
     entry = lru.get(key)
     assert entry is not None
     return entry
 
 
-def use(lru: ByteLru[LruEntry], key: str) -> None:
+def use(lru: ByteLru, key: str) -> None:
     entry = get(lru, key)
     lru.pin(entry)
     lru.unpin(entry)
 
 
-def make_lru(*keys: str, capacity_bytes: int = 30) -> ByteLru[LruEntry]:
-    lru: ByteLru[LruEntry] = ByteLru(capacity_bytes)
+def make_lru(*keys: str, capacity_bytes: int = 30) -> ByteLru:
+    lru = ByteLru(capacity_bytes)
     for key in keys:
         add(lru, key)
     return lru
@@ -33,7 +37,7 @@ def test_the_least_recently_used_goes_first() -> None:
     lru = make_lru("a", "b", "c")
     use(lru, "a")
     assert add(lru, "d") == ["b"]
-    assert {entry.key for entry in lru} == {"a", "c", "d"}
+    assert {entry.mm_hash for entry in lru} == {"a", "c", "d"}
 
 
 def test_no_more_is_evicted_than_the_room_that_is_needed() -> None:
@@ -101,6 +105,17 @@ def test_a_pin_of_a_removed_entry_does_not_hold_its_successor() -> None:
     lru.pin(new)
     lru.unpin(old)
     assert not lru.can_add(30)
+
+
+def test_an_entry_that_is_added_again_has_its_pins() -> None:
+    lru = make_lru()
+    entry = make_entry("a")
+    lru.pin(entry)
+    lru.add(entry)
+    assert not lru.can_add(30)
+    lru.unpin(entry)
+    assert lru.can_add(30)
+    assert add(lru, "b", 30) == ["a"]
 
 
 def test_pins_are_not_taken_back_twice() -> None:

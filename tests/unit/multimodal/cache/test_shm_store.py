@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -48,19 +49,25 @@ def keep(store: ShmStore, *names: str) -> None:
         store.release(put(store, make_item(name)))
 
 
+def use(store: ShmStore, name: str, *, is_use: bool = True) -> None:
+    entry = store.acquire(make_hash(name), is_use=is_use)
+    assert entry is not None
+    store.release(entry.reference)
+
+
 def get_cached(store: ShmStore) -> str:
     return "".join(name for name in "abcdefgh" if store.is_cached(make_hash(name)))
 
 
 @pytest.fixture
 def store() -> Iterator[ShmStore]:
-    with ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=CAPACITY) as store:
+    with closing(ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=CAPACITY)) as store:
         yield store
 
 
 @pytest.fixture
 def other(store: ShmStore) -> Iterator[ShmStore]:
-    with ShmStore.attach(store.fd) as other:
+    with closing(ShmStore.attach(store.fd)) as other:
         yield other
 
 
@@ -94,19 +101,17 @@ def test_what_is_there_is_leased_and_not_stored_again(store: ShmStore, other: Sh
 def test_least_recently_used_item_is_evicted(store: ShmStore) -> None:
     keep(store, *"abcd")
     assert get_cached(store) == "abcd"
-    store.touch(make_hash("a"))
+    use(store, "a")
     keep(store, "b")
     keep(store, "e", "f")
     assert get_cached(store) == "abef"
     assert store.statistics().num_evictions == 2
 
 
-def test_acquire_counts_as_use_and_peek_does_not(store: ShmStore) -> None:
+def test_a_lease_counts_as_a_use_unless_it_is_said_not_to(store: ShmStore) -> None:
     keep(store, *"abcd")
-    for find, name in ((store.acquire, "a"), (store.peek, "b")):
-        entry = find(make_hash(name))
-        assert entry is not None
-        store.release(entry.reference)
+    use(store, "a")
+    use(store, "b", is_use=False)
     keep(store, "e")
     assert get_cached(store) == "acde"
 
@@ -131,7 +136,7 @@ def test_item_without_room_is_not_stored(store: ShmStore) -> None:
 
 
 def test_object_above_the_limit_is_not_stored() -> None:
-    with ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=1024) as store:
+    with closing(ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=1024)) as store:
         assert store.put(make_item("a", 1025)) is None
         assert store.put(make_item("a", 1024)) is not None
 
@@ -140,14 +145,14 @@ def test_large_item_takes_the_place_of_neighbours_only(store: ShmStore) -> None:
     """Of the old ones, those that don't lie in the way stay."""
     keep(store, *"abcd")
     for name in "cabd":
-        store.touch(make_hash(name))
+        use(store, name)
     # The two oldest, c and a, are no neighbours. With b there is room: that of a and b.
     store.release(put(store, make_item("e", 2 * SIZE)))
     assert get_cached(store) == "cde"
 
 
 def test_slots_run_out_before_memory() -> None:
-    with ShmStore.create(capacity_bytes=64 * 1024, max_object_bytes=1024) as store:
+    with closing(ShmStore.create(capacity_bytes=64 * 1024, max_object_bytes=1024)) as store:
         for number in range(65):
             store.release(put(store, make_item(str(number), 1)))
         assert store.statistics().num_items == 64

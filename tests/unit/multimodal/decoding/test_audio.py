@@ -13,7 +13,7 @@ import soundfile
 import soxr
 
 from sensorium.multimodal.decoding.audio import _trim_end, decode_audio, resample
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.support.media import (
     RATE,

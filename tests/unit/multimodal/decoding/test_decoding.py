@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
 from tests.support.media import RATE, make_clip, make_melody, write_image, write_sound, write_video
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoProcessor
 
 from sensorium.multimodal.decoding.video import Metadata, decode_video, make_frame_chooser
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from tests.support.media import make_clip, write_video
 
 MODELS = (

@@ -11,8 +11,8 @@ import pytest
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin, features
 
 from sensorium.multimodal.decoding.images import decode_image
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
+from sensorium.multimodal.names import MediaHasher
 from sensorium.types.errors import RequestError
 from tests.support.media import make_images, make_pixels, make_png, write_image
 

@@ -21,7 +21,7 @@ from sensorium.multimodal.decoding.audio import decode_audio
 from sensorium.multimodal.decoding.guards import check_duration
 from sensorium.multimodal.decoding.images import decode_image, read_image_size
 from sensorium.multimodal.decoding.video import decode_video
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.support.media import (
     RATE,

@@ -15,7 +15,7 @@ from PIL import Image
 from sensorium.multimodal.decoding import video
 from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.video import Frames, Metadata, decode_video
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
 from tests.support.media import (
     get_grey,

@@ -18,7 +18,7 @@ from sensorium.multimodal.decoding.guards import (
 )
 from sensorium.multimodal.decoding.images import decode_image
 from sensorium.multimodal.decoding.video import decode_video
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 from tests.support.media import (
     RATE,

@@ -13,7 +13,7 @@ from sensorium.multimodal.fetching.addresses import LookUps
 from sensorium.multimodal.fetching.fetch import Fetch, RequestDeadline
 from sensorium.multimodal.fetching.fetcher import FetchLoop
 from sensorium.multimodal.fetching.responses import SharedFetches
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError
 
 KEY = ("http://host/", "image")
@@ -37,13 +37,16 @@ class Source:
         return await answer
 
 
-def test_callers_of_one_url_share_a_fetch_and_each_gets_its_own_error() -> None:
+@pytest.mark.parametrize("kind", [MediaFetchError, ValueError])
+def test_callers_of_one_url_share_a_fetch_and_each_gets_its_own_error(
+    kind: type[Exception],
+) -> None:
     async def run() -> None:
         shared, source = SharedFetches(), Source()
         tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(3)]
         await settle()
         assert (len(source.answers), shared.num_waiting) == (1, 3)
-        source.answers[0].set_exception(MediaFetchError("gone"))
+        source.answers[0].set_exception(kind("gone"))
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(error) for error in errors] == ["gone"] * 3
         assert len(set(map(id, errors))) == 3

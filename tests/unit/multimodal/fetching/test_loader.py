@@ -18,8 +18,7 @@ from httpcore import AnyIOBackend, AsyncNetworkStream
 import sensorium.multimodal.fetching
 from sensorium.multimodal.fetching.fetch import Fetch
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from sensorium.multimodal.fetching.responses import CachedResponse, ResponseCache
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.media import MediaBytes
 
 NOW = 1000.0
 FRESH = {"cache-control": "max-age=60"}

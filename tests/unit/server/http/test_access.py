@@ -119,8 +119,13 @@ def test_a_streamed_answer_carries_the_id(server: RunningServer) -> None:
     assert response.headers["content-type"].startswith("text/event-stream")
 
 
-def test_requests_over_the_limit_are_told_to_come_again() -> None:
-    """The limit is the frontend's share, rounded up: two of three requests of two frontends."""
+@pytest.mark.parametrize(
+    ("limit", "num_frontends", "share"), [(2, 1, 2), (3, 2, 2), (10, 4, 3), (1, 3, 1)]
+)
+def test_requests_over_the_limit_are_told_to_come_again(
+    limit: int, num_frontends: int, share: int
+) -> None:
+    """The limit of a frontend is its share of the server's limit, rounded up."""
     gate = threading.Event()
 
     async def wait(_: Any) -> None:
@@ -129,15 +134,15 @@ def test_requests_over_the_limit_are_told_to_come_again() -> None:
 
     engine = ScriptedEngine(prepare=wait)
     answers: list[int] = []
-    with serve(engine, max_concurrent_requests=3, api_server_count=2) as running:
+    with serve(engine, max_concurrent_requests=limit, api_server_count=num_frontends) as running:
         threads = [
             threading.Thread(target=lambda: answers.append(running.chat().status_code))
-            for _ in range(2)
+            for _ in range(share)
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: engine.num_open == 2, "the requests do not start")
-        assert get(running, "/load").json() == {"server_load": 2}
+        wait_until(lambda: engine.num_open == share, "the requests do not start")
+        assert get(running, "/load").json() == {"server_load": share}
         refused = running.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -146,6 +151,6 @@ def test_requests_over_the_limit_are_told_to_come_again() -> None:
         gate.set()
         for thread in threads:
             thread.join(60)
-        assert answers == [200, 200]
+        assert answers == [200] * share
         assert running.complete().status_code == 200
         assert get(running, "/load").json() == {"server_load": 0}

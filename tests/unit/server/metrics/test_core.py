@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -195,7 +196,7 @@ def test_encoder_look_ups_and_contents_are_counted(metrics: CoreMetrics) -> None
 
 @pytest.fixture
 def store() -> Iterator[ShmStore]:
-    with ShmStore.create(capacity_bytes=1 << 16, max_object_bytes=1 << 15) as store:
+    with closing(ShmStore.create(capacity_bytes=1 << 16, max_object_bytes=1 << 15)) as store:
         yield store
 
 

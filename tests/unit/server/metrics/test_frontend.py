@@ -14,13 +14,12 @@ from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.hasher import MediaHasher
-from sensorium.multimodal.limits import MediaLimits
+from sensorium.multimodal.media import MediaLimits
+from sensorium.multimodal.names import MediaHasher, UuidBindings
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import PoolStatistics
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.single_flight import Flight
-from sensorium.multimodal.uuids import UuidBindings
 from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import RequestError

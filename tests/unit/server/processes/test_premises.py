@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_shared_memory_is_ready_for_those_who_inherit_it() -> None:
     with SharedResources(ServeOptions(port=0, media=media)) as shared_resources:
         assert shared_resources.shm_fd is not None
         assert os.fstat(shared_resources.shm_fd).st_blocks * 512 >= 2**20
-        with ShmStore.attach(shared_resources.shm_fd) as store:
+        with closing(ShmStore.attach(shared_resources.shm_fd)) as store:
             assert store.statistics().capacity_bytes == 2**20
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(shared_resources.shm_fd)

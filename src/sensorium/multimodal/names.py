@@ -1,13 +1,17 @@
-"""Names media by content: equal names mean equal source, processing options and processor.
+"""The names of media: hashes of its content, and uuids that clients give.
 
-A name is made in two steps. The source (a file's bytes, or an array that was given in process) is
-digested before anything is decoded. The digest is digested again with all that the result of
-processing depends on. So one source has as many names as it has ways to be processed, and is read
-once.
+Equal hashes mean equal source, processing options and processor. A hash is made in two steps. The
+source (a file's bytes, or an array that was given in process) is digested before anything is
+decoded. The digest is digested again with all that the result of processing depends on. So one
+source has as many hashes as it has ways to be processed, and is read once.
 
 Every value is framed by its type and length and mappings are sorted, so that no two different
-inputs give the same bytes. Types without a canonical form are refused. Names are 256 bits of any
+inputs give the same bytes. Types without a canonical form are refused. Hashes are 256 bits of any
 algorithm. The algorithm and the version of this format are part of them.
+
+A uuid is a promise of the client, not an identity. It is bound to the source that it first came
+with, and only within its scope: the uuids of one client neither serve nor block another. The least
+recently used binding is forgotten first.
 """
 
 from __future__ import annotations
@@ -16,27 +20,31 @@ import hashlib
 import importlib.util
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
+from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.decoding.images import DECODER_ERRORS, load_pixels
-from sensorium.multimodal.item_codec import PrecomputedEmbeds
-from sensorium.multimodal.media_item import MediaBytes
+from sensorium.multimodal.item_codec import PrecomputedEmbeds, as_bytes
+from sensorium.multimodal.media import MediaBytes
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.multimodal import HASH_ALGORITHMS
+from sensorium.types.multimodal import HASH_ALGORITHMS, MultiModalKwargsItem, ProcessedItem
+from sensorium.utils.lru import LruCache
 
 _VERSION = b"sensorium-mm-2"
 _NUM_DIGITS = 64  # 256 bits
 _MAX_DEPTH = 32
-_MAX_BITS = 4096  # of a whole number; Python writes none of many more
+_MAX_BITS = 4096  # of a whole number; Python does not print much longer ones
 _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in place
 
 
 class MediaHasher:
-    """A maker of names. `model_revision` and `processor_fingerprint` are part of every name."""
+    """A maker of hashes. `model_revision` and `processor_fingerprint` are part of every hash."""
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class MediaHasher:
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return another name for a name that was not made here, so that the two never meet."""
+        """Return the `mm_hash` for a name that was not made here. It equals no other `mm_hash`."""
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(
@@ -195,3 +203,116 @@ def _frame(digest: Any, kind: bytes, value: bytes | bytearray | memoryview) -> N
     digest.update(struct.pack("<qq", len(kind), num_bytes))
     digest.update(kind)
     digest.update(value)
+
+
+MAX_UUID_LENGTH = 128
+_DIGEST, _IS_ENCODED = "digest", "is_encoded"  # tensors of a binding in a store
+
+
+class UuidScope(NamedTuple):
+    """The scope in which a uuid refers to one source."""
+
+    client: str | None = None  # digest of an API key; None: all clients without a key
+    cache_salt: str | None = None  # of the request
+
+
+_Key = tuple[UuidScope, str, str]  # scope, modality, uuid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundSource:
+    """The source that a uuid refers to."""
+
+    digest: str
+    is_encoded: bool  # it was a file, not pixels or samples in process
+
+
+class UuidBindings:
+    """The bindings of one process. Several threads may use it."""
+
+    def __init__(self, max_entries: int = 65_536) -> None:
+        self._sources: LruCache[_Key, BoundSource] = LruCache(max_entries)
+        self._lock = Lock()  # between a check and its binding
+
+    def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
+        """Return the source that the uuid is bound to, and keep the binding for longer."""
+        return self._sources.get((scope, modality, uuid))
+
+    def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
+        """Raise `RequestError` if the uuid is bound to another source."""
+        bound = self.get(uuid, modality=modality, scope=scope)
+        _check_same(uuid, modality, source, bound)
+
+    def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
+        """Bind the uuid to a source that was processed: a damaged one takes no uuid away.
+
+        Raise `RequestError` if the uuid is bound to another source.
+        """
+        key = scope, modality, uuid
+        with self._lock:
+            _check_same(uuid, modality, source, self._sources.get(key))
+            self._sources.put(key, source)
+
+
+def _check_same(uuid: str, modality: str, source: BoundSource, bound: BoundSource | None) -> None:
+    if bound not in (None, source):
+        raise RequestError(f"uuid {uuid!r} was first used for another {modality}")
+
+
+def check_uuid(uuid: object) -> str | None:
+    """Return a uuid of a client, or raise `RequestError` if it can't be one."""
+    if uuid is None:
+        return None
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
+        raise RequestError(f"must be a string of 1 to {MAX_UUID_LENGTH} characters")
+    return uuid
+
+
+class SharedUuidBindings(UuidBindings):
+    """The bindings of all frontends that share a store.
+
+    A binding is an item of the store under a name of its own. The first frontend that puts it has
+    bound the uuid, and it is evicted as other items are. What is bound in this process as well is
+    not read from the store.
+    """
+
+    def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:
+        super().__init__()
+        self._store = store
+        self._hasher = hasher
+
+    def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
+        name = self._name(uuid, modality, scope)
+        found = super().get(uuid, modality=modality, scope=scope)
+        if found is not None:
+            self._store.touch(name)  # it must not be evicted for others while it is used here
+            return found
+        stored = self._store.copy_item(name)
+        return None if stored is None else _read_item(stored)
+
+    def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
+        found = super().get(uuid, modality=modality, scope=scope)
+        _check_same(uuid, modality, source, found)
+        name = self._name(uuid, modality, scope)
+        reference = self._store.put(_make_item(name, modality, source))
+        if reference is not None:  # else there is no room, and it is bound in this process only
+            try:
+                bound = _read_item(self._store.open(reference))
+            finally:
+                self._store.release(reference)
+            _check_same(uuid, modality, source, bound)
+        super().bind(uuid, source, modality=modality, scope=scope)
+
+    def _name(self, uuid: str, modality: str, scope: UuidScope) -> str:
+        return self._hasher.name_uuid(uuid, modality, scope.cache_salt, scope.client)
+
+
+def _make_item(name: str, modality: str, source: BoundSource) -> ProcessedItem:
+    digest = torch.tensor(list(source.digest.encode()), dtype=torch.uint8)
+    kwargs = {_DIGEST: digest, _IS_ENCODED: torch.tensor(source.is_encoded)}
+    return ProcessedItem(modality=modality, mm_hash=name, kwargs=kwargs, layout=None)
+
+
+def _read_item(kwargs: MultiModalKwargsItem) -> BoundSource:
+    digest = bytes(as_bytes(kwargs[_DIGEST]).tolist()).decode()
+    return BoundSource(digest=digest, is_encoded=bool(kwargs[_IS_ENCODED].item()))
