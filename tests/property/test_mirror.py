@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.cache.mirror import MirrorSender
-from sensorium.types.multimodal import ProcessedItem
-from sensorium.types.transfer import MissingItems
+from sensorium.types.multimodal import MissingItems, ProcessedItem
 from tests.unit.multimodal.cache.item_building import LAYOUT, is_same, make_item, make_kwargs
 
 from .mirror_follower import Message, Nursery, Reply, decode_items, encode_items

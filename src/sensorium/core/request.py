@@ -7,9 +7,8 @@ from enum import Enum, auto
 
 from sensorium.core.block_hash import hash_block, hash_root
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.types.request import EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.request import CoreTimes, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.times import CoreTimes
 
 # The order of service: the priority, then the arrival. Smaller comes first, and all are different.
 Rank = tuple[int, int]

@@ -40,8 +40,7 @@ from sensorium.multimodal.item_codec import (
     write_block,
 )
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
