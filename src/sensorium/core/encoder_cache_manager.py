@@ -1,6 +1,6 @@
 """Accounting for encoder outputs: what the worker holds, and which requests need it.
 
-Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_cache` does, and
+Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_runner` does, and
 acts only on what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
 
 An entry is *reserved* (scheduled to be encoded), then *computed*; a computed one without references

@@ -57,7 +57,6 @@ class Request:
         self.rank = rank
         self.spans = spans
         self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
         self.token_ids = list(core_request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0

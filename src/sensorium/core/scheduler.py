@@ -487,7 +487,6 @@ class Scheduler:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         self._release(request)
         request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
         self.counters.finished[reason] += 1
         del self.requests[request.request_id]
 

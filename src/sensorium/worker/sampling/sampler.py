@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from sensorium.types.request import TokenLogprobs
+from sensorium.utils.arrays import StagingBuffer
 from sensorium.worker.sampling.drawing import draw, prepare_draw
 from sensorium.worker.sampling.logits_edits import Arrays, apply_edits, prepare_edits
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
 from sensorium.worker.sampling.sampling_row import SamplingRow
-from sensorium.worker.staging import StagingBuffer
 
 # Marks that stand in place of a token in a row that has none -> the reason in the error.
 _FAILURES = {
