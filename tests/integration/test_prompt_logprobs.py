@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-import sensorium.worker.sampling.logprobs as logprobs_module
 from sensorium import LLM, RequestOutput, SamplingParams
+from sensorium.worker import prompt_scorer
 from tests.parity.cases import make_text
 from tests.support.engine import Trace, assert_nothing_is_left, get_kv_bytes, make_llm
 
@@ -73,7 +73,7 @@ def test_they_are_those_of_a_plain_forward_pass(
 def test_logits_exist_for_a_bounded_number_of_positions(
     tiny_model: TinyModel, plain: PlainModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs_module, "MAX_ROWS", 5)
+    monkeypatch.setattr(prompt_scorer, "MAX_ROWS", 5)
     llm = make_llm(tiny_model("llama"))
     adapter = llm.core.runner._adapter  # type: ignore[attr-defined]
     logits, sizes = adapter.logits, []

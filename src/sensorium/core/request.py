@@ -2,7 +2,7 @@
 
 Equal names mean equal keys and values. A name chains over everything that these depend on: the
 adapter and salt, whether they were computed for a long request, all tokens up to the block's end,
-and which part of which media item stands at each place.
+and the part of a media item that stands at each place.
 """
 
 from __future__ import annotations

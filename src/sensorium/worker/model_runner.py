@@ -39,8 +39,8 @@ from sensorium.worker.input_batch import (
     get_partial_blocks,
 )
 from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.prompt_scorer import PromptScorer
 from sensorium.worker.request_states import PromptPositions, RequestState
-from sensorium.worker.sampling.logprobs import PromptScorer
 from sensorium.worker.sampling.sampler import Sampler
 
 _NOTHING = ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes={})

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import sensorium.worker.sampling.logprobs as logprobs_module
+from sensorium.worker import prompt_scorer
 from sensorium.worker.input_batch import Row
-from sensorium.worker.sampling.logprobs import PromptScorer
+from sensorium.worker.prompt_scorer import PromptScorer
 
 from .factories import GREEDY, make_request, make_scheduled, make_state
 
@@ -52,7 +52,7 @@ def make_row(
 def test_each_position_tells_of_the_token_behind_it(
     monkeypatch: pytest.MonkeyPatch, max_rows: int
 ) -> None:
-    monkeypatch.setattr(logprobs_module, "MAX_ROWS", max_rows)
+    monkeypatch.setattr(prompt_scorer, "MAX_ROWS", max_rows)
     head = PlainHead()
     rows = [
         make_row("decoding", (1, 2), (3, 4), 2, output=(5, 5)),
