@@ -41,6 +41,8 @@ class EncoderCacheStatistics:
 
 @dataclass(slots=True)
 class _Entry:
+    """One encoder output, with the items that need it."""
+
     num_embeds: int
     is_computed: bool = False
     references: set[tuple[str, int]] = field(default_factory=set)  # (request id, mm_index)

@@ -83,7 +83,7 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has more tokens than the model computes in the usual way."""
+        """Whether the request is computed differently, because of more than `long_after` tokens."""
         return self._long_after is not None and self.num_tokens > self._long_after
 
     @property

@@ -56,12 +56,16 @@ class EncoderCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderJob:
+    """One media item to encode, with the key of its output."""
+
     key: str
     feature: MultiModalFeatureSpec
     item: MultiModalKwargsItem
 
 
 class EncoderRunner:
+    """A runner of encoders that stores their outputs in the cache."""
+
     def __init__(self, adapter: ModelAdapter, cache: EncoderCache) -> None:
         self._adapter = adapter
         self._cache = cache

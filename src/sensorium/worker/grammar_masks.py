@@ -203,7 +203,7 @@ class GrammarMasks:
     def _prepare(self, entry: _Entry, output_token_ids: Sequence[int]) -> None:
         params, compiler = entry.request.sampling_params.structured_outputs, self._compiler
         if self._entries.get(entry.request.request_id) is not entry:
-            return  # the request has ended or was replaced: don't keep others waiting
+            return  # the request has ended or its entry was replaced: don't delay others
         try:
             if params is not None and compiler is not None:
                 entry.matcher = compiler.compile(params)

@@ -47,6 +47,8 @@ _NOTHING = ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes={
 
 
 class ModelRunner:
+    """The part of an engine that computes steps on its device."""
+
     def __init__(
         self,
         adapter: ModelAdapter,

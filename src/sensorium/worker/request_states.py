@@ -25,6 +25,8 @@ class PromptPositions:
 
 
 class RequestState:
+    """The tokens, blocks and positions of one running request."""
+
     def __init__(
         self,
         request: EngineCoreRequest,

@@ -97,11 +97,15 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
+    """The graph of one batch size."""
+
     recording: Recording
     results: DecodeResult  # the memory that a replay writes its results to
 
 
 class DecodeGraphs:
+    """One graph for each captured batch size of steps that decode."""
+
     def __init__(
         self,
         adapter: ModelAdapter,

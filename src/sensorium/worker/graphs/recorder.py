@@ -31,6 +31,8 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
+    """A way to record functions; tests have one that needs no GPU."""
+
     def record(self, function: Callable[[Break], None]) -> Recording:
         """Record a function that reads and writes fixed memory and never waits for the device.
 
@@ -71,6 +73,8 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _CudaRecording:
+    """A graph for each segment, in their order."""
+
     graphs: Sequence[torch.cuda.CUDAGraph]
 
     def replay(self, at_break: Break = ignore_break) -> None:

@@ -34,6 +34,8 @@ from sensorium.worker.kv_cache import KVCache
 
 
 class StoreKernel(Protocol):
+    """The kernel that stores new keys and values."""
+
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
@@ -60,6 +62,8 @@ class _Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Break:
+    """A place in a recording where attention runs."""
+
     layer_index: int
     scaling: float | None
     crossing: _Crossing  # for as many tokens as were captured
@@ -67,6 +71,8 @@ class _Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
+    """The recording of one number of tokens, and its breaks."""
+
     breaks: Sequence[_Break]
     recording: Recording
 
@@ -86,6 +92,8 @@ class Attend(Protocol):
 
 
 class SegmentGraphs:
+    """One recording for each captured number of tokens."""
+
     def __init__(
         self,
         adapter: ModelAdapter,

@@ -52,6 +52,8 @@ class SamplerOutput:
 
 
 class Sampler:
+    """A sampler with the buffer in which its arrays go to the device."""
+
     def __init__(self, *, device: torch.device) -> None:
         self._staging = StagingBuffer(device=device, num_words=1 << 10)
 
