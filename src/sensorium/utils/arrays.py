@@ -57,7 +57,9 @@ class StagingBuffer:
     def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
         self._device_type = device
         # Recorded behind each copy: when it is reached, the host memory may be written again.
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._allocate(num_words)
 
     def _allocate(self, num_words: int) -> None:

@@ -50,7 +50,6 @@ class Progress:
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
 
 
-_NO_MASKS = StepMasks()
 _PATH = ("structured_outputs",)
 
 
@@ -117,7 +116,7 @@ class GrammarMasks:
         """
         entries = self._find(states)
         if not entries:
-            return _NO_MASKS
+            return StepMasks()
         is_alone = len(entries) == len(states)
         pending = {
             job

@@ -119,8 +119,7 @@ def build_graphs(
         )
         logger.info(
             "capturing CUDA graphs for %d batch sizes and %d sizes of steps with prompts",
-            len(sizes),
-            len(token_sizes),
+            *(len(sizes), len(token_sizes)),
         )
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
@@ -194,9 +193,7 @@ def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> 
     used, reserved = ((after - then) >> 20 for after, then in zip(now, before, strict=True))
     logger.info(
         "CUDA graphs took %.1f s and %d MiB (%d MiB of that for tensors)",
-        monotonic() - started,
-        used,
-        reserved,
+        *(monotonic() - started, used, reserved),
     )
 
 
