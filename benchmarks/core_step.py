@@ -28,7 +28,7 @@ from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
-from sensorium.worker.gather import get_gather_slices
+from sensorium.worker.input_batch import get_gather_slices
 
 SIZES = (32, 1024, 32768)
 ITEM_LENGTH = 4  # tokens of an item, three of them embeddings

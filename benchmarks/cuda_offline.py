@@ -40,7 +40,7 @@ from sensorium.engine.build.options import EngineOptions
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.models.adapter import ModelAdapter
 from sensorium.multimodal.cache.mirror import MirrorReceiver
-from sensorium.types.transfer import Transfer
+from sensorium.types.multimodal import Transfer
 
 BATCHES = (1, 8, 64)
 NUM_OUTPUT_TOKENS = 128

@@ -62,9 +62,8 @@ from sensorium.multimodal.pool.jobs import PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
 from sensorium.types.sampling import GenerationDefaults
-from sensorium.types.transfer import ShmReference
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from make_tiny_models import make_family

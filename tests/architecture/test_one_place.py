@@ -60,8 +60,8 @@ def put_before(path: Path, mark: str, lines: str) -> None:
 def test_a_sampling_parameter_is_one_declaration(package: Path, ask: Ask) -> None:
     put_before(
         package / "types" / "sampling.py",
-        "    temperature: (\n        Annotated[",
-        '    zest: Annotated[float, Meta(ge=0, le=3, description="How much zest.")] = 1.0\n',
+        "    temperature: float | None = parameter(",
+        '    zest: float = parameter(1.0, "How much zest.", least=0, most=3)\n',
     )
     found = ask("""
 import json

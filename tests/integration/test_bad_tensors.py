@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sensorium import RequestError
-from sensorium.types.transfer import Transfer
+from sensorium.types.multimodal import Transfer
 from tests.integration.neighbours import PARAMS, Change, Neighbours, make_prompt
 from tests.parity.cases import make_image
 from tests.support.engine import (

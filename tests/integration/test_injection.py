@@ -11,8 +11,7 @@ import torch
 
 from sensorium import LLM, RequestError
 from sensorium.types.errors import MissingMediaError
-from sensorium.types.multimodal import ItemLayout
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ItemLayout, ShmReference
 from tests.integration.perceiving import (
     CACHE_TYPES,
     GREEDY,

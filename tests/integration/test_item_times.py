@@ -9,8 +9,8 @@ import pytest
 
 from sensorium import LLM
 from sensorium.engine.inputs.renderer import Prepared
+from sensorium.types.multimodal import ITEM_STAGES, ItemTimes
 from sensorium.types.outputs import RequestOutput
-from sensorium.types.times import ITEM_STAGES, ItemTimes
 from tests.integration.perceiving import (
     CACHE_TYPES,
     GREEDY,

@@ -15,6 +15,7 @@ import torch
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.worker.graphs import building
 from sensorium.worker.graphs.building import GraphParts
+from sensorium.worker.graphs.recorder import Break, ignore_break
 
 
 class PlainKernels:
@@ -54,49 +55,22 @@ class PlainKernels:
 
 
 class _Again:
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[Break], None]) -> None:
         self._function = function
         self.num_replays = 0
 
-    def replay(self) -> None:
+    def replay(self, at_break: Break = ignore_break) -> None:
         self.num_replays += 1
-        self._function()
+        self._function(at_break)
 
 
 class AgainRecorder:
     def __init__(self) -> None:
         self.recordings: list[_Again] = []
 
-    def record(self, function: Callable[[], None]) -> _Again:
+    def record(self, function: Callable[[Break], None]) -> _Again:
+        function(ignore_break)  # a capture computes nothing, at breaks least of all
         self.recordings.append(_Again(function))
-        return self.recordings[-1]
-
-    @property
-    def num_replays(self) -> int:
-        """How often steps were replayed. Each recording is replayed once when it is made."""
-        return sum(recording.num_replays - 1 for recording in self.recordings)
-
-
-Break = Callable[[int], None]
-
-
-class _AgainSegments:
-    def __init__(self, function: Callable[[Break], None]) -> None:
-        self._function = function
-        self.num_replays = 0
-
-    def replay(self, attend: Break) -> None:
-        self.num_replays += 1
-        self._function(attend)
-
-
-class AgainSegmentRecorder:
-    def __init__(self) -> None:
-        self.recordings: list[_AgainSegments] = []
-
-    def record(self, function: Callable[[Break], None]) -> _AgainSegments:
-        function(lambda _: None)  # a capture computes nothing, at breaks least of all
-        self.recordings.append(_AgainSegments(function))
         return self.recordings[-1]
 
     @property
@@ -108,7 +82,7 @@ class AgainSegmentRecorder:
 @dataclass(frozen=True)
 class Recorders:
     decoding: AgainRecorder = field(default_factory=AgainRecorder)
-    segments: AgainSegmentRecorder = field(default_factory=AgainSegmentRecorder)
+    segments: AgainRecorder = field(default_factory=AgainRecorder)
 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch, recorders: Recorders | None = None) -> Recorders:

@@ -20,8 +20,7 @@ import msgspec
 
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.item_codec import decode_block, encode_header, get_num_bytes, write_block
-from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
+from sensorium.types.multimodal import MirrorUpdate, MissingItems, MultiModalKwargsItem, Transfer
 from tests.unit.multimodal.cache.item_building import get_kept_sizes
 
 START_TIMEOUT_S = 120.0  # torch is imported, perhaps on a busy machine

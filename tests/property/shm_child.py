@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
 
 
 def make_item(name: str, *, has_layout: bool) -> ProcessedItem:

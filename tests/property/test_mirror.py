@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 
 from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.cache.mirror import MirrorSender
-from sensorium.types.multimodal import ProcessedItem
-from sensorium.types.transfer import MissingItems
+from sensorium.types.multimodal import MissingItems, ProcessedItem
 from tests.unit.multimodal.cache.item_building import (
     LAYOUT,
     get_sent_sizes,

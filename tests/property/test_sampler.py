@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sensorium.types.sampling import SamplingParams, TokenBans
+from sensorium.utils.arrays import StagingBuffer
 from sensorium.worker.sampling.drawing import get_uniforms
 from sensorium.worker.sampling.logits_edits import apply_edits, prepare_edits
 from sensorium.worker.sampling.sampler import Sampler, SamplerOutput
-from sensorium.worker.staging import StagingBuffer
 from tests.unit.worker.factories import make_request, make_state
 
 VOCAB_SIZE = 11

@@ -10,10 +10,9 @@ from typing import Any
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.mirror import MirrorSender
-from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
-from sensorium.types.transfer import Transfer
 
 MAX_STEPS = 5000
 # How many tokens a KV cache has beside those of the longest request. With one of these numbers it

@@ -20,7 +20,7 @@ from sensorium.cli.flags import (
     split_prompts,
 )
 from sensorium.types.errors import RequestError
-from sensorium.types.prompts import TextPrompt
+from sensorium.types.request import TextPrompt
 
 
 def add_command(commands: Any) -> None:

@@ -5,13 +5,17 @@ Pure: looks at a request and the limits, and raises a `RequestError` that names 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.request import Spans
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from sensorium.types.request import EngineCoreRequest
+
+_MEDIA = ("multi_modal_data",)  # the path of a prompt's media items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +62,36 @@ def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
     return min(len(request.prompt_token_ids) + max_tokens, limits.max_model_len)
 
 
+def check_growth(
+    request: EngineCoreRequest, limits: Limits, spans: Spans, kv_cache: KVCacheManager
+) -> None:
+    """Raise a `RequestError` if the whole KV cache can't hold the request at its full length."""
+    longest_span = max((end - start for start, end in spans), default=0)
+    max_new_tokens = max(limits.max_num_batched_tokens, longest_span)
+    max_tokens = get_max_tokens(request, limits)
+    if kv_cache.can_ever_fit(max_tokens, max_new_tokens):
+        return
+    num_needed = len(request.prompt_token_ids) + 1
+    is_too_long = not kv_cache.can_ever_fit(num_needed, max_new_tokens)
+    raise RequestError(
+        f"the request may grow to {max_tokens} tokens, more than the whole KV cache holds: "
+        "ask for fewer max_tokens, or start with a larger kv_cache_memory_bytes",
+        path=("prompt" if is_too_long else "max_tokens",),
+    )
+
+
 def _check_features(
     features: Sequence[MultiModalFeatureSpec], num_tokens: int, limits: Limits
 ) -> None:
     for mm_index, feature in enumerate(features):
         num_embeds = feature.mm_position.get_num_embeds()
         if num_embeds > limits.encoder_cache_size:
-            raise RequestError(
-                f"{_name(feature, mm_index)} needs {num_embeds} embeddings, but the encoder cache "
-                f"holds {limits.encoder_cache_size}: send a smaller one, or start with a larger "
-                "encoder_cache_size"
+            raise _make_error(
+                features,
+                mm_index,
+                f"needs {num_embeds} embeddings, but the encoder cache holds "
+                f"{limits.encoder_cache_size}: send a smaller one, or start with a larger "
+                "encoder_cache_size",
             )
     if limits.is_encoder_decoder:
         _check_first_step(features, limits)
@@ -81,17 +105,17 @@ def _check_first_step(features: Sequence[MultiModalFeatureSpec], limits: Limits)
     Items of an encoder-decoder model have no places of their own in the prompt.
     """
     for mm_index, feature in enumerate(features):
-        if feature.mm_position.offset != 0:
-            raise RequestError(
-                f"{_name(feature, mm_index)} begins at {feature.mm_position.offset}: "
-                "an encoder-decoder model has its items at 0"
-            )
+        offset = feature.mm_position.offset
+        if offset != 0:
+            reason = f"begins at {offset}: an encoder-decoder model has its items at 0"
+            raise _make_error(features, mm_index, reason)
     num_embeds = sum({f.mm_hash: f.mm_position.get_num_embeds() for f in features}.values())
     if num_embeds > limits.encoder_cache_size:
         raise RequestError(
             f"the {len(features)} media items need {num_embeds} embeddings at once, but the "
             f"encoder cache holds {limits.encoder_cache_size}: send fewer, or start with a larger "
-            "encoder_cache_size"
+            "encoder_cache_size",
+            path=_MEDIA,
         )
 
 
@@ -99,48 +123,45 @@ def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) ->
     previous_end = 0
     for mm_index, feature in enumerate(features):
         position = feature.mm_position
+        reason = None
         if position.length == 0:
-            raise RequestError(f"{_name(feature, mm_index)} takes no place in the prompt")
-        if position.offset < previous_end:
-            raise RequestError(
-                f"{_name(feature, mm_index)} begins at {position.offset}, "
-                f"before the item ahead of it ends ({previous_end})"
+            reason = "takes no place in the prompt"
+        elif position.offset < previous_end:
+            reason = (
+                f"begins at {position.offset}, before the item ahead of it ends ({previous_end})"
             )
-        if position.end > num_tokens:
-            raise RequestError(
-                f"{_name(feature, mm_index)} ends at {position.end}, "
-                f"beyond the prompt's {num_tokens} tokens"
-            )
+        elif position.end > num_tokens:
+            reason = f"ends at {position.end}, beyond the prompt's {num_tokens} tokens"
+        if reason is not None:
+            raise _make_error(features, mm_index, reason)
         previous_end = position.end
 
 
-def _name(feature: MultiModalFeatureSpec, mm_index: int) -> str:
-    return f"{feature.modality} item {mm_index}"
+def _make_error(
+    features: Sequence[MultiModalFeatureSpec], mm_index: int, reason: str
+) -> RequestError:
+    """Return an error about one item, with its place among the items of its modality."""
+    modality = features[mm_index].modality
+    index = sum(feature.modality == modality for feature in features[:mm_index])
+    return RequestError(f"{modality} item {index} {reason}", path=(*_MEDIA, modality, index))
 
 
-def get_unsplittable_spans(
-    features: Sequence[MultiModalFeatureSpec], limits: Limits
-) -> tuple[tuple[int, int], ...]:
+def get_unsplittable_spans(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> Spans:
     """Return the sorted ranges of positions that must be computed within one step."""
     if limits.is_encoder_decoder:
         return ()
-    spans: tuple[tuple[int, int], ...] = ()
-    if limits.bidirectional_modalities:
-        spans = tuple(
-            span
-            for feature in features
-            if feature.modality in limits.bidirectional_modalities
-            for span in feature.mm_position.extract_embeds_range()
-        )
-        _check_apart(spans)
-    if limits.disable_chunked_mm_input:
-        spans = tuple((f.mm_position.offset, f.mm_position.end) for f in features)
-    return spans
-
-
-def _check_apart(spans: Iterable[tuple[int, int]]) -> None:
+    spans = tuple(
+        span
+        for feature in features
+        if feature.modality in limits.bidirectional_modalities
+        for span in feature.mm_position.extract_embeds_range()
+    )
     for (_, end), (start, _) in pairwise(spans):
         if start == end:
             raise RequestError(
-                f"two media items touch at position {start}: this model needs text between them"
+                f"two media items touch at position {start}: this model needs text between them",
+                path=("prompt",),
             )
+    if limits.disable_chunked_mm_input:
+        spans = tuple((f.mm_position.offset, f.mm_position.end) for f in features)
+    return spans

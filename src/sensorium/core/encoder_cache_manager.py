@@ -1,6 +1,6 @@
 """Accounting for encoder outputs: what the worker holds, and which requests need it.
 
-Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_cache` does, and
+Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_runner` does, and
 acts only on what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
 
 An entry is *reserved* (scheduled to be encoded), then *computed*; a computed one without references
@@ -41,6 +41,8 @@ class EncoderCacheStatistics:
 
 @dataclass(slots=True)
 class _Entry:
+    """One encoder output, with the items that need it."""
+
     num_embeds: int
     is_computed: bool = False
     references: set[tuple[str, int]] = field(default_factory=set)  # (request id, mm_index)

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sensorium.core.block_pool import NULL_BLOCK, BlockPool, BlockPoolStatistics
 from sensorium.core.request import Request
@@ -29,15 +29,12 @@ class PrefixHit:
     block_ids: BlockIds  # null blocks before a window
 
 
+@dataclass(slots=True)
 class _BlockTable:
     """One request's blocks in one group."""
 
-    __slots__ = ("block_ids", "num_passed")
-
-    def __init__(self) -> None:
-        self.block_ids: list[int] = []
-        # Leading entries that were released, or never held, because of a window.
-        self.num_passed = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_passed: int = 0  # leading entries that were released, or never held, because of a window
 
 
 class KVCacheManager:
@@ -156,7 +153,8 @@ class KVCacheManager:
         if tables is None:
             return self._start(request, num_tokens, hit)
         self._release_passed(request, tables)
-        counts = [self._num_missing(table, num_tokens) for table in tables]
+        total = -(-num_tokens // self.block_size)
+        counts = [max(0, total - len(table.block_ids)) for table in tables]
         if any(count > pool.num_free for count, pool in zip(counts, self._pools, strict=True)):
             return None
         return self._extend(tables, counts)
@@ -180,9 +178,6 @@ class KVCacheManager:
         self._num_registered[request.request_id] = len(prefixes[0]) if prefixes else 0
         self._extend(tables, counts)
         return tuple(tuple(table.block_ids) for table in tables)
-
-    def _num_missing(self, table: _BlockTable, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.block_size) - len(table.block_ids))
 
     def _extend(self, tables: list[_BlockTable], counts: list[int]) -> BlockIds:
         new_ids = []

@@ -1,18 +1,28 @@
-"""A request while it runs, which only the scheduler changes."""
+"""A request while it runs, which only the scheduler changes, and the names of its full KV blocks.
+
+Equal names mean equal keys and values. A name chains over everything that these depend on: the
+adapter and salt, whether they were computed for a long request, all tokens up to the block's end,
+and the part of a media item that stands at each place.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from enum import Enum, auto
 
-from sensorium.core.block_hash import hash_block, hash_root
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.types.request import EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.request import CoreTimes, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.times import CoreTimes
 
 # The order of service: the priority, then the arrival. Smaller comes first, and all are different.
 Rank = tuple[int, int]
+# Sorted, disjoint ranges of positions that must each be computed within one step.
+Spans = tuple[tuple[int, int], ...]
+_VERSION = b"sensorium-kv-1"  # of the names of blocks
 
 
 class RequestStatus(Enum):
@@ -26,8 +36,7 @@ class RequestStatus(Enum):
 class Request:
     """A request with its tokens, and how far they are computed.
 
-    `spans` are sorted, disjoint ranges of positions that must be computed within one step. Times
-    are in seconds of the scheduler's clock. For `long_after` see `Limits`.
+    Times are in seconds of the scheduler's clock. For `long_after` see `Limits`.
     """
 
     def __init__(
@@ -36,7 +45,7 @@ class Request:
         *,
         rank: Rank,
         block_size: int,
-        spans: tuple[tuple[int, int], ...] = (),
+        spans: Spans = (),
         arrived: float = 0.0,
         long_after: int | None = None,
     ) -> None:
@@ -48,7 +57,6 @@ class Request:
         self.rank = rank
         self.spans = spans
         self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
         self.token_ids = list(core_request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -60,9 +68,8 @@ class Request:
         self.first_token: float | None = None
         self.encode_s = 0.0
         # Prompt positions with log-probabilities so far; None: the caller doesn't want them.
-        self.num_scored_tokens: int | None = (
-            None if self.sampling_params.prompt_logprobs is None else 0
-        )
+        has_scores = self.sampling_params.prompt_logprobs is not None
+        self.num_scored_tokens: int | None = 0 if has_scores else None
         self._num_items_counted = 0
         self._block_size = block_size
         self._long_after = long_after
@@ -76,16 +83,12 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has more tokens than the model computes in the usual way."""
+        """Whether the request is computed differently, because of more than `long_after` tokens."""
         return self._long_after is not None and self.num_tokens > self._long_after
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_encoder_hits(self) -> int:
-        return len(self.encoder_hits)
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
@@ -140,6 +143,29 @@ class Request:
             return self.spans[index]
         return None
 
+    def get_stop(
+        self, *, max_model_len: int, is_complete: bool = False
+    ) -> tuple[FinishReason, int | None] | None:
+        """Return why the request ends with its newest token, or `None` if it goes on.
+
+        The second value is the token id if a stop token of the caller ended it. With `is_complete`
+        its grammar allows nothing more, so that it ends in spite of `min_tokens` and `ignore_eos`.
+        The frontend looks for stop strings.
+        """
+        params = self.sampling_params
+        token_id = self.token_ids[-1]
+        if self.num_output_tokens >= params.min_tokens:
+            if token_id in self.core_request.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP, None
+            if token_id in params.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if is_complete:
+            return FinishReason.STOP, None
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        if self.num_output_tokens >= max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH, None
+        return None
+
     def append_token(self, token_id: int) -> None:
         was_long = self.is_long
         self.token_ids.append(token_id)
@@ -149,10 +175,8 @@ class Request:
             self._hash_root = self._make_hash_root()
 
     def _make_hash_root(self) -> bytes:
-        core_request = self.core_request
-        return hash_root(
-            adapter=core_request.adapter, cache_salt=core_request.cache_salt, is_long=self.is_long
-        )
+        request = self.core_request
+        return hash_root(request.adapter, request.cache_salt, is_long=self.is_long)
 
     def block_hash(self, index: int) -> bytes:
         """Return the name of the block at `index`, which must be full.
@@ -170,3 +194,34 @@ class Request:
         lo, hi = get_mm_features_in_window(self.mm_features, start, end)
         items = [(f.mm_hash, f.mm_position.offset - start) for f in self.mm_features[lo:hi]]
         return hash_block(parent, self.token_ids[start:end], items)
+
+
+def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
+    """Return the parent of a request's first block.
+
+    With `is_long` the request is computed as one of more than `Limits.long_after` tokens.
+    """
+    variant = b"long" if is_long else b""
+    return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt) + variant).digest()
+
+
+def hash_block(
+    parent: bytes, token_ids: Sequence[int], mm_items: Sequence[tuple[str, int]]
+) -> bytes:
+    """Return the name of the block that follows `parent`.
+
+    `mm_items` has `(mm_hash, offset relative to the block)` for each item that overlaps the block.
+    """
+    digest = hashlib.sha256(parent)
+    digest.update(struct.pack("<q", len(token_ids)))
+    digest.update(array("q", token_ids).tobytes())
+    for mm_hash, offset in mm_items:
+        digest.update(_framed(mm_hash) + struct.pack("<q", offset))
+    return digest.digest()
+
+
+def _framed(text: str | None) -> bytes:
+    if text is None:
+        return b"\x00"
+    encoded = text.encode(errors="surrogatepass")  # JSON allows lone surrogates
+    return b"\x01" + struct.pack("<q", len(encoded)) + encoded

@@ -22,18 +22,17 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 
-from sensorium.core.admission import Limits, check_request, get_max_tokens, get_unsplittable_spans
-from sensorium.core.counters import SchedulerCounters
+from sensorium.core.admission import Limits, check_growth, check_request, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
-from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
+from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.request import Rank, Request, RequestStatus
 from sensorium.core.seat_shares import SeatShares
-from sensorium.core.step import Shortage, Step, WindowPlan
-from sensorium.core.stopping import get_stop
-from sensorium.core.window_planner import WindowPlanner
+from sensorium.core.window_planner import Shortage, Step, WindowPlan, WindowPlanner
 from sensorium.types.errors import FailedRequestError, RequestError, make_record
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.scheduling import (
@@ -43,9 +42,38 @@ from sensorium.types.scheduling import (
     ScheduledRequest,
     SchedulerOutput,
     StartedRequest,
+    StepMode,
 )
 
 _rank_of = attrgetter("rank")
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters of what a scheduler has done since its start.
+
+    A request for several completions is several requests here. Its prompt is counted with the first
+    of them only.
+    """
+
+    num_scheduled_tokens: int = 0
+    # Tokens of prompts are counted when the first token after them was sampled.
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+    # Tokens that were looked up in the prefix cache when a request was first scheduled.
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    steps: Counter[StepMode] = field(default_factory=Counter)
+
+    def add_token(self, request: Request) -> None:
+        """Count the token that was just appended to a request."""
+        self.num_sampled_tokens += 1
+        if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += request.num_cached_tokens or 0
 
 
 class Scheduler:
@@ -91,14 +119,7 @@ class Scheduler:
             raise RequestError(f"request id {core_request.request_id!r} is in use")
         check_request(core_request, self.limits)
         spans = get_unsplittable_spans(core_request.mm_features, self.limits)
-        longest_span = max((end - start for start, end in spans), default=0)
-        max_new_tokens = max(self.limits.max_num_batched_tokens, longest_span)
-        max_tokens = get_max_tokens(core_request, self.limits)
-        if not self.kv_cache.can_ever_fit(max_tokens, max_new_tokens):
-            raise RequestError(
-                f"the request may grow to {max_tokens} tokens, more than the whole KV cache holds: "
-                "ask for fewer max_tokens, or start with a larger kv_cache_memory_bytes"
-            )
+        check_growth(core_request, self.limits, spans, self.kv_cache)
         request = Request(
             core_request,
             rank=(core_request.priority if self._policy == "priority" else 0, self._num_arrivals),
@@ -114,7 +135,7 @@ class Scheduler:
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request that is no longer wanted. Return `None` if it has ended already."""
         request = self.requests.get(request_id)
-        return None if request is None else self._finish(request, FinishReason.ABORT)
+        return None if request is None else self._finish(request)
 
     @property
     def has_requests(self) -> bool:
@@ -170,8 +191,10 @@ class Scheduler:
 
     def _begin_step(self) -> Step:
         """Return a step that keeps tokens for the span that found too few in the last step."""
-        step = Step(max_num_tokens=self.limits.max_num_batched_tokens)
-        step.is_encoder_resting = self._encoder_debt > 0
+        step = Step(
+            max_num_tokens=self.limits.max_num_batched_tokens,
+            is_encoder_resting=self._encoder_debt > 0,
+        )
         if step.is_encoder_resting:
             return step
         request_id, num_tokens = self._deferred or ("", 0)
@@ -203,7 +226,10 @@ class Scheduler:
         num_releases = self.kv_cache.num_releases + self.encoder_cache.num_releases
         if self._blocked == (request.rank, num_releases):
             return False
-        hit = self._find_prefix(request)
+        # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
+        # to start at 0.
+        max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
+        hit = self.kv_cache.find_prefix(request, max_tokens)
         is_behind = step.is_encoder_closed
         plan = self._plan(request, hit.num_tokens, step)
         if plan.is_empty and (is_behind or plan.shortage is not Shortage.ENCODER_SPACE):
@@ -226,20 +252,15 @@ class Scheduler:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled = self._clock()
             if self.kv_cache.enable_prefix_caching and not self.limits.is_encoder_decoder:
-                self.counters.add_look_up(request, num_cached_tokens)
-        started = StartedRequest(
-            request=request.core_request,
-            output_token_ids=request.output_token_ids,
-            is_long=request.is_long,
+                self.counters.num_prefix_queries += request.num_prompt_tokens
+                self.counters.num_prefix_hits += num_cached_tokens
+        step.started.append(
+            StartedRequest(
+                request=request.core_request,
+                output_token_ids=request.output_token_ids,
+                is_long=request.is_long,
+            )
         )
-        step.started.append(started)
-
-    def _find_prefix(self, request: Request) -> PrefixHit:
-        """Return a cached prefix that leaves at least the tokens that must be computed."""
-        # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
-        # to start at 0.
-        max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
-        return self.kv_cache.find_prefix(request, max_tokens)
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
         plan = self._planner.get_plan(request, start, step)
@@ -323,8 +344,7 @@ class Scheduler:
         for scheduled in output.scheduled:
             if scheduled.encoder_inputs:
                 self._note_encoded(scheduled, result)
-        outputs = self._fail_encodes(result)
-        outputs += self._fail_requests(output, result)
+        outputs = self._fail_requests(output, result)
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is None:
@@ -355,8 +375,7 @@ class Scheduler:
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is not None:
-                error = FailedRequestError(reason)
-                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
+                outputs.append(self._finish(request, FailedRequestError(reason)))
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
                 self.encoder_cache.discard(encoder_input.key)
@@ -377,27 +396,23 @@ class Scheduler:
         if request is not None:
             request.encode_s += result.encode_s
 
-    def _fail_encodes(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        outputs = []
-        for key, reason in result.failed_encodes.items():
-            for request_id in sorted(self.encoder_cache.discard(key)):
-                request = self.requests.get(request_id)
-                if request is not None:
-                    error = RequestError(reason)
-                    outputs.append(self._finish(request, FinishReason.ERROR, error=error))
-        return outputs
-
     def _fail_requests(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """End requests that the worker left out of the step, or that have no usable result."""
-        outputs = []
+        """End requests with items that can't be encoded, and those without a usable result."""
+        errors: dict[str, RequestError] = {}  # request id -> the first reason
+        for key, reason in result.failed_encodes.items():
+            for request_id in sorted(self.encoder_cache.discard(key)):
+                errors.setdefault(request_id, RequestError(reason))
         for scheduled in output.scheduled:
-            request = self._get_scheduled(scheduled)
             error = result.failed_requests.get(scheduled.request_id)
-            if request is not None and error is not None:
-                outputs.append(self._finish(request, FinishReason.ERROR, error=error))
-        return outputs
+            if error is not None and self._get_scheduled(scheduled) is not None:
+                errors.setdefault(scheduled.request_id, error)
+        return [
+            self._finish(self.requests[request_id], error)
+            for request_id, error in errors.items()
+            if request_id in self.requests
+        ]
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, *, is_late: bool) -> None:
         """Note the computed tokens, without the last one if the request is late.
@@ -422,6 +437,7 @@ class Scheduler:
         result: ModelRunnerOutput,
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> EngineCoreOutput:
+        """Append the token that the worker chose, and end the request if it is its last one."""
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
         was_long = request.is_long
@@ -429,66 +445,50 @@ class Scheduler:
         self.counters.add_token(request)
         if request.first_token is None:
             request.first_token = self._clock()
-        new_logprobs = () if logprobs is None else (logprobs,)
-        stop = get_stop(
-            request,
+        stop = request.get_stop(
             max_model_len=self.limits.max_model_len,
             is_complete=request.request_id in result.completed_request_ids,
         )
-        if stop is not None:
-            reason, stop_token_id = stop
-            return self._finish(
-                request,
-                reason,
-                new_token_ids=(token_id,),
-                logprobs=new_logprobs,
-                prompt_logprobs=prompt_logprobs,
-                stop_token_id=stop_token_id,
-            )
-        if request.is_long and not was_long:
+        reason, stop_token_id = stop or (None, None)
+        if reason is not None:
+            self._end(request, reason)
+        elif request.is_long and not was_long:
             self._set_back(request)
-        may_be_last = bool(request.sampling_params.stop)  # if the frontend finds a stop string
+        # A stop string, which the frontend looks for, may make any output the last one.
+        may_be_last = reason is not None or bool(request.sampling_params.stop)
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=(token_id,),
-            logprobs=new_logprobs,
+            logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
             num_cached_tokens=request.num_cached_tokens or 0,
-            num_encoder_hits=request.num_encoder_hits,
+            num_encoder_hits=len(request.encoder_hits),
             encoder_hits=tuple(sorted(request.encoder_hits)) if may_be_last else (),
             times=request.make_times(self._clock()) if may_be_last else None,
         )
 
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        new_token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-        stop_token_id: int | None = None,
-        error: RequestError | None = None,
-    ) -> EngineCoreOutput:
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
-        self._release(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        self.counters.finished[reason] += 1
-        del self.requests[request.request_id]
+    def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:
+        """End a request that failed, or that is aborted if there is no error."""
+        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+        self._end(request, reason)
         return EngineCoreOutput(
             request_id=request.request_id,
-            new_token_ids=new_token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
-            stop_token_id=stop_token_id,
             error=None if error is None else make_record(error),
             num_cached_tokens=request.num_cached_tokens or 0,
-            num_encoder_hits=request.num_encoder_hits,
+            num_encoder_hits=len(request.encoder_hits),
             encoder_hits=tuple(sorted(request.encoder_hits)),
             times=request.make_times(self._clock()),
         )
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        self._release(request)
+        request.status = RequestStatus.FINISHED
+        self.counters.finished[reason] += 1
+        del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
         """Give back blocks and encoder references, and let the worker drop the request."""

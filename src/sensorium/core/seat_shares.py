@@ -26,7 +26,7 @@ from sensorium.core.request import Request
 
 
 class SeatShares:
-    """Counts the seats that each call holds."""
+    """The numbers of seats that calls hold, and the decisions that follow from them."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
@@ -122,5 +122,5 @@ class SeatShares:
 
 
 def _get_urgency(request: Request) -> int:
-    """Return its priority: the lower, the more urgent."""
+    """Return the priority of a request. Lower values are more urgent."""
     return request.rank[0]

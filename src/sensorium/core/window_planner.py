@@ -11,11 +11,64 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.request import Request
-from sensorium.core.step import Shortage, Step, WindowPlan
 from sensorium.types.multimodal import get_mm_features_in_window
+from sensorium.types.scheduling import ScheduledRequest, StartedRequest
+
+
+class Shortage(Enum):
+    """The reason why a window was cut short."""
+
+    NONE = auto()
+    TOKENS = auto()
+    SPAN = auto()  # too few tokens are left for an unsplittable span
+    ENCODER_SPACE = auto()
+    ENCODER_COMPUTE = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What one call of `Scheduler.schedule` has used and decided so far."""
+
+    max_num_tokens: int
+    reserved_for: str | None = None  # a request that tokens are kept for, from those ahead of it
+    num_reserved_tokens: int = 0
+    num_tokens: int = 0
+    num_encoder_embeds: int = 0
+    # An earlier request waits for its media, so that later ones may not take encoder space.
+    is_encoder_closed: bool = False
+    # Nothing is encoded in this step, so that others go on after an item beyond the budget.
+    is_encoder_resting: bool = False
+    is_short_of_blocks: bool = False
+    scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
+    started: list[StartedRequest] = field(default_factory=list)
+    # The first request with an unsplittable span that found too few tokens, and how many it needs.
+    deferred: tuple[str, int] | None = None
+
+    @property
+    def num_tokens_left(self) -> int:
+        return max(0, self.max_num_tokens - self.num_tokens - self.num_reserved_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """The tokens `[start, end)` of a request, and their items. An empty window has no items."""
+
+    start: int
+    end: int
+    shortage: Shortage
+    to_encode: tuple[int, ...] = ()
+    to_share: tuple[int, ...] = ()  # items with an encoder output in the cache
+    duplicates: tuple[int, ...] = ()  # items equal to one that this window encodes
+
+    @property
+    def is_empty(self) -> bool:
+        return self.end <= self.start
 
 
 class WindowPlanner:
@@ -33,14 +86,7 @@ class WindowPlanner:
         end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.SPAN)
-        room = _EncoderRoom(
-            self._encoder_cache,
-            max_num_embeds=self._limits.max_num_encoder_embeds,
-            num_used=step.num_encoder_embeds,
-            is_closed=step.is_encoder_closed,
-            is_resting=step.is_encoder_resting,
-            is_all_or_nothing=self._limits.is_encoder_decoder,
-        )
+        room = _EncoderRoom(self._encoder_cache, self._limits, step)
         end = self._get_end_with_encoders(request, start, end, room)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=room.shortage)
@@ -99,26 +145,17 @@ class WindowPlanner:
 class _EncoderRoom:
     """A trial balance of encoder space and compute for one window."""
 
-    def __init__(
-        self,
-        cache: EncoderCacheManager,
-        *,
-        max_num_embeds: int,
-        num_used: int,  # embeddings that are encoded in this step already
-        is_closed: bool,  # a request ahead waits for space
-        is_resting: bool,  # nothing is encoded in this step
-        is_all_or_nothing: bool,  # the compute budget applies to all items of the window together
-    ) -> None:
+    def __init__(self, cache: EncoderCacheManager, limits: Limits, step: Step) -> None:
         self.to_encode: list[int] = []
         self.to_share: list[int] = []
         self.duplicates: list[int] = []
         self.shortage = Shortage.NONE
         self._cache = cache
-        self._max_num_embeds = max_num_embeds
-        self._num_used = num_used
-        self._is_closed = is_closed
-        self._is_resting = is_resting
-        self._is_unlimited = is_all_or_nothing and num_used == 0
+        self._step = step
+        self._max_num_embeds = limits.max_num_encoder_embeds
+        self._num_used = step.num_encoder_embeds  # encoded in this step, with this window
+        # An encoder-decoder model needs all items of its window at once, or none.
+        self._is_unlimited = limits.is_encoder_decoder and step.num_encoder_embeds == 0
         self._num_reclaimable = cache.num_reclaimable_embeds
         self._encoded: set[str] = set()
         self._shared: set[str] = set()
@@ -151,9 +188,9 @@ class _EncoderRoom:
         return self._cache.get_num_embeds(key) if is_reclaimable else 0
 
     def _get_shortage(self, num_reclaimed: int, num_to_encode: int) -> Shortage:
-        if self._is_closed or num_reclaimed > self._num_reclaimable:
+        if self._step.is_encoder_closed or num_reclaimed > self._num_reclaimable:
             return Shortage.ENCODER_SPACE
-        if num_to_encode and self._is_resting:
+        if num_to_encode and self._step.is_encoder_resting:
             return Shortage.ENCODER_COMPUTE
         # The first item of a step is encoded whatever it costs.
         is_free = num_to_encode == 0 or self._num_used == 0 or self._is_unlimited

@@ -31,11 +31,10 @@ from sensorium.types.errors import (
     SensoriumError,
     StoppingError,
 )
+from sensorium.types.multimodal import MissingItems
 from sensorium.types.outputs import RequestDelta, RequestOutput
-from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreOutput
+from sensorium.types.request import EngineCoreOutput, Prompt
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.transfer import MissingItems
 
 logger = logging.getLogger(__name__)
 _FLUSH_S = 1.0  # how long an idle core may keep items that this frontend has evicted

@@ -36,10 +36,9 @@ from sensorium.engine.outputs.parallel_sampling import ParallelSampling
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.types.multimodal import ItemTimes, ShmReference, Transfer
 from sensorium.types.outputs import MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
-from sensorium.types.times import ItemTimes
-from sensorium.types.transfer import ShmReference, Transfer
 
 _MAX_ATTEMPTS = 4  # how often one completion is sent before a core that keeps losing media fails it
 

@@ -28,8 +28,7 @@ from sensorium.render.prompts import as_params, as_prompts
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
 from sensorium.types.options import check_names, make_group, takes_options
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
-from sensorium.types.prompts import Prompt
-from sensorium.types.request import FinishReason
+from sensorium.types.request import FinishReason, Prompt
 from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)

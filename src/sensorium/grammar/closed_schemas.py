@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Schema = Any  # an object, true or false; the compiler refuses any other value that a client sends
-SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name -> schema
 _SINGLE_SCHEMAS = ("items", "additionalItems", "additionalProperties")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _OWN_RULES = ("additionalProperties", "unevaluatedProperties")
@@ -27,21 +27,6 @@ def close_objects(root: Schema) -> Schema:
     Raises a `RecursionError` if it is nested too deeply.
     """
     return _Closing(root).close(root)
-
-
-def map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
-    """Return a copy of the schema with the schemas of its items and properties changed."""
-    result = dict(schema)
-    for key in SCHEMA_MAPS:
-        if isinstance(schema.get(key), Mapping):
-            result[key] = {name: change(value) for name, value in schema[key].items()}
-    for key in _SINGLE_SCHEMAS:
-        if isinstance(schema.get(key), Mapping):
-            result[key] = change(schema[key])
-    for key in ("prefixItems", "items"):  # in older drafts `items` holds the prefix
-        if isinstance(schema.get(key), list):
-            result[key] = [change(value) for value in schema[key]]
-    return result
 
 
 def resolve_reference(root: Schema, reference: str) -> Schema | None:
@@ -66,16 +51,12 @@ class _Closing:
     def __init__(self, root: Schema) -> None:
         self._root = root  # references are resolved within it
 
-    def close(self, schema: Schema) -> Schema:
-        """Return a schema with the objects that it describes closed."""
-        return self._close(schema, is_part=False)
-
-    def _close(self, schema: Schema, *, is_part: bool) -> Schema:
+    def close(self, schema: Schema, *, is_part: bool = False) -> Schema:
         """Return a closed schema. With `is_part`, the schema around it closes its keys."""
         if not isinstance(schema, Mapping):
             return schema
         schema = _move_reference(schema)
-        result = map_children(schema, self.close)
+        result = _map_children(schema, self.close)
         for key in _BRANCHES:
             if isinstance(schema.get(key), list):
                 are_parts = is_part or key == "allOf" or _has_keys(schema)
@@ -98,41 +79,50 @@ class _Closing:
             if isinstance(found, Mapping):
                 rest = {key: value for key, value in branch.items() if key != "$ref"}
                 branch = {**found, **rest}
-        return self._close(branch, is_part=is_part)
+        return self.close(branch, is_part=is_part)
 
     def _collect_names(self, schema: Mapping[str, Any]) -> list[str] | None:
         """Return all keys that are declared for this object, or `None` if it stays as it is."""
-        if any(key in schema for key in _OWN_RULES):
+        if any(key in schema for key in _OWN_RULES) or not _has_keys(schema):
             return None
-        if not _has_keys(schema):
+        of_branches = self._collect_branches(schema)
+        if of_branches is None:
             return None
-        names = _list_names(schema)
-        is_declared = "properties" in schema or "patternProperties" in schema
-        for key in _BRANCHES:
-            for branch in schema[key] if isinstance(schema.get(key), list) else ():
-                found = self._collect_part(branch)
-                if found is None:
-                    return None
-                is_declared |= bool(found)
-                names += found
-        return list(dict.fromkeys(names)) if is_declared else None
+        is_declared = of_branches or "properties" in schema or "patternProperties" in schema
+        return list(dict.fromkeys(_list_names(schema) + of_branches)) if is_declared else None
 
-    def _collect_part(self, branch: Schema) -> list[str] | None:
-        """Return the keys that a part declares, or `None` if it has its own rule for other keys."""
-        if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
-            branch = resolve_reference(self._root, branch["$ref"])
-        if not isinstance(branch, Mapping):
-            return []
-        if any(key in branch for key in (*_OWN_RULES, "patternProperties")):
-            return None
-        names = _list_names(branch)
-        for key in _BRANCHES:
-            for entry in branch[key] if isinstance(branch.get(key), list) else ():
-                found = self._collect_part(entry)
-                if found is None:
-                    return None
-                names += found
+    def _collect_branches(self, schema: Mapping[str, Any]) -> list[str] | None:
+        """Return the keys that the branches of a schema declare.
+
+        Return `None` if one of them has its own rule for other keys.
+        """
+        names: list[str] = []
+        for branch in (entry for key in _BRANCHES for entry in _get_list(schema, key)):
+            if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
+                branch = resolve_reference(self._root, branch["$ref"])
+            if not isinstance(branch, Mapping):
+                continue
+            has_own_rule = any(key in branch for key in (*_OWN_RULES, "patternProperties"))
+            below = None if has_own_rule else self._collect_branches(branch)
+            if below is None:
+                return None
+            names += _list_names(branch) + below
         return names
+
+
+def _map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
+    """Return a copy of the schema with the schemas of its items and properties changed."""
+    result = dict(schema)
+    for key in _SCHEMA_MAPS:
+        if isinstance(schema.get(key), Mapping):
+            result[key] = {name: change(value) for name, value in schema[key].items()}
+    for key in _SINGLE_SCHEMAS:
+        if isinstance(schema.get(key), Mapping):
+            result[key] = change(schema[key])
+    for key in ("prefixItems", "items"):  # in older drafts `items` holds the prefix
+        if isinstance(schema.get(key), list):
+            result[key] = [change(value) for value in schema[key]]
+    return result
 
 
 def _has_keys(schema: Mapping[str, Any]) -> bool:
@@ -144,10 +134,15 @@ def _has_keys(schema: Mapping[str, Any]) -> bool:
 
 def _list_names(schema: Mapping[str, Any]) -> list[str]:
     """Return the keys that a schema describes or requires."""
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
     names = list(properties) if isinstance(properties, Mapping) else []
-    demanded = required if isinstance(required, list) else []
-    return [*names, *(name for name in demanded if isinstance(name, str))]
+    return names + [name for name in _get_list(schema, "required") if isinstance(name, str)]
+
+
+def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list under a key, or an empty one if there is no list."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,5 +150,4 @@ def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(schema.get("$ref"), str) or not _has_keys(schema):
         return schema
     rest = {key: value for key, value in schema.items() if key != "$ref"}
-    others = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
-    return {**rest, "allOf": [*others, {"$ref": schema["$ref"]}]}
+    return {**rest, "allOf": [*_get_list(schema, "allOf"), {"$ref": schema["$ref"]}]}

@@ -10,14 +10,14 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from sensorium.grammar.large_stack import run_on_large_stack
-from sensorium.grammar.matcher import Matcher, Words
 from sensorium.grammar.tokenizer import WORD_BITS, make_tokenizer
 from sensorium.grammar.translation import make_grammar
 from sensorium.types.errors import RequestError
@@ -30,6 +30,44 @@ MAX_COMPILE_S = 4.0
 # The library's defaults, except for the limit on the memory of one grammar (1 to 2 kB per state),
 # and except that errors don't show the internals of the parser.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_MAX_REASON = 300
+# llguidance recurses as deep as a grammar is nested, and does not check for the end of the stack.
+# This many addresses are reserved, but memory is taken only for those that are used. The deepest
+# nesting that fits into a grammar of the greatest length needs less than a quarter of them.
+_STACK_BYTES = 2**28
+_stack_lock = threading.Lock()
+Words = npt.NDArray[np.int64]  # bit i of word w is set if token 64 * w + i may come next
+
+
+class Matcher:
+    """The position of one answer in its grammar. Only one thread at a time may use a matcher."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> Matcher:
+        return Matcher(self._matcher.deep_copy())
+
+    @property
+    def error(self) -> str | None:
+        """Return why the matcher has failed, or `None`. A failed matcher can't be used again."""
+        if not self._matcher.is_error():
+            return None
+        reason = self._matcher.get_error().replace("<non-verbose/>", "")
+        return " ".join(reason.split())[:_MAX_REASON]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing but an end can follow."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Continue the answer with these tokens. If they are not allowed, `error` is set."""
+        self._matcher.consume_tokens(list(token_ids))
+
+    def fill_mask(self, words: Words) -> None:
+        """Write into `words` which tokens may follow. Other Python threads run meanwhile."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
 
 class GrammarCompiler:
@@ -63,14 +101,14 @@ class GrammarCompiler:
             known = self._compiled.get(params)
             if known is not None:
                 return _take(known)
-        made = run_on_large_stack(lambda: self._compile(params))
+        made = _run_on_large_stack(lambda: self._compile(params))
         with self._lock:
             self._compiled.put(params, made)
             return _take(made)
 
     def make_mask(self) -> Words:
         """Return an empty mask, in which no token is allowed."""
-        return np.zeros(self._num_words, dtype=np.int64)
+        return np.zeros(int(self._tokenizer.vocab_size) // WORD_BITS, dtype=np.int64)
 
     @cached_property
     def end_mask(self) -> Words:
@@ -81,21 +119,13 @@ class GrammarCompiler:
         return words.view(np.int64)
 
     @property
-    def _num_words(self) -> int:
-        return int(self._tokenizer.vocab_size) // WORD_BITS
-
-    @property
     def _tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:
             return self._made_tokenizer
 
     @cached_property
     def _made_tokenizer(self) -> LLTokenizer:
-        return make_tokenizer(
-            self._load_tokenizer(),
-            vocab_size=self._vocab_size,
-            eos_token_ids=self._eos_token_ids,
-        )
+        return make_tokenizer(self._load_tokenizer(), self._vocab_size, self._eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> Matcher | RequestError:
         """Return the matcher of a grammar, or the error that refuses it."""
@@ -137,3 +167,24 @@ def _take(made: Matcher | RequestError) -> Matcher:
     if isinstance(made, RequestError):
         raise copy.copy(made)
     return made.copy()
+
+
+def _run_on_large_stack(work: Callable[[], Matcher | RequestError]) -> Matcher | RequestError:
+    """Run `work` in a thread with a large stack. Return its result, or raise its error."""
+    result: Future[Matcher | RequestError] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    # The stack size is a setting of the whole process. The lock keeps concurrent calls from
+    # restoring a wrong size. Other code that starts a thread meanwhile gets the large stack too.
+    with _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar-stack", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return result.result()

@@ -42,7 +42,9 @@ def make_finite(root: Schema, max_string_length: int) -> Schema:
 
     Raises a `RecursionError` if it is nested too deeply.
     """
-    return _Narrowing(root, max_string_length).make()
+    narrowing = _Narrowing(root, max_string_length)
+    narrowed = narrowing.narrow(root, 0, 0)
+    return {**narrowed, "$defs": narrowing.definitions} if narrowing.definitions else narrowed
 
 
 class _Narrowing:
@@ -59,16 +61,10 @@ class _Narrowing:
         # of strings.
         self._max_entries = (max(1, max_string_length // 8), max(1, max_string_length // 16), 1)
         self._recursive = _find_recursive(root)
-        self._definitions: dict[str, Schema] = {}  # name -> narrowed schema
+        self.definitions: dict[str, Schema] = {}  # name -> narrowed schema
         self._names: dict[tuple[str, int, int], str] = {}  # (reference, depth, level) -> name
 
-    def make(self) -> Schema:
-        narrowed = self._narrow(self._root, 0, 0)
-        if not self._definitions:
-            return narrowed
-        return {**narrowed, "$defs": self._definitions}
-
-    def _narrow(self, schema: Schema, depth: int, level: int, *, is_part: bool = False) -> Schema:
+    def narrow(self, schema: Schema, depth: int, level: int, *, is_part: bool = False) -> Schema:
         """Return a narrowed schema. With `is_part`, the schema around it limits the keys."""
         if schema is True:
             return self._make_any(depth)
@@ -100,7 +96,7 @@ class _Narrowing:
             if isinstance(schema.get(key), list):
                 are_parts = is_part or key == "allOf" or "properties" in schema
                 schema[key] = [
-                    self._narrow(entry, depth, level, is_part=are_parts) for entry in schema[key]
+                    self.narrow(entry, depth, level, is_part=are_parts) for entry in schema[key]
                 ]
 
     def _define(self, reference: str, depth: int, level: int) -> str | None:
@@ -114,14 +110,14 @@ class _Narrowing:
         key = (reference, min(depth, _MAX_DEPTH), level)
         if key not in self._names:
             name = self._names[key] = f"narrowed_{len(self._names)}"
-            self._definitions[name] = self._narrow(target, depth, level)
+            self.definitions[name] = self.narrow(target, depth, level)
         return f"#/$defs/{self._names[key]}"
 
     def _make_any(self, depth: int) -> dict[str, Any]:
         """Return a schema for a value of any type. At `_MAX_DEPTH` it is no list and no object."""
         is_nested = depth < _MAX_DEPTH
         kinds = ["string", "number", "boolean", "null", *(("array", "object") * is_nested)]
-        return {"anyOf": [self._narrow({"type": kind}, depth, 0) for kind in kinds]}
+        return {"anyOf": [self.narrow({"type": kind}, depth, 0) for kind in kinds]}
 
     def _bound_scalars(self, schema: dict[str, Any], types: list[str]) -> None:
         if "string" in types:
@@ -144,12 +140,16 @@ class _Narrowing:
             prefix = schema["items"] if isinstance(schema.get("items"), list) else None
         if prefix is not None:
             key = "prefixItems" if "prefixItems" in schema else "items"
-            schema[key] = [self._narrow(entry, depth + 1, level) for entry in prefix]
+            schema[key] = [self.narrow(entry, depth + 1, level) for entry in prefix]
             schema.setdefault("maxItems", max(len(prefix), _get_count(schema, "minItems")))
             return
-        schema["items"] = self._narrow(schema.get("items", True), depth + 1, level)
-        most = max(self._max_entries[min(depth, _MAX_DEPTH)], _get_count(schema, "minItems"))
-        schema.setdefault("maxItems", most)
+        schema["items"] = self.narrow(schema.get("items", True), depth + 1, level)
+        self._bound_entries(schema, "Items", depth)
+
+    def _bound_entries(self, schema: dict[str, Any], noun: str, depth: int) -> None:
+        """Limit the number of entries of a list ("Items") or of an object ("Properties")."""
+        most = self._max_entries[min(depth, _MAX_DEPTH)]
+        schema.setdefault(f"max{noun}", max(most, _get_count(schema, f"min{noun}")))
 
     def _bound_object(
         self, schema: dict[str, Any], depth: int, level: int, *, is_part: bool
@@ -164,9 +164,7 @@ class _Narrowing:
             if isinstance(schema.get(key), Mapping):
                 schema[key] = {
                     # If another part describes the key, its value is limited there.
-                    name: value
-                    if value is True and is_joined
-                    else self._narrow(value, depth, level)
+                    name: value if value is True and is_joined else self.narrow(value, depth, level)
                     for name, value in schema[key].items()
                 }
         if is_part:
@@ -178,13 +176,10 @@ class _Narrowing:
             if values is False:
                 return
             schema.pop("properties", None)
-            schema["patternProperties"] = {_KEY: self._narrow(values, depth + 1, level)}
+            schema["patternProperties"] = {_KEY: self.narrow(values, depth + 1, level)}
         schema["additionalProperties"] = False
         if schema.get("patternProperties"):
-            most = max(
-                self._max_entries[min(depth, _MAX_DEPTH)], _get_count(schema, "minProperties")
-            )
-            schema.setdefault("maxProperties", most)
+            self._bound_entries(schema, "Properties", depth)
 
 
 def _get_types(schema: Mapping[str, Any]) -> list[str]:

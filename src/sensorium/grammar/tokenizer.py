@@ -12,9 +12,7 @@ from sensorium.types.errors import RequestError
 WORD_BITS = 64  # masks are made of whole words
 
 
-def make_tokenizer(
-    tokenizer: Any, *, vocab_size: int = 0, eos_token_ids: Sequence[int] = ()
-) -> LLTokenizer:
+def make_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Return llguidance's form of a fast tokenizer of Transformers, or of one of mistral-common.
 
     A mask has a bit for each of the model's `vocab_size` logits, or for each token if there are
@@ -28,14 +26,11 @@ def make_tokenizer(
             return _make_fast(tokenizer, vocab_size, eos_token_ids)
         if type(tokenizer).__name__ == "MistralCommonBackend":
             return _make_mistral(tokenizer, vocab_size, eos_token_ids)
+        raise ValueError("it is not a fast one")
     except ValueError as error:
         raise RequestError(
             f"this model's tokenizer can't be constrained: {error}", path=("structured_outputs",)
         ) from error
-    raise RequestError(
-        "this model's tokenizer can't be constrained: it is not a fast one",
-        path=("structured_outputs",),
-    )
 
 
 def _make_fast(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:

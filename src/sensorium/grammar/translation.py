@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -129,13 +128,9 @@ def _check_patterns(schema: object) -> None:
 
 def _get_lark(params: StructuredOutputsParams) -> str:
     if params.choice is not None:
-        return "start: " + _join(params.choice)
+        return "start: " + " | ".join(map(_quote, dict.fromkeys(params.choice)))
     text = params.grammar or ""
     return _translate_gbnf(text) if "::=" in text and not _LARK_START.search(text) else text
-
-
-def _join(choices: Sequence[str]) -> str:
-    return " | ".join(_quote(choice) for choice in dict.fromkeys(choices))
 
 
 def _quote(text: str) -> str:

@@ -39,8 +39,7 @@ from sensorium.types.errors import (
     at,
     format_path,
 )
-from sensorium.types.multimodal import ProcessedItem
-from sensorium.types.times import ItemTimes
+from sensorium.types.multimodal import ItemTimes, ProcessedItem
 from sensorium.utils.pausing import Pausing, run_through
 
 _MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use

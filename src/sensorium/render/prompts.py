@@ -1,6 +1,6 @@
 """Prompts as one typed value, and how a caller's mapping is read into it.
 
-A caller may give text, token ids or a mapping (`types.prompts`). `read_prompt` checks it once, and
+A caller may give text, token ids or a mapping (`types.request`). `read_prompt` checks it once, and
 raises a `RequestError` with the path of a field that is wrong. All later code works with an
 `EnginePrompt` and checks no types any more.
 """
@@ -19,7 +19,7 @@ from sensorium.core.admission import check_length
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.names import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
-from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
+from sensorium.types.request import Prompt, RenderedPrompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _TEXT_KEYS = frozenset(TextPrompt.__annotations__)

@@ -19,6 +19,7 @@ reader has to find a place in a text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ _Read = TypeVar("_Read")
 # Steps from a request down to a field: names of fields, and indices in lists.
 FieldPath = tuple[str | int, ...]
 _MAX_PATH_LENGTH = 200  # steps may come from a client, and be of any length
+_MAX_STEPS = 64
+_MAX_MESSAGE_LENGTH = 10_000
 
 
 class SensoriumError(Exception):
@@ -149,19 +152,11 @@ class InvariantError(SensoriumError):
     """A rule of our own was broken. Always a bug of Sensorium."""
 
 
+# The classes above by name. Subclasses that other modules define later are not among them.
 _KINDS: dict[str, type[SensoriumError]] = {
     kind.__name__: kind
-    for kind in (
-        RequestError,
-        MediaFetchError,
-        MissingMediaError,
-        FailedRequestError,
-        ModelError,
-        CapacityError,
-        EngineLostError,
-        StoppingError,
-        InvariantError,
-    )
+    for base in (RequestError, CapacityError, InvariantError)
+    for kind in (base, *base.__subclasses__())
 }
 
 
@@ -188,14 +183,37 @@ class ErrorRecord:
 
 
 def make_record(error: SensoriumError) -> ErrorRecord:
-    """Return the record of an error: its kind, its text and its place, and no traceback."""
+    """Return the record of an error: its kind, its text and its place, and no traceback.
+
+    It can always be encoded: what a client or a library wrote is cut, and made valid Unicode.
+    """
     known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
+    kind = next(known, InvariantError.__name__)
     if isinstance(error, CapacityError):
-        kind = next(known)
-        return ErrorRecord(kind=kind, message=str(error), retry_after_s=error.retry_after_s)
+        seconds = _as_seconds(error.retry_after_s)
+        return ErrorRecord(kind=kind, message=_as_text(error), retry_after_s=seconds)
     if isinstance(error, RequestError):
         missing = error.missing if isinstance(error, MissingMediaError) else ()
         return ErrorRecord(
-            kind=next(known), message=error.message, path=error.path, missing=missing
+            kind=kind,
+            message=_as_text(error.message),
+            path=tuple(
+                step if isinstance(step, int) else _as_text(step, _MAX_PATH_LENGTH)
+                for step in error.path[:_MAX_STEPS]
+            ),
+            missing=tuple(map(_as_text, missing)),
         )
-    return ErrorRecord(kind=InvariantError.__name__, message=str(error))
+    return ErrorRecord(kind=kind, message=_as_text(error))
+
+
+def _as_text(value: object, most: int = _MAX_MESSAGE_LENGTH) -> str:
+    """Return text of bounded length, with question marks for halves of surrogate pairs."""
+    return str(value)[:most].encode(errors="replace").decode()
+
+
+def _as_seconds(value: object) -> int:
+    """Return a time in whole seconds, or 1 if the value is no finite number."""
+    try:
+        return math.ceil(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return 1

@@ -1,4 +1,7 @@
-"""Media items of a request: their places in the prompt, their sizes and their names.
+"""Media items of a request: their places in the prompt, their names, and how they reach the core.
+
+A request is sent to the core as metadata. A `Transfer` is sent with it, which has the items'
+tensors, references to shared memory, or nothing. The core may answer with `MissingItems`.
 
 Ranges are half-open. Everything that is needed in each step costs O(1), or O(log n) in the number
 of items of a request.
@@ -24,6 +27,9 @@ MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
 PRECOMPUTED = "embeds"
 MODALITIES = ("image", "video", "audio")
 HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
+# The stages of one media item, in their order. In `wait` another request was processing it.
+ITEM_STAGES = ("fetch", "hash", "wait", "decode", "process")
+ItemTimes = Mapping[str, float]  # stage -> seconds, for the stages that took place
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +160,47 @@ def get_mm_features_in_window(
     """
     lo = 0 if is_encoder_decoder else bisect_right(mm_features, start, key=_end_of)
     return lo, bisect_left(mm_features, end, lo=lo, key=_offset_of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmReference:
+    """The place of an item in the shared-memory store."""
+
+    slot: int
+    generation: int  # a number that changes when the slot is used again after an eviction
+
+
+Payload = MultiModalKwargsItem | ShmReference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorUpdate:
+    """The changes for the core's half of the mirrored cache, which makes the evictions first."""
+
+    epoch: int  # the life of the core that the frontend believes to be connected to
+    sequence: int  # the number of this message in that life, from 0
+    inserts: tuple[str, ...] = ()  # items to keep, with payloads in the same transfer
+    evictions: tuple[str, ...] = ()  # items to forget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """The media that is sent with one request."""
+
+    # mm_hash -> payload. The frontend expects the core to have the other items of the request.
+    payloads: Mapping[str, Payload] = field(default_factory=dict)
+    update: MirrorUpdate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingItems:
+    """The core's answer to a request that it did not take because it lacks media.
+
+    If the frontend has another epoch than the core, it starts anew with the core's epoch. Then
+    `mm_hashes` are all hashes of the request, which may be none. The message was not applied, and
+    has to be made again.
+    """
+
+    mm_hashes: tuple[str, ...]  # the items to send
+    epoch: int  # the core's own
+    num_applied: int = 0  # the messages of this epoch that the core has applied

@@ -72,19 +72,22 @@ class Option:
         """Return what a value must be, to be put behind "must be"."""
         if self.choices:
             return join_words(self.choices)
-        if self.kind in ("integer", "bytes", "number"):
-            return _describe_number(self)
-        return _RULES[self.kind]
+        noun, _ = _RULES[self.kind]
+        if self.above is not None:
+            most = "" if self.most is None else f" and at most {self.most:g}"
+            return f"{noun} above {self.above:g}{most}"
+        if self.least is None:
+            return noun
+        if self.most is None or self.most >= 2**63 - 1:
+            return f"{noun} >= {self.least:g}"
+        return f"{noun} from {self.least:.12g} to {self.most:.12g}"
 
     def is_valid(self, value: object) -> bool:
         """Return whether a value of the field is allowed, apart from `None`."""
         if self.choices:
             return value in self.choices
-        if self.kind in ("integer", "bytes", "number"):
-            types = (int, float) if self.kind == "number" else (int,)
-            is_number = isinstance(value, types) and not isinstance(value, bool)
-            return is_number and self._is_in_bounds(value)
-        return _CHECKS[self.kind](value)
+        _, has_kind = _RULES[self.kind]
+        return has_kind(value) and self._is_in_bounds(value)
 
     def _is_in_bounds(self, value: Any) -> bool:
         return (
@@ -216,51 +219,45 @@ def join_words(words: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _describe_number(declared: Option) -> str:
-    noun = "a number" if declared.kind == "number" else "an integer"
-    if declared.above is not None:
-        most = "" if declared.most is None else f" and at most {declared.most:g}"
-        return f"{noun} above {declared.above:g}{most}"
-    if declared.least is None:
-        return noun
-    if declared.most is None or declared.most >= 2**63 - 1:
-        return f"{noun} >= {declared.least:g}"
-    return f"{noun} from {declared.least:.12g} to {declared.most:.12g}"
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_count(value: object, least: int) -> bool:
-    return type(value) is int and value >= least
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _are_sizes(value: object) -> bool:
     if not isinstance(value, list | tuple) or not value:
         return False
-    return all(_is_count(size, 1) for size in value)
+    return all(_is_integer(size) and size >= 1 for size in value)
 
 
 def _are_texts(value: object) -> bool:
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
         return False
-    return all(isinstance(text, str) for text in value)
+    return all(map(_is_text, value))
 
 
-_RULES: dict[Kind, str] = {
-    "switch": "true or false",
-    "text": "text",
-    "file": "the name of a file",
-    "texts": "a list of text",
-    "names": "a list of text",
-    "sizes": "a list of integers >= 1",
-    "counts": "a mapping such as {'image': 4}",
-    "mapping": "a mapping",
-}
-_CHECKS: dict[Kind, Callable[[object], bool]] = {
-    "switch": lambda value: isinstance(value, bool),
-    "text": lambda value: isinstance(value, str),
-    "file": lambda value: isinstance(value, str),
-    "texts": _are_texts,
-    "names": _are_texts,
-    "sizes": _are_sizes,
-    "counts": lambda value: isinstance(value, Mapping),
-    "mapping": lambda value: isinstance(value, Mapping),
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+# Kind -> what a value must be, in words, and the check of a value.
+_RULES: dict[Kind, tuple[str, Callable[[object], bool]]] = {
+    "switch": ("true or false", lambda value: isinstance(value, bool)),
+    "integer": ("an integer", _is_integer),
+    "number": ("a number", _is_number),
+    "bytes": ("an integer", _is_integer),
+    "text": ("text", _is_text),
+    "file": ("the name of a file", _is_text),
+    "texts": ("a list of text", _are_texts),
+    "names": ("a list of text", _are_texts),
+    "sizes": ("a list of integers >= 1", _are_sizes),
+    "counts": ("a mapping such as {'image': 4}", _is_mapping),
+    "mapping": ("a mapping", _is_mapping),
 }

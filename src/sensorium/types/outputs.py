@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sensorium.types.errors import RequestError
-from sensorium.types.request import FinishReason
-from sensorium.types.times import CoreTimes, ItemTimes
+from sensorium.types.multimodal import ItemTimes
+from sensorium.types.request import CoreTimes, FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

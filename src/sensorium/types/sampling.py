@@ -2,7 +2,7 @@
 
 Names are those of OpenAI's API and vLLM.
 
-`SamplingParams` is the one declaration of every parameter: its type, bounds and description. The
+`SamplingParams` is the one declaration of every parameter: type, bounds and description. The
 fields of the HTTP requests and the flags of the command line are made from it (see
 `list_sampling_fields`), so a new parameter is one line there, and the code that uses it.
 """
@@ -10,13 +10,10 @@ fields of the HTTP requests and the flags of the command line are made from it (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache, partial
 from numbers import Integral, Real
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from msgspec import Meta
+from typing import Any, Literal, get_args, get_type_hints
 
 from sensorium.types.errors import RequestError
 from sensorium.types.structured import StructuredOutputsParams
@@ -24,6 +21,8 @@ from sensorium.types.structured import StructuredOutputsParams
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BIAS = 100
+# The parameters that have a default in `GenerationDefaults`.
+_OF_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GREEDY_TEMPERATURE = 1e-5  # below this, dividing float32 logits overflows; it means greedy
 
 
@@ -57,15 +56,12 @@ class GenerationDefaults:
     bans: TokenBans = NO_BANS
 
 
-_Logprobs = Annotated[
-    int,
-    Meta(
-        ge=0,
-        le=MAX_LOGPROBS,
-        description="Return the log-probability of each token of the answer, as the model gave it, "
-        "and those of this many of the likeliest tokens.",
-    ),
-]
+def parameter(default: Any, description: str, **details: Any) -> Any:
+    """Return a field of `SamplingParams`. `details` are fields of its `SamplingField`."""
+    metadata = {"description": description, **details}
+    if isinstance(default, dict):
+        return field(default_factory=dict, hash=False, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,166 +71,90 @@ class SamplingParams:
     `None` for temperature, top_p, top_k, min_p and repetition_penalty means the value of the
     model's generation config, which is greedy unless it has `do_sample`.
 
-    The model's logits are changed in this order (see `worker.sampler`): `logit_bias`;
+    The model's logits are changed in this order (see `worker.sampling.sampler`): `logit_bias`;
     `repetition_penalty`; `frequency_penalty` and `presence_penalty`; bans (tokens that are not
     among `allowed_token_ids`, that would complete one of `bad_words`, or that would end the answer
     before `min_tokens`); `temperature`; then the filters `top_k`, `top_p` and `min_p`.
     """
 
-    n: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=MAX_N,
-            description="The number of completions of the prompt. Each has a seed of its own; the "
-            "first has `seed`.",
-        ),
-    ] = 1
-    temperature: (
-        Annotated[
-            float,
-            Meta(ge=0, le=100, description="How random the choice of tokens is. 0 is greedy."),
-        ]
-        | None
-    ) = None
-    top_p: (
-        Annotated[
-            float,
-            Meta(
-                ge=1e-9,
-                le=1,
-                description="Choose among the likeliest tokens whose probabilities reach this sum.",
-            ),
-        ]
-        | None
-    ) = None
-    top_k: (
-        Annotated[
-            int,
-            Meta(
-                ge=-1,
-                description="Choose among this many of the likeliest tokens. 0 or -1: no limit.",
-            ),
-        ]
-        | None
-    ) = None
-    min_p: (
-        Annotated[
-            float,
-            Meta(
-                ge=0,
-                le=1,
-                description="Leave out tokens less likely than this share of the likeliest one's "
-                "probability.",
-            ),
-        ]
-        | None
-    ) = None
+    n: int = parameter(
+        1,
+        "The number of completions of the prompt. Each has a seed of its own; the first has "
+        "`seed`.",
+        least=1,
+        most=MAX_N,
+    )
+    temperature: float | None = parameter(
+        None, "How random the choice of tokens is. 0 is greedy.", least=0, most=100
+    )
+    top_p: float | None = parameter(
+        None,
+        "Choose among the likeliest tokens whose probabilities reach this sum.",
+        least=1e-9,
+        most=1,
+    )
+    top_k: int | None = parameter(
+        None, "Choose among this many of the likeliest tokens. 0 or -1: no limit.", least=-1
+    )
+    min_p: float | None = parameter(
+        None,
+        "Leave out tokens less likely than this share of the likeliest one's probability.",
+        least=0,
+        most=1,
+    )
     # Beyond this range logits of float32 may stop being numbers.
-    repetition_penalty: (
-        Annotated[
-            float,
-            Meta(
-                ge=0.01,
-                le=100,
-                description="Above 1, tokens of the prompt and the answer become less likely.",
-            ),
-        ]
-        | None
-    ) = None
-    presence_penalty: Annotated[
-        float,
-        Meta(ge=-2, le=2, description="Subtracted once for each token that the answer has."),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        Meta(ge=-2, le=2, description="Subtracted for each occurrence of a token in the answer."),
-    ] = 0.0
-    logit_bias: Annotated[
-        Mapping[int, float],
-        Meta(description=f"Token id -> a number in [-{MAX_BIAS}, {MAX_BIAS}] added to its logit."),
-    ] = field(default_factory=dict, hash=False)
-    bad_words: Annotated[
-        str | Sequence[str],
-        Meta(description="Texts that are never completed.", extra={"kind": "words"}),
-    ] = ()
-    allowed_token_ids: (
-        Annotated[
-            Sequence[int],
-            Meta(min_length=1, description="Choose only among these tokens."),
-        ]
-        | None
-    ) = None
-    seed: Annotated[int, Meta(description="Makes sampling repeatable.")] | None = None
-    # None: until the context is full.
-    max_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=1, description="The longest answer, in tokens. None: until the context is full."
-            ),
-        ]
-        | None
-    ) = 16
-    min_tokens: Annotated[
-        int, Meta(ge=0, description="Do not end the answer before it has this many tokens.")
-    ] = 0
-    stop: Annotated[
-        str | Sequence[str], Meta(description="End the answer before one of these texts.")
-    ] = ()
-    stop_token_ids: Annotated[
-        Sequence[int], Meta(description="End the answer at one of these tokens.")
-    ] = ()
-    include_stop_str_in_output: Annotated[
-        bool, Meta(description="Leave the text that ended the answer in it.")
-    ] = False
-    ignore_eos: Annotated[
-        bool, Meta(description="Go on after the model's end-of-sequence tokens.")
-    ] = False
-    logprobs: _Logprobs | None = None
-    prompt_logprobs: (
-        Annotated[
-            int,
-            Meta(
-                ge=0,
-                le=MAX_LOGPROBS,
-                description="The same as `logprobs` for the tokens of the prompt.",
-            ),
-        ]
-        | None
-    ) = None
-    structured_outputs: (
-        Annotated[
-            StructuredOutputsParams,
-            Meta(description="What the answer must look like: exactly one of its fields."),
-        ]
-        | None
-    ) = None
-    skip_special_tokens: Annotated[
-        bool, Meta(description="Leave special tokens out of the text.")
-    ] = True
-    kept_special_token_ids: Annotated[
-        Sequence[int],
-        Meta(
-            description="Special tokens that stay in the text even so.", extra={"is_internal": True}
-        ),
-    ] = ()
+    repetition_penalty: float | None = parameter(
+        None,
+        "Above 1, tokens of the prompt and the answer become less likely.",
+        least=0.01,
+        most=100,
+    )
+    presence_penalty: float = parameter(
+        0.0, "Subtracted once for each token that the answer has.", least=-2, most=2
+    )
+    frequency_penalty: float = parameter(
+        0.0, "Subtracted for each occurrence of a token in the answer.", least=-2, most=2
+    )
+    logit_bias: Mapping[int, float] = parameter(
+        {}, f"Token id -> a number in [-{MAX_BIAS}, {MAX_BIAS}] added to its logit."
+    )
+    bad_words: str | Sequence[str] = parameter((), "Texts that are never completed.", kind="words")
+    allowed_token_ids: Sequence[int] | None = parameter(
+        None, "Choose only among these tokens.", min_length=1
+    )
+    seed: int | None = parameter(None, "Makes sampling repeatable.")
+    max_tokens: int | None = parameter(
+        16, "The longest answer, in tokens. None: until the context is full.", least=1
+    )
+    min_tokens: int = parameter(0, "Do not end the answer before it has this many tokens.", least=0)
+    stop: str | Sequence[str] = parameter((), "End the answer before one of these texts.")
+    stop_token_ids: Sequence[int] = parameter((), "End the answer at one of these tokens.")
+    include_stop_str_in_output: bool = parameter(
+        False, "Leave the text that ended the answer in it."
+    )
+    ignore_eos: bool = parameter(False, "Go on after the model's end-of-sequence tokens.")
+    logprobs: int | None = parameter(
+        None,
+        "Return the log-probability of each token of the answer, as the model gave it, and those "
+        "of this many of the likeliest tokens.",
+        least=0,
+        most=MAX_LOGPROBS,
+    )
+    prompt_logprobs: int | None = parameter(
+        None, "The same as `logprobs` for the tokens of the prompt.", least=0, most=MAX_LOGPROBS
+    )
+    structured_outputs: StructuredOutputsParams | None = parameter(
+        None, "What the answer must look like: exactly one of its fields."
+    )
+    skip_special_tokens: bool = parameter(True, "Leave special tokens out of the text.")
+    kept_special_token_ids: Sequence[int] = parameter(
+        (), "Special tokens that stay in the text even so.", is_internal=True
+    )
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words", "kept_special_token_ids"):
-            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
-        if isinstance(self.structured_outputs, Mapping):
-            object.__setattr__(self, "structured_outputs", _as_structured(self.structured_outputs))
-        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         for declared in list_sampling_fields():
-            value = getattr(self, declared.name)
-            if not declared.is_valid(value):
-                raise RequestError(
-                    f"must be {declared.rule}, not {_show(value)}", path=(declared.name,)
-                )
-            object.__setattr__(self, declared.name, _as_plain(value))
+            value = declared.read(getattr(self, declared.name))
+            object.__setattr__(self, declared.name, value)
         if self.top_k == -1:  # some clients send it for "no limit"
             object.__setattr__(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -260,19 +180,10 @@ class SamplingParams:
 
         `seed` is used when the request has none.
         """
-        return replace(
-            self,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=(
-                defaults.repetition_penalty
-                if self.repetition_penalty is None
-                else self.repetition_penalty
-            ),
-            seed=seed if self.seed is None else self.seed,
-        )
+        missing = {
+            name: getattr(defaults, name) for name in _OF_MODEL if getattr(self, name) is None
+        }
+        return replace(self, seed=seed if self.seed is None else self.seed, **missing)
 
 
 Kind = Literal["integer", "number", "flag", "texts", "words", "token_ids", "biases", "structured"]
@@ -286,24 +197,45 @@ class SamplingField:
     kind: Kind
     default: Any
     is_optional: bool  # it may be None
-    least: float | None  # bounds of a number, both included; None: it has no bound
-    most: float | None
-    min_length: int  # of a list
+    least: float | None = None  # bounds of a number, both included; None: it has no bound
+    most: float | None = None
+    min_length: int = 0  # of a list
     description: str
-    is_internal: bool  # set by the server, not by a caller
-    is_valid: Callable[[Any], bool]
-    rule: str  # what a valid value is, in words
+    is_internal: bool = False  # set by the server, not by a caller
+
+    @property
+    def rule(self) -> str:
+        """Return what a value must be, in words."""
+        if self.min_length:
+            return "a list of at least one integer >= 0"
+        noun, _ = _RULES[self.kind]
+        if self.most is not None:
+            return f"{noun} in [{self.least:g}, {self.most:g}]"
+        return noun if self.least is None else f"{noun} >= {self.least:g}"
+
+    def read(self, value: Any) -> Any:
+        """Return a caller's value as it is kept. Raise a `RequestError` if it is not valid."""
+        if value is None and self.is_optional:
+            return None
+        kept = _convert(value, self.kind)
+        _, is_valid = _RULES[self.kind]
+        if not is_valid(kept) or not self._is_in_bounds(kept):
+            raise RequestError(f"must be {self.rule}, not {_show(kept)}", path=(self.name,))
+        return _as_plain(kept)
+
+    def _is_in_bounds(self, value: Any) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.min_length == 0 or len(value) >= self.min_length)
+        )
 
 
 @cache
 def list_sampling_fields() -> tuple[SamplingField, ...]:
     """Return the declarations of all parameters, in their order."""
-    hints = get_type_hints(SamplingParams, include_extras=True)
-    defaults = SamplingParams.__dataclass_fields__
-    return tuple(
-        _read_field(entry.name, hints[entry.name], defaults[entry.name].default)
-        for entry in fields(SamplingParams)
-    )
+    hints = get_type_hints(SamplingParams)
+    return tuple(_read_field(entry, hints[entry.name]) for entry in fields(SamplingParams))
 
 
 _KINDS: dict[Any, Kind] = {
@@ -317,49 +249,23 @@ _KINDS: dict[Any, Kind] = {
 }
 
 
-def _read_field(name: str, hint: Any, default: Any) -> SamplingField:
-    is_optional = get_origin(hint) in (UnionType, Union)
+def _read_field(entry: Field[Any], hint: Any) -> SamplingField:
+    is_optional = type(None) in get_args(hint)
     if is_optional:
         (hint,) = (member for member in get_args(hint) if member is not type(None))
-    declared, meta = get_args(hint)
-    extra = meta.extra or {}
-    kind: Kind = extra.get("kind", _KINDS[declared])
-    min_length = meta.min_length or 0
-    is_valid, rule = _make_rule(kind, meta.ge, meta.le, min_length)
-    return SamplingField(
-        name=name,
-        kind=kind,
-        default=default,
-        is_optional=is_optional,
-        least=meta.ge,
-        most=meta.le,
-        min_length=min_length,
-        description=meta.description,
-        is_internal=extra.get("is_internal", False),
-        is_valid=_or_none(is_valid) if is_optional else is_valid,
-        rule=rule,
-    )
+    details = {"kind": _KINDS[hint], **entry.metadata}
+    return SamplingField(name=entry.name, default=entry.default, is_optional=is_optional, **details)
 
 
-def _make_rule(
-    kind: Kind, least: float | None, most: float | None, min_length: int
-) -> tuple[Callable[[Any], bool], str]:
-    if kind in ("integer", "number"):
-        is_member = _is_integer if kind == "integer" else _is_number
-        noun = "an integer" if kind == "integer" else "a number"
-        if most is not None:
-            noun += f" in [{least:g}, {most:g}]"
-        elif least is not None:
-            noun += f" >= {least:g}"
-        low = float("-inf") if least is None else least
-        high = float("inf") if most is None else most
-        return lambda value: is_member(value) and bool(low <= value <= high), noun
-    if kind == "token_ids" and min_length:
-        return (
-            lambda value: _is_tuple_of(value, _is_count) and len(value) >= min_length,
-            "a list of at least one integer >= 0",
-        )
-    return _RULES[kind]
+def _convert(value: Any, kind: Kind) -> Any:
+    """Return a value in the form that is kept. The rules refuse what has another type."""
+    if kind in ("texts", "words", "token_ids"):
+        return _as_tuple(value)
+    if kind == "biases":
+        return _as_bias(value)
+    if kind == "structured" and isinstance(value, Mapping):
+        return _as_structured(value)
+    return value
 
 
 def _as_tuple(value: object) -> object:
@@ -434,16 +340,8 @@ def _is_count(value: object) -> bool:
     return _is_integer(value) and int(value) >= 0  # type: ignore[call-overload]
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_tuple_of(value: object, is_member: Callable[[object], bool]) -> bool:
+def _is_tuple_of(is_member: Callable[[object], bool], value: object) -> bool:
     return isinstance(value, tuple) and all(map(is_member, value))
-
-
-def _or_none(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_valid(value)
 
 
 def _is_text(value: object) -> bool:
@@ -459,17 +357,17 @@ def _is_word(value: object) -> bool:
     return is_filled and not any("\ud800" <= c <= "\udfff" for c in str(value))
 
 
-_RULES: dict[Kind, tuple[Callable[[Any], bool], str]] = {
-    "flag": (_is_flag, "true or false"),
-    "texts": (lambda value: _is_tuple_of(value, _is_text), "non-empty text or a list of it"),
-    "words": (
-        lambda value: _is_tuple_of(value, _is_word),
-        "text that is not blank, or a list of it",
-    ),
-    "token_ids": (lambda value: _is_tuple_of(value, _is_count), "a list of integers >= 0"),
-    "biases": (_is_bias, f"a mapping of token ids to numbers in [-{MAX_BIAS}, {MAX_BIAS}]"),
+# Kind -> what a value must be, in words, and the check of a value.
+_RULES: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
+    "integer": ("an integer", _is_integer),
+    "number": ("a number", _is_number),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "texts": ("non-empty text or a list of it", partial(_is_tuple_of, _is_text)),
+    "words": ("text that is not blank, or a list of it", partial(_is_tuple_of, _is_word)),
+    "token_ids": ("a list of integers >= 0", partial(_is_tuple_of, _is_count)),
+    "biases": (f"a mapping of token ids to numbers in [-{MAX_BIAS}, {MAX_BIAS}]", _is_bias),
     "structured": (
-        lambda value: isinstance(value, StructuredOutputsParams),
         "StructuredOutputsParams, or a mapping with its fields",
+        lambda value: isinstance(value, StructuredOutputsParams),
     ),
 }

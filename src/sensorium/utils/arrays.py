@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -45,3 +45,54 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class StagingBuffer:
+    """A buffer that packs the arrays of a step into 64-bit words, for one copy to the device.
+
+    It has host and device memory, which is kept from step to step and grows if needed. On a CPU
+    both are the same memory.
+    """
+
+    def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
+        self._device_type = device
+        # Recorded behind each copy: when it is reached, the host memory may be written again.
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._allocate(num_words)
+
+    def _allocate(self, num_words: int) -> None:
+        is_cuda = self._device_type.type == "cuda"
+        self._host = torch.zeros(num_words, dtype=torch.int64, pin_memory=is_cuda)
+        self._device = self._host.to(self._device_type)
+
+    @property
+    def address(self) -> int:
+        """Return the address of the device memory, which changes when the buffer grows."""
+        return self._device.data_ptr()
+
+    def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
+        """Return int64 and float64 arrays as device tensors, valid until the next upload."""
+        for name, array in arrays.items():
+            if array.dtype not in (np.int64, np.float64):
+                raise TypeError(f"{name} is {array.dtype}, not int64 or float64")
+        num_words = sum(array.size for array in arrays.values())
+        if num_words > len(self._host):
+            self._allocate(2 * num_words)
+        if self._copied is not None:
+            # The last copy may not be done: in steps that sample nothing, the host runs ahead.
+            self._copied.synchronize()
+        words = self._host.numpy()
+        tensors = {}
+        start = 0
+        for name, array in arrays.items():
+            end = start + array.size
+            words[start:end] = array.reshape(-1).view(np.int64)
+            tensor = self._device[start:end].view(array.shape)
+            tensors[name] = tensor.view(torch.float64) if array.dtype == np.float64 else tensor
+            start = end
+        if self._copied is not None:
+            self._device[:start].copy_(self._host[:start], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._device_type))
+        return tensors

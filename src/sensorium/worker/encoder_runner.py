@@ -1,6 +1,7 @@
-"""Runs the encoders for the items of a step, in batches across requests.
+"""Runs the encoders for the items of a step, in batches across requests, and holds their outputs.
 
-An item that can't be encoded fails alone: the others of its batch are encoded one by one.
+The core decides when an output is kept and when it is dropped. An item that can't be encoded fails
+alone: the others of its batch are encoded one by one.
 """
 
 from __future__ import annotations
@@ -14,26 +15,57 @@ import torch
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import PRECOMPUTED, MultiModalFeatureSpec, MultiModalKwargsItem
-from sensorium.worker.encoder_cache import EncoderCache
 
 logger = logging.getLogger(__name__)
 
 
+class EncoderCache:
+    """A map from encoder keys to embeddings, in which every entry owns its memory.
+
+    A view would keep alive the whole batch that it was cut from.
+    """
+
+    def __init__(self) -> None:
+        self._embeds: dict[str, torch.Tensor] = {}  # key -> [num_embeds, width]
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._embeds[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._embeds
+
+    def __len__(self) -> int:
+        return len(self._embeds)
+
+    def add(self, key: str, embeds: torch.Tensor) -> None:
+        """Store embeddings [num_embeds, width]; a view of a larger tensor is copied."""
+        num_bytes = embeds.numel() * embeds.element_size()
+        is_whole = embeds.is_contiguous() and embeds.untyped_storage().nbytes() == num_bytes
+        self._embeds[key] = (
+            embeds if is_whole else embeds.clone(memory_format=torch.contiguous_format)
+        )
+
+    def drop(self, key: str) -> None:
+        """Remove an entry. The key may be missing, because its encoding may have failed."""
+        self._embeds.pop(key, None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(embeds.untyped_storage().nbytes() for embeds in self._embeds.values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderJob:
+    """One media item to encode, with the key of its output."""
+
     key: str
     feature: MultiModalFeatureSpec
     item: MultiModalKwargsItem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EncodedBatch:
-    jobs: Sequence[EncoderJob]
-    embeds: Sequence[torch.Tensor]  # per job
-    is_finite: torch.Tensor  # one bool for the batch, on the device and not read yet
-
-
 class EncoderRunner:
+    """A runner of encoders that stores their outputs in the cache."""
+
     def __init__(self, adapter: ModelAdapter, cache: EncoderCache) -> None:
         self._adapter = adapter
         self._cache = cache
@@ -60,25 +92,28 @@ class EncoderRunner:
 
         Whether the numbers are finite is read from the device once, for all batches together.
         """
-        encoded: list[_EncodedBatch] = []
+        encoded: list[tuple[Sequence[EncoderJob], list[torch.Tensor], torch.Tensor]] = []
         failed: list[tuple[Sequence[EncoderJob], str]] = []
         for batch in batches:
             result = self._encode(batch)
             if isinstance(result, str):
                 failed.append((batch, result))
             else:
-                encoded.append(result)
-        verdicts = torch.stack([b.is_finite for b in encoded]).tolist() if encoded else []
-        for result, is_finite in zip(encoded, verdicts, strict=True):
+                encoded.append((batch, *result))
+        verdicts = torch.stack([verdict for *_, verdict in encoded]).tolist() if encoded else []
+        for (batch, embeds, _), is_finite in zip(encoded, verdicts, strict=True):
             if not is_finite:
-                failed.append((result.jobs, "its embeddings are not finite numbers"))
+                failed.append((batch, "its embeddings are not finite numbers"))
                 continue
-            for job, item in zip(result.jobs, result.embeds, strict=True):
+            for job, item in zip(batch, embeds, strict=True):
                 self._cache.add(job.key, item)
         return failed
 
-    def _encode(self, jobs: Sequence[EncoderJob]) -> _EncodedBatch | str:
-        """Return the embeddings of a batch, or the reason why it can't be encoded."""
+    def _encode(self, jobs: Sequence[EncoderJob]) -> tuple[list[torch.Tensor], torch.Tensor] | str:
+        """Return the embeddings of a batch, or the reason why it can't be encoded.
+
+        The second tensor has one bool, whether all numbers are finite. It is not read yet.
+        """
         modality = jobs[0].feature.modality
         try:
             embeds = self._get_embeds(modality, jobs)
@@ -89,7 +124,7 @@ class EncoderRunner:
             # Models raise all kinds of errors. Caught here, they fail only the requests concerned.
             logger.debug("encoding %d %s item(s) failed", len(jobs), modality, exc_info=True)
             return f"{type(error).__name__}: {error}"
-        return _EncodedBatch(jobs=jobs, embeds=embeds, is_finite=is_finite)
+        return embeds, is_finite
 
     def _get_embeds(self, modality: str, jobs: Sequence[EncoderJob]) -> list[torch.Tensor]:
         num_embeds = [job.feature.mm_position.get_num_embeds() for job in jobs]

@@ -17,8 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sensorium.grammar.compiler import GrammarCompiler
-from sensorium.grammar.matcher import Matcher, Words
+from sensorium.grammar.compiler import GrammarCompiler, Matcher, Words
 from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest
 from sensorium.worker.request_states import RequestState
@@ -51,9 +50,7 @@ class Progress:
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
 
 
-_NO_MASKS = StepMasks()
 _PATH = ("structured_outputs",)
-_NO_PROGRESS = Progress()
 
 
 class _Entry:
@@ -63,12 +60,12 @@ class _Entry:
     only when `is_ready` is set, so no lock is needed.
     """
 
-    def __init__(self, request: EngineCoreRequest) -> None:
+    def __init__(self, request: EngineCoreRequest, num_consumed: int) -> None:
         self.request = request
         self.matcher: Matcher | None = None  # None until the grammar is compiled
         self.mask: Words | None = None
         self.failure: RequestError | None = None
-        self.num_consumed = 0  # output tokens that the matcher has consumed
+        self.num_consumed = num_consumed  # output tokens that the matcher has consumed
         self.is_ready = False
         self.is_late = False  # the last step ran without its mask
         self.jobs: Sequence[Future[None]] = ()  # one of them makes the entry ready
@@ -84,14 +81,17 @@ class GrammarMasks:
 
     # ---- requests come and go
 
-    def add(self, request: EngineCoreRequest) -> None:
-        """Begin to compile the grammar of a request, if it has one."""
+    def add(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> None:
+        """Begin to compile the grammar of a request, if it has one.
+
+        The matcher then consumes the output tokens that the request already has.
+        """
         if request.sampling_params.structured_outputs is None:
             return
         if self._compiler is None:
             raise RequestError("this engine has no tokenizer to follow a grammar", path=_PATH)
-        entry = self._entries[request.request_id] = _Entry(request)
-        entry.jobs = (self._compilers.submit(self._prepare, entry, ()),)
+        entry = self._entries[request.request_id] = _Entry(request, len(output_token_ids))
+        entry.jobs = (self._compilers.submit(self._prepare, entry, output_token_ids),)
 
     def start(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """Prepare for a request that starts to run, or resumes after a preemption.
@@ -99,15 +99,9 @@ class GrammarMasks:
         A resumed request comes with the output tokens that it already has. If its matcher has not
         consumed exactly these, a new one is compiled and consumes them.
         """
-        if request.sampling_params.structured_outputs is None:
-            return
-        if request.request_id not in self._entries:
-            self.add(request)
-        entry = self._entries[request.request_id]
-        if entry.num_consumed != len(output_token_ids):
-            entry = self._entries[request.request_id] = _Entry(request)
-            entry.num_consumed = len(output_token_ids)
-            entry.jobs = (self._compilers.submit(self._prepare, entry, output_token_ids),)
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.num_consumed != len(output_token_ids):
+            self.add(request, output_token_ids)
 
     def forget(self, request_id: str) -> None:
         self._entries.pop(request_id, None)
@@ -122,7 +116,7 @@ class GrammarMasks:
         """
         entries = self._find(states)
         if not entries:
-            return _NO_MASKS
+            return StepMasks()
         is_alone = len(entries) == len(states)
         pending = {
             job
@@ -161,8 +155,6 @@ class GrammarMasks:
             elif entry.num_consumed != state.params.max_tokens:
                 going_on.append(entry)
         self._begin(going_on)
-        if not completed and not failures:
-            return _NO_PROGRESS
         return Progress(completed_ids=frozenset(completed), failures=failures)
 
     def _find(self, states: Sequence[RequestState]) -> list[_Entry]:
@@ -210,7 +202,7 @@ class GrammarMasks:
     def _prepare(self, entry: _Entry, output_token_ids: Sequence[int]) -> None:
         params, compiler = entry.request.sampling_params.structured_outputs, self._compiler
         if self._entries.get(entry.request.request_id) is not entry:
-            return  # the request has ended or was replaced: don't keep others waiting
+            return  # the request has ended or its entry was replaced: don't delay others
         try:
             if params is not None and compiler is not None:
                 entry.matcher = compiler.compile(params)

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import torch
 
 from sensorium.layers.attention.backend import GroupTables, StepLayout
+from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
 from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest
-from sensorium.utils.arrays import IntArray
-from sensorium.worker.encoder_cache import EncoderCache
-from sensorium.worker.gather import get_gather_slices
+from sensorium.utils.arrays import IntArray, StagingBuffer
+from sensorium.worker.encoder_runner import EncoderCache
 from sensorium.worker.request_states import RequestState
-from sensorium.worker.staging import StagingBuffer
 
 Row = tuple[ScheduledRequest, RequestState]
 
@@ -40,25 +39,17 @@ class StepInputs:
     partial_blocks: tuple[torch.Tensor, ...]  # per group: new blocks that the step doesn't fill
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
-    def __init__(
-        self,
-        *,
-        groups: Sequence[KVCacheGroup],
-        block_size: int,
-        bidirectional_modalities: frozenset[str],
-        has_causal_full_layers: bool = False,
-        has_long_factors: bool = False,
-        encoder_cache: EncoderCache,
-        staging: StagingBuffer,
-    ) -> None:
-        self._groups = tuple(groups)
-        self._block_size = block_size
-        self._bidirectional_modalities = bidirectional_modalities
-        self._has_causal_full_layers = has_causal_full_layers
-        self._has_long_factors = has_long_factors
-        self._encoder_cache = encoder_cache
-        self._staging = staging
+    """A maker of the tensors of steps."""
+
+    groups: Sequence[KVCacheGroup]
+    block_size: int
+    bidirectional_modalities: frozenset[str]
+    has_causal_full_layers: bool = False
+    has_long_factors: bool = False
+    encoder_cache: EncoderCache
+    staging: StagingBuffer
 
     def prepare(self, rows: Sequence[Row]) -> StepInputs:
         ordered = tuple(sorted(rows, key=lambda row: row[0].num_new_tokens > 1))
@@ -79,27 +70,25 @@ class InputBatch:
             ),
             "mm_index": mm_index,
         }
-        if self._has_long_factors:
+        if self.has_long_factors:
             is_long = np.array([state.is_long for _, state in ordered], dtype=np.int64)
             arrays["is_long"] = np.repeat(is_long, query_lens)
         until = self._make_attend_until(ordered, starts)
         if until is not None:
             arrays["attend_until"] = until
-        for index in range(len(self._groups)):
+        for index in range(len(self.groups)):
             arrays[f"slots{index}"] = _flat(
-                state.get_slots(index, s.num_computed_tokens, _end(s), self._block_size)
+                state.get_slots(index, s.num_computed_tokens, _end(s), self.block_size)
                 for s, state in ordered
             )
-            arrays[f"partial{index}"] = get_partial_blocks(ordered, index, self._block_size)
-            arrays[f"tables{index}"] = _pad_tables(
-                [state.block_ids[index].values for _, state in ordered]
-            )
-        tensors = self._staging.upload(arrays)
+            arrays[f"partial{index}"] = get_partial_blocks(ordered, index, self.block_size)
+            arrays[f"tables{index}"] = get_block_tables(ordered, index)
+        tensors = self.staging.upload(arrays)
         return StepInputs(
             rows=ordered,
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
-            is_long=tensors["is_long"].bool() if self._has_long_factors else None,
+            is_long=tensors["is_long"].bool() if self.has_long_factors else None,
             layout=StepLayout(
                 query_lens=query_lens,
                 seq_lens=seq_lens,
@@ -109,16 +98,16 @@ class InputBatch:
                         window=group.window,
                         slot_mapping=tensors[f"slots{index}"],
                         block_tables=tensors[f"tables{index}"],
-                        is_causal=self._has_causal_full_layers and group.window is None,
+                        is_causal=self.has_causal_full_layers and group.window is None,
                     )
-                    for index, group in enumerate(self._groups)
+                    for index, group in enumerate(self.groups)
                 ),
             ),
             mm_index=tensors["mm_index"] if mm_embeds else None,
             mm_embeds=torch.cat(mm_embeds) if mm_embeds else None,
             sampled=tuple(state for s, state in ordered if s.is_sampled),
             logits_index=tensors["logits_index"],
-            partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self._groups))),
+            partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self.groups))),
         )
 
     def _gather_mm_embeds(
@@ -130,7 +119,7 @@ class InputBatch:
             first = scheduled.num_computed_tokens
             for part in get_gather_slices(state.request.mm_features, first, _end(scheduled)):
                 embeds.append(
-                    self._encoder_cache[state.get_encoder_key(part.mm_index)][part.start : part.end]
+                    self.encoder_cache[state.get_encoder_key(part.mm_index)][part.start : part.end]
                 )
                 index.append(part.positions + (start - first))
         return (np.concatenate(index) if index else np.empty(0, dtype=np.int64)), embeds
@@ -140,7 +129,7 @@ class InputBatch:
 
         Return `None` if no token of the step belongs to a span with attention in both directions.
         """
-        if not self._bidirectional_modalities:
+        if not self.bidirectional_modalities:
             return None
         until = _flat(np.arange(s.num_computed_tokens, _end(s)) + 1 for s, _ in rows)
         has_span = False
@@ -148,16 +137,51 @@ class InputBatch:
             first = scheduled.num_computed_tokens
             features = state.request.mm_features
             for part in get_gather_slices(features, first, _end(scheduled)):
-                if features[part.mm_index].modality not in self._bidirectional_modalities:
+                if features[part.mm_index].modality not in self.bidirectional_modalities:
                     continue
                 has_span = True
-                for span_start, span_end in features[
-                    part.mm_index
-                ].mm_position.extract_embeds_range():
+                position = features[part.mm_index].mm_position
+                for span_start, span_end in position.extract_embeds_range():
                     a, b = max(span_start, first), min(span_end, _end(scheduled))
                     if a < b:
                         until[start + a - first : start + b - first] = span_end
         return until if has_span else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherSlice:
+    """A run of an item's embeddings, and the prompt tokens that they replace."""
+
+    mm_index: int  # the item's index in the request
+    start: int  # the embeddings [start, end) of the item
+    end: int
+    positions: IntArray  # the index in the prompt of each of these embeddings
+
+
+def get_gather_slices(
+    features: Sequence[MultiModalFeatureSpec], window_start: int, window_end: int
+) -> list[GatherSlice]:
+    """Return the slices for the prompt positions `[window_start, window_end)`, in order.
+
+    It computes indices only and touches no tensors. The cost is O(log n) in the number of items of
+    the request, plus the length of the window.
+    """
+    slices = []
+    lo, hi = get_mm_features_in_window(features, window_start, window_end)
+    for mm_index in range(lo, hi):
+        position = features[mm_index].mm_position
+        first = max(0, window_start - position.offset)
+        last = min(position.length, window_end - position.offset)
+        start, end = position.get_embeds_indices_in_range(first, last)
+        if start == end:
+            continue
+        if position.is_embed is None:
+            positions = np.arange(position.offset + first, position.offset + last)
+        else:
+            mask = np.array(position.is_embed[first:last], dtype=bool)
+            positions = np.flatnonzero(mask) + (position.offset + first)
+        slices.append(GatherSlice(mm_index=mm_index, start=start, end=end, positions=positions))
+    return slices
 
 
 def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:
@@ -178,8 +202,10 @@ def _flat(parts: object) -> IntArray:
     return np.concatenate(list(parts), axis=-1)  # type: ignore[call-overload]
 
 
-def _pad_tables(tables: Sequence[IntArray]) -> IntArray:
-    padded = np.zeros((len(tables), max(len(table) for table in tables)), dtype=np.int64)
+def get_block_tables(rows: Sequence[Row], group_index: int) -> IntArray:
+    """Return the block tables of the rows, padded to the width of the longest."""
+    tables = [state.block_ids[group_index].values for _, state in rows]
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int64)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = table
     return padded

@@ -27,23 +27,28 @@ from sensorium.types.scheduling import (
     SchedulerOutput,
     StepMode,
 )
-from sensorium.utils.arrays import to_device
-from sensorium.worker.encoder_cache import EncoderCache
-from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
-from sensorium.worker.gather import get_gather_slices
-from sensorium.worker.grammar_masks import GrammarMasks, Progress, StepMasks
+from sensorium.utils.arrays import StagingBuffer, to_device
+from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
+from sensorium.worker.grammar_masks import GrammarMasks
 from sensorium.worker.graphs.building import NO_GRAPHS, Graphs
-from sensorium.worker.input_batch import InputBatch, Row, StepInputs, get_partial_blocks
+from sensorium.worker.input_batch import (
+    InputBatch,
+    Row,
+    StepInputs,
+    get_gather_slices,
+    get_partial_blocks,
+)
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.prompt_scorer import PromptScorer
 from sensorium.worker.request_states import PromptPositions, RequestState
-from sensorium.worker.sampling.sampler import Sampler, SamplerOutput
-from sensorium.worker.staging import StagingBuffer
+from sensorium.worker.sampling.sampler import Sampler
 
 _NOTHING = ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes={})
 
 
 class ModelRunner:
+    """The part of an engine that computes steps on its device."""
+
     def __init__(
         self,
         adapter: ModelAdapter,
@@ -284,7 +289,18 @@ class ModelRunner:
         for state, token_id in chosen:
             state.append_token(token_id)
         progress = self._grammars.consume(chosen)
-        return _make_output(states, sampled, prompt_logprobs, masks, progress)
+        names = [state.request.request_id for state in states]
+        failures = {names[row]: RequestError(reason) for row, reason in sampled.failures.items()}
+        logprobs = zip(names, sampled.logprobs, strict=True)
+        return ModelRunnerOutput(
+            sampled_token_ids={state.request.request_id: token_id for state, token_id in chosen},
+            logprobs={name: entry for name, entry in logprobs if entry is not None},
+            failed_encodes={},
+            failed_requests={**failures, **masks.failures, **progress.failures},
+            prompt_logprobs=prompt_logprobs,
+            late_request_ids=masks.late_ids - failures.keys(),
+            completed_request_ids=progress.completed_ids,
+        )
 
     def _clear_blocks(self, block_ids_by_group: Iterable[torch.Tensor]) -> None:
         for group_index, block_ids in enumerate(block_ids_by_group):
@@ -345,29 +361,3 @@ class ModelRunner:
         """Run attention for a layer with new keys and values that a graph has already stored."""
         cache = self._kv_cache.get_stored(layer_index)
         return self._attention.attend(cache, query, key, value, scaling=scaling)
-
-
-def _make_output(
-    states: Sequence[RequestState],
-    sampled: SamplerOutput,
-    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]],
-    masks: StepMasks,
-    progress: Progress,
-) -> ModelRunnerOutput:
-    names = [state.request.request_id for state in states]
-    failures = {names[row]: RequestError(reason) for row, reason in sampled.failures.items()}
-    tokens = zip(names, sampled.token_ids, strict=True)
-    logprobs = zip(names, sampled.logprobs, strict=True)
-    return ModelRunnerOutput(
-        sampled_token_ids={
-            name: token_id
-            for name, token_id in tokens
-            if token_id is not None and not masks.is_without(name)
-        },
-        logprobs={name: entry for name, entry in logprobs if entry is not None},
-        failed_encodes={},
-        failed_requests={**failures, **masks.failures, **progress.failures},
-        prompt_logprobs=prompt_logprobs,
-        late_request_ids=masks.late_ids - failures.keys(),
-        completed_request_ids=progress.completed_ids,
-    )

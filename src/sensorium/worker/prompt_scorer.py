@@ -13,15 +13,16 @@ import torch
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.request import TokenLogprobs
-from sensorium.utils.arrays import IntArray
+from sensorium.utils.arrays import IntArray, StagingBuffer
 from sensorium.worker.input_batch import Row
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
-from sensorium.worker.staging import StagingBuffer
 
 MAX_ROWS = 128  # the number of positions that have logits in memory at the same time
 
 
 class PromptScorer:
+    """A scorer of the prompt tokens of requests that want their log-probabilities."""
+
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         self._staging = StagingBuffer(device=adapter.device, num_words=1 << 10)

@@ -13,8 +13,7 @@ from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
 from sensorium.utils.arrays import GrowingArray, IntArray
-from sensorium.worker.sampling.sampling_row import SamplingRow
-from sensorium.worker.sampling.token_history import SequenceBans, TokenCounts
+from sensorium.worker.sampling.sampling_row import SamplingRow, SequenceBans, TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +25,8 @@ class PromptPositions:
 
 
 class RequestState:
+    """The tokens, blocks and positions of one running request."""
+
     def __init__(
         self,
         request: EngineCoreRequest,

@@ -6,14 +6,17 @@ import pytest
 
 from sensorium.core.admission import (
     Limits,
+    check_growth,
     check_request,
     get_max_tokens,
     get_unsplittable_spans,
 )
+from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
+from sensorium.types.scheduling import KVCacheGroup
 
 LIMITS = Limits(
     max_model_len=20,
@@ -61,6 +64,33 @@ def make(
 def test_refusal_names_what_is_wrong(request_: EngineCoreRequest, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         check_request(request_, LIMITS)
+
+
+def test_refusal_names_the_item_by_its_place_in_its_modality() -> None:
+    request = make(9, PlaceholderRange(0, 1), PlaceholderRange(1, 1), PlaceholderRange(2, 7))
+    first, *others = request.mm_features
+    features = (replace(first, modality="audio"), *others)
+    with pytest.raises(RequestError, match="image item 1 needs 7 embeddings") as refused:
+        check_request(replace(request, mm_features=features), LIMITS)
+    assert refused.value.path == ("multi_modal_data", "image", 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "path"),
+    [
+        (make(5, max_tokens=9), "max_tokens"),
+        (make(5, max_tokens=None), "max_tokens"),
+        (make(12, max_tokens=1), "prompt"),
+    ],
+)
+def test_a_request_that_outgrows_the_cache_names_the_field_that_is_too_large(
+    request_: EngineCoreRequest, path: str
+) -> None:
+    cache = KVCacheManager([KVCacheGroup(num_blocks=4)], block_size=4)
+    with pytest.raises(RequestError, match="more than the whole KV cache holds") as refused:
+        check_growth(request_, LIMITS, (), cache)
+    assert refused.value.path == (path,)
+    check_growth(make(5, max_tokens=7), LIMITS, (), cache)
 
 
 def test_what_just_fits_is_accepted() -> None:
@@ -112,8 +142,9 @@ def test_items_that_would_be_seen_as_one_are_refused(disable_chunked_mm_input: b
         disable_chunked_mm_input=disable_chunked_mm_input,
     )
     touching = make(9, PlaceholderRange(0, 2), PlaceholderRange(2, 2)).mm_features
-    with pytest.raises(RequestError, match="two media items touch at position 2"):
+    with pytest.raises(RequestError, match="two media items touch at position 2") as refused:
         get_unsplittable_spans(touching, limits)
+    assert refused.value.path == ("prompt",)
 
 
 def test_items_may_touch_where_nothing_but_their_place_tells_them_apart() -> None:

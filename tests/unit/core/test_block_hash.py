@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.core.block_hash import hash_block, hash_root
-from sensorium.core.request import Request
+from sensorium.core.request import Request, hash_block, hash_root
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
 
-ROOT = hash_root(adapter=None, cache_salt=None)
+ROOT = hash_root(None, None)
 
 
 def make_request(
@@ -37,7 +36,7 @@ def make_request(
 
 def test_salt_and_adapter_are_told_apart() -> None:
     roots = {
-        hash_root(adapter=adapter, cache_salt=salt)
+        hash_root(adapter, salt)
         for adapter in (None, "", "a", "ab")
         for salt in (None, "", "b", "a", "ab")
     }
@@ -45,8 +44,8 @@ def test_salt_and_adapter_are_told_apart() -> None:
 
 
 def test_salt_with_a_lone_surrogate_has_a_name_too() -> None:
-    lone = hash_root(adapter=None, cache_salt="\ud800")
-    assert lone != hash_root(adapter=None, cache_salt="\ud801")
+    lone = hash_root(None, "\ud800")
+    assert lone != hash_root(None, "\ud801")
 
 
 def test_name_depends_on_everything_before_the_block() -> None:

@@ -52,7 +52,7 @@ def test_same_image_twice_is_encoded_once_and_held_twice() -> None:
     output = driver.schedule()
     assert get_encoded(output) == {}
     driver.finish_step(output, token_id=1)
-    assert driver.scheduler.requests["r"].num_encoder_hits == 1
+    assert len(driver.scheduler.requests["r"].encoder_hits) == 1
 
 
 def test_two_requests_of_one_step_encode_an_item_once() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from sensorium.core.request import Request
-from sensorium.core.stopping import get_stop
 from sensorium.types.request import EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
@@ -26,54 +25,54 @@ def make(params: SamplingParams, *outputs: int) -> Request:
 @pytest.mark.parametrize("token_id", [EOS, EOS + 100])
 def test_any_end_of_sequence_token_stops_without_a_stop_token(token_id: int) -> None:
     request = make(SamplingParams(), PLAIN, token_id)
-    assert get_stop(request, max_model_len=50) == (FinishReason.STOP, None)
+    assert request.get_stop(max_model_len=50) == (FinishReason.STOP, None)
 
 
 def test_stop_token_of_the_caller_is_named() -> None:
     request = make(SamplingParams(stop_token_ids=(STOP,)), STOP)
-    assert get_stop(request, max_model_len=50) == (FinishReason.STOP, STOP)
+    assert request.get_stop(max_model_len=50) == (FinishReason.STOP, STOP)
 
 
 def test_stop_token_counts_although_end_of_sequence_is_ignored() -> None:
     params = SamplingParams(stop_token_ids=(EOS,), ignore_eos=True)
-    assert get_stop(make(params, EOS), max_model_len=50) == (FinishReason.STOP, EOS)
+    assert make(params, EOS).get_stop(max_model_len=50) == (FinishReason.STOP, EOS)
 
 
 def test_ignored_end_of_sequence_goes_on() -> None:
-    assert get_stop(make(SamplingParams(ignore_eos=True), EOS), max_model_len=50) is None
+    assert make(SamplingParams(ignore_eos=True), EOS).get_stop(max_model_len=50) is None
 
 
 def test_plain_token_goes_on() -> None:
-    assert get_stop(make(SamplingParams(), PLAIN), max_model_len=50) is None
+    assert make(SamplingParams(), PLAIN).get_stop(max_model_len=50) is None
 
 
 def test_max_tokens_end_it_by_length() -> None:
     params = SamplingParams(max_tokens=2)
-    assert get_stop(make(params, PLAIN), max_model_len=50) is None
-    assert get_stop(make(params, PLAIN, PLAIN), max_model_len=50) == (FinishReason.LENGTH, None)
+    assert make(params, PLAIN).get_stop(max_model_len=50) is None
+    assert make(params, PLAIN, PLAIN).get_stop(max_model_len=50) == (FinishReason.LENGTH, None)
 
 
 def test_stopping_goes_before_length() -> None:
     params = SamplingParams(max_tokens=1)
-    assert get_stop(make(params, EOS), max_model_len=50) == (FinishReason.STOP, None)
+    assert make(params, EOS).get_stop(max_model_len=50) == (FinishReason.STOP, None)
 
 
 def test_full_context_ends_it_by_length() -> None:
     params = SamplingParams(max_tokens=None)
-    assert get_stop(make(params, PLAIN), max_model_len=4) is None
-    assert get_stop(make(params, PLAIN, PLAIN), max_model_len=4) == (FinishReason.LENGTH, None)
+    assert make(params, PLAIN).get_stop(max_model_len=4) is None
+    assert make(params, PLAIN, PLAIN).get_stop(max_model_len=4) == (FinishReason.LENGTH, None)
 
 
 def test_nothing_stops_it_before_min_tokens() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(STOP,))
-    assert get_stop(make(params, EOS), max_model_len=50) is None
-    assert get_stop(make(params, STOP), max_model_len=50) is None
-    assert get_stop(make(params, PLAIN, EOS), max_model_len=50) == (FinishReason.STOP, None)
+    assert make(params, EOS).get_stop(max_model_len=50) is None
+    assert make(params, STOP).get_stop(max_model_len=50) is None
+    assert make(params, PLAIN, EOS).get_stop(max_model_len=50) == (FinishReason.STOP, None)
 
 
 def test_full_context_ends_it_even_before_min_tokens() -> None:
     params = SamplingParams(min_tokens=5)
-    assert get_stop(make(params, PLAIN), max_model_len=3) == (FinishReason.LENGTH, None)
+    assert make(params, PLAIN).get_stop(max_model_len=3) == (FinishReason.LENGTH, None)
 
 
 def test_a_complete_answer_ends_whatever_it_says() -> None:
@@ -82,5 +81,5 @@ def test_a_complete_answer_ends_whatever_it_says() -> None:
         SamplingParams(min_tokens=9),
         SamplingParams(max_tokens=1),
     ):
-        stop = get_stop(make(params, PLAIN), max_model_len=50, is_complete=True)
+        stop = make(params, PLAIN).get_stop(max_model_len=50, is_complete=True)
         assert stop == (FinishReason.STOP, None)

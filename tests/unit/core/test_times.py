@@ -8,9 +8,8 @@ from itertools import count
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
+from sensorium.types.request import CoreTimes, EngineCoreOutput, EngineCoreRequest
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput
-from sensorium.types.times import CoreTimes
 from tests.property.strategies import make_request
 
 from .building import LIMITS, tokens

@@ -13,11 +13,14 @@ from sensorium.engine.inputs.renderer import Prepared
 from sensorium.multimodal.cache.interface import ItemHandle
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import CapacityError, MissingMediaError, RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from sensorium.types.multimodal import (
+    MissingItems,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    Transfer,
+)
+from sensorium.types.request import CoreTimes, EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.times import CoreTimes
-from sensorium.types.transfer import MissingItems, Transfer
 
 from .test_output_processor import LetterTokenizer
 

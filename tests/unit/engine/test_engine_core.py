@@ -11,11 +11,10 @@ from sensorium.core.scheduler import Scheduler
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import ErrorRecord, InvariantError, RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, SchedulerOutput
-from sensorium.types.transfer import Transfer
 
 
 class FakeRunner:

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from sensorium.engine.core_process.engine_core import PayloadStore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from sensorium.types.multimodal import (
+    MissingItems,
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    Transfer,
+)
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.transfer import MissingItems, Transfer
 
 
 def make_request(request_id: str, *hashes: str) -> EngineCoreRequest:

@@ -15,7 +15,7 @@ from sensorium.engine.inputs.preparation import Preparation
 from sensorium.engine.inputs.renderer import Prepared
 from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import StoppingError
-from sensorium.types.prompts import Prompt
+from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.structured import StructuredOutputsParams
 from sensorium.utils.pausing import Pausing

@@ -14,8 +14,7 @@ import sensorium.models  # noqa: F401  (makes torchvision importable, before Tra
 # isort: split
 from transformers import AutoTokenizer
 
-from sensorium.grammar.compiler import GrammarCompiler
-from sensorium.grammar.matcher import Matcher
+from sensorium.grammar.compiler import GrammarCompiler, Matcher
 from sensorium.grammar.tokenizer import make_tokenizer
 from sensorium.grammar.translation import make_grammar_after
 from sensorium.types.errors import RequestError
@@ -79,7 +78,6 @@ GOOD = [
 @pytest.mark.parametrize(("name", "text"), GOOD)
 def test_what_a_grammar_means_is_allowed(language: Language, name: str, text: str) -> None:
     matcher = language.follow(GRAMMARS[name], text)
-    assert matcher.is_accepting
     assert matcher.error is None
     assert EOS in language.get_allowed(matcher)
 
@@ -160,7 +158,7 @@ def test_a_refusal_names_the_field_and_the_reason(
 
 def test_a_tokenizer_that_can_not_be_read_is_a_refusal() -> None:
     with pytest.raises(RequestError, match="tokenizer can't be constrained"):
-        make_tokenizer(object())
+        make_tokenizer(object(), 0, ())
 
 
 def test_the_tokenizer_is_loaded_with_the_first_grammar_and_once(
@@ -209,11 +207,10 @@ def test_free_text_comes_first_and_then_the_grammar(
 ) -> None:
     params = make_grammar_after(GRAMMARS[name], "</think>")
     matcher = language.follow(params, f"let me < see\n{{}} </thi\n</think>\n\n{text}")
-    assert matcher.is_accepting
+    assert EOS in language.get_allowed(matcher)
     with pytest.raises(ValueError, match="not allowed"):
         language.follow(params, "hm</think>\n\n#")
     free = language.follow(params, "never mind")
-    assert not free.is_accepting
     assert EOS not in language.get_allowed(free)
 
 
@@ -244,8 +241,8 @@ LONG_CHAINS = {
 
 @pytest.mark.parametrize("kind", LONG_CHAINS)
 def test_a_long_chain_of_references_ends_no_process(tiny_model: Any, kind: str) -> None:
-    matcher = Language(tiny_model("llama")).follow(LONG_CHAINS[kind], "1")
-    assert matcher.is_accepting
+    language = Language(tiny_model("llama"))
+    assert EOS in language.get_allowed(language.follow(LONG_CHAINS[kind], "1"))
 
 
 def test_expressions_are_short_wherever_they_stand(language: Language) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,3 +111,34 @@ def test_an_error_crosses_processes(error: SensoriumError, kind: type[SensoriumE
     assert str(arrived) == str(error)
     for name in ("path", "missing", "retry_after_s"):
         assert getattr(arrived, name, None) == getattr(error, name, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("half \ud800", path=("a\udfff", 3)),
+        RequestError("x" * 10**6, path=("y" * 10**6,) * 1000),
+        MissingMediaError("gone", ("\ud800", "z" * 10**6)),
+        FailedRequestError(str(b"\xff".decode(errors="surrogateescape"))),
+        CapacityError("full \ud800" * 10**5),
+        InvariantError("odd \ud800"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_with_any_text_crosses_processes(error: SensoriumError) -> None:
+    frame = msgspec.msgpack.encode(make_record(error))
+    assert len(frame) < 40_000
+    arrived = msgspec.msgpack.decode(frame, type=ErrorRecord).make_error()
+    assert type(arrived) is type(error)
+    assert str(arrived)[:3] == str(error).replace("\udfff", "?")[:3]
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [(7, 7), (1.2, 2), ("3", 3), (None, 1), ("soon", 1), (float("nan"), 1), (float("inf"), 1)],
+)
+def test_the_time_to_try_again_crosses_processes_as_an_integer(given: Any, sent: int) -> None:
+    frame = msgspec.msgpack.encode(make_record(CapacityError("full", retry_after_s=given)))
+    arrived = msgspec.msgpack.decode(frame, type=ErrorRecord).make_error()
+    assert isinstance(arrived, CapacityError)
+    assert arrived.retry_after_s == sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sensorium.worker.encoder_cache import EncoderCache
+from sensorium.worker.encoder_runner import EncoderCache
 
 
 def test_a_part_of_a_batch_does_not_keep_the_batch_alive() -> None:

@@ -9,8 +9,7 @@ import torch
 
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.worker.encoder_cache import EncoderCache
-from sensorium.worker.encoder_runner import EncoderJob, EncoderRunner
+from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
 
 from .factories import make_feature
 

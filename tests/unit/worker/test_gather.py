@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sensorium.types.multimodal import MultiModalFeatureSpec
-from sensorium.worker.gather import get_gather_slices
+from sensorium.worker.input_batch import get_gather_slices
 
 from .factories import make_feature
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from sensorium.types.scheduling import KVCacheGroup
-from sensorium.worker.encoder_cache import EncoderCache
+from sensorium.utils.arrays import StagingBuffer
+from sensorium.worker.encoder_runner import EncoderCache
 from sensorium.worker.input_batch import InputBatch, Row, StepInputs
 from sensorium.worker.request_states import PromptPositions
-from sensorium.worker.staging import StagingBuffer
 
 from .factories import make_feature, make_request, make_scheduled, make_state
 

@@ -11,10 +11,10 @@ import torch
 from transformers.generation import logits_process as hf
 
 from sensorium.types.sampling import TokenBans
+from sensorium.utils.arrays import StagingBuffer
 from sensorium.worker.sampling.logits_edits import apply_edits, prepare_edits
 from sensorium.worker.sampling.sampler import Sampler, SamplerOutput
 from sensorium.worker.sampling.sampling_row import SamplingRow
-from sensorium.worker.staging import StagingBuffer
 
 from .factories import GREEDY, make_request, make_state
 

@@ -37,16 +37,14 @@ from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
-from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
+from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, Prompt, TokenLogprobs
 from sensorium.types.sampling import (
     MAX_LOGPROBS,
     GenerationDefaults,
     SamplingParams,
     TokenBans,
 )
-from sensorium.types.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 _WORDS = (

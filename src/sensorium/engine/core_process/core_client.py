@@ -32,8 +32,8 @@ from sensorium.engine.core_process.core_messages import (
     encode_transfer,
 )
 from sensorium.types.errors import EngineLostError
+from sensorium.types.multimodal import MirrorUpdate, MissingItems, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
-from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from sensorium.types.errors import (
     RequestError,
     make_record,
 )
+from sensorium.types.multimodal import Transfer
 from sensorium.types.request import EngineCoreOutput
-from sensorium.types.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[[EngineCore, Sequence[EngineCoreOutput]], None]

@@ -14,10 +14,9 @@ from typing import Protocol
 from sensorium.core.scheduler import Scheduler
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.errors import InvariantError, RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.multimodal import MissingItems, MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
-from sensorium.types.transfer import MissingItems, Transfer
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run

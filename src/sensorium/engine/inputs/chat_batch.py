@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from sensorium.render.messages import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
-from sensorium.types.prompts import TextPrompt
+from sensorium.types.request import TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]

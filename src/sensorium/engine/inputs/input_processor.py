@@ -32,11 +32,9 @@ from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import MissingMediaError, RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
-from sensorium.types.prompts import Prompt
-from sensorium.types.request import EngineCoreRequest
+from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
+from sensorium.types.request import EngineCoreRequest, Prompt
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
-from sensorium.types.transfer import Payload
 from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)

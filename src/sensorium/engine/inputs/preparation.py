@@ -25,7 +25,7 @@ from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.engine.inputs.renderer import Prepared, Renderer
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.types.errors import StoppingError
-from sensorium.types.prompts import Prompt
+from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
 

@@ -20,9 +20,9 @@ from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedReq
 from sensorium.render.prompts import EnginePrompt
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import RequestError
-from sensorium.types.prompts import Prompt
+from sensorium.types.multimodal import ItemTimes
+from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.times import ItemTimes
 from sensorium.utils.pausing import Pausing, run_through
 
 

@@ -20,7 +20,7 @@ from sensorium.engine.inputs.renderer import Renderer
 from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import CapacityError, ModelError
-from sensorium.types.prompts import Prompt
+from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ from typing import Any
 from sensorium.engine.outputs.completion import Completion, make_logprobs, make_token_text
 from sensorium.engine.outputs.parallel_sampling import get_child_ids
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalFeatureSpec
+from sensorium.types.multimodal import ItemTimes, MultiModalFeatureSpec
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
-from sensorium.types.times import ItemTimes
 
 
 @dataclass(slots=True)

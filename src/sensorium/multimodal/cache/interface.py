@@ -10,8 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
-from sensorium.types.transfer import MissingItems, ShmReference, Transfer
+from sensorium.types.multimodal import (
+    ItemLayout,
+    MissingItems,
+    MultiModalKwargsItem,
+    ProcessedItem,
+    ShmReference,
+    Transfer,
+)
 
 
 @dataclass(slots=True, kw_only=True)

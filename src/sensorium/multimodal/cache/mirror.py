@@ -26,8 +26,13 @@ from sensorium.multimodal.cache.interface import CacheStatistics, ItemHandle
 from sensorium.multimodal.cache.item_table import ItemEntry, ItemTable, own_tensors
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.types.transfer import MirrorUpdate, MissingItems, ShmReference, Transfer
+from sensorium.types.multimodal import (
+    MirrorUpdate,
+    MissingItems,
+    MultiModalKwargsItem,
+    ShmReference,
+    Transfer,
+)
 
 UNKNOWN_EPOCH = 0  # no core has it: the first message is answered with the true one
 

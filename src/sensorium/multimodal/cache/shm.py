@@ -15,8 +15,14 @@ from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.shm_store import LeasedItem, ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
-from sensorium.types.transfer import MissingItems, Payload, ShmReference, Transfer
+from sensorium.types.multimodal import (
+    MissingItems,
+    MultiModalKwargsItem,
+    Payload,
+    ProcessedItem,
+    ShmReference,
+    Transfer,
+)
 from sensorium.utils.lru import LruCache
 
 _MAX_MISSING = 4096

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.types.errors import CapacityError, InvariantError, ModelError
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ShmReference
 from sensorium.utils.system_memory import get_free_system_bytes
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid, padding.

@@ -34,8 +34,7 @@ from sensorium.multimodal.cache.shm_memory import (
 )
 from sensorium.multimodal.item_codec import decode_block, encode_header, get_num_bytes, write_block
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 

@@ -34,9 +34,7 @@ from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import PRECOMPUTED, ProcessedItem
-from sensorium.types.times import ItemTimes
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import PRECOMPUTED, ItemTimes, ProcessedItem, ShmReference
 
 _UNKNOWN_RATE = 16_000  # samples a second; the rate does not matter for an estimate
 

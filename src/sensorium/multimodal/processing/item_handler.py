@@ -26,8 +26,7 @@ from sensorium.multimodal.processing.dummy_media import make_dummy_file
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, RequestError
-from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ShmReference
 
 
 class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,8 +34,7 @@ from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions, Shape
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import ProcessedItem
-from sensorium.types.times import ItemTimes
+from sensorium.types.multimodal import ItemTimes, ProcessedItem
 from sensorium.utils.lru import LruCache
 
 

@@ -39,8 +39,7 @@ from sensorium.types.errors import (
     RequestError,
 )
 from sensorium.types.outputs import RequestDelta, RequestOutput
-from sensorium.types.prompts import Prompt, TextPrompt
-from sensorium.types.request import FinishReason
+from sensorium.types.request import FinishReason, Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)

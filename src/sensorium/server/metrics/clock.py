@@ -17,8 +17,8 @@ from sensorium.types.request import FinishReason
 
 if TYPE_CHECKING:
     from sensorium.types.outputs import RequestOutput
+    from sensorium.types.request import CoreTimes
     from sensorium.types.sampling import SamplingParams
-    from sensorium.types.times import CoreTimes
 
 _ANSWERED = frozenset((FinishReason.STOP, FinishReason.LENGTH))
 _SENT = "sent"  # the one entry of `RequestOutput.stages` that is a time, not a duration

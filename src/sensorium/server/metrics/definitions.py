@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from sensorium.types.multimodal import ITEM_STAGES
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import StepMode
-from sensorium.types.times import ITEM_STAGES
 
 ENGINE = "0"  # the label of vLLM's data-parallel engines; there is only one here
 

@@ -19,12 +19,7 @@ from sensorium.utils.process import long_work
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers
 from sensorium.worker.graphs.decode_graphs import DecodeGraphs, DecodeKernels, TritonKernels
 from sensorium.worker.graphs.recorder import CudaRecorder, Recorder
-from sensorium.worker.graphs.segments import (
-    CudaSegmentRecorder,
-    SegmentGraphs,
-    SegmentRecorder,
-)
-from sensorium.worker.graphs.sizes import get_decode_sizes, get_token_sizes
+from sensorium.worker.graphs.segments import SegmentGraphs
 from sensorium.worker.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -60,7 +55,7 @@ class GraphParts:
 
     kernels: DecodeKernels
     recorder: Recorder
-    segment_recorder: SegmentRecorder
+    segment_recorder: Recorder
 
 
 def find_graph_parts(
@@ -81,7 +76,7 @@ def find_graph_parts(
     return GraphParts(
         kernels=TritonKernels(),
         recorder=CudaRecorder(device),
-        segment_recorder=CudaSegmentRecorder(device),
+        segment_recorder=CudaRecorder(device),
     )
 
 
@@ -136,13 +131,32 @@ def build_graphs(
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
-        words="; ".join(
-            (
-                f"decoding {_describe(sizes, no_decoding)}",
-                f"prompts {_describe(token_sizes, no_segments)}",
-            )
-        ),
+        words=f"decoding {_describe(sizes, no_decoding)}; "
+        f"prompts {_describe(token_sizes, no_segments)}",
     )
+
+
+def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return 1, 2, 4, 8 and then the multiples of 8, up to the most requests of a step.
+
+    Sizes that the user has chosen are used instead. One that is larger than `max_num_seqs` is
+    reduced to it.
+    """
+    if chosen is not None:
+        return tuple(sorted({min(size, max_num_seqs) for size in chosen}))
+    sizes = {1, 2, 4, *range(8, max_num_seqs, 8)}
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Return numbers of tokens up to the most of a step.
+
+    Padding adds less than a quarter to a step of more than 256 tokens.
+    """
+    sizes = {16, 32, 64, 96}
+    for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
+        sizes.update(range(first, last + 1, step))
+    return tuple(sorted({size for size in sizes if size < max_num_tokens} | {max_num_tokens}))
 
 
 def _make_buffers(

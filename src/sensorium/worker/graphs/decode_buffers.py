@@ -16,9 +16,8 @@ import torch
 from sensorium.layers.attention.backend import NO_SLOT
 from sensorium.types.errors import InvariantError
 from sensorium.types.scheduling import KVCacheGroup
-from sensorium.utils.arrays import IntArray
-from sensorium.worker.input_batch import Row
-from sensorium.worker.staging import StagingBuffer
+from sensorium.utils.arrays import StagingBuffer
+from sensorium.worker.input_batch import Row, get_block_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +65,9 @@ class DecodeBuffers:
         For one size, these tensors have the same addresses each time.
         """
         arrays = self._make_arrays(rows, size)
-        tables = [self._make_table(rows, index) for index in range(self._num_groups)]
-        named_tables = {f"tables{index}": table for index, table in enumerate(tables)}
-        tensors = self._staging.upload({**arrays, **named_tables})
+        for index in range(self._num_groups):
+            arrays[f"tables{index}"] = get_block_tables(rows, index)
+        tensors = self._staging.upload(arrays)
         if self._staging.address != self._address:
             raise InvariantError("the buffers of captured steps have moved")
         for index, static in enumerate(self._tables):
@@ -109,13 +108,3 @@ class DecodeBuffers:
             is_long[:num_rows] = [state.is_long for _, state in rows]
             arrays["is_long"] = is_long
         return arrays | {f"slots{index}": slots[index] for index in range(self._num_groups)}
-
-    @staticmethod
-    def _make_table(rows: Sequence[Row], group_index: int) -> IntArray:
-        """Return the int64 block tables of the rows, padded to the width of the longest."""
-        tables = [state.block_ids[group_index].values for _, state in rows]
-        width = max(map(len, tables), default=0)
-        padded = np.zeros((len(tables), width), dtype=np.int64)
-        for row, table in enumerate(tables):
-            padded[row, : len(table)] = table
-        return padded

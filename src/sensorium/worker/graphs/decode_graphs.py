@@ -17,8 +17,14 @@ import torch
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
-from sensorium.worker.graphs.recorder import Recorder, Recording, capture_sizes
-from sensorium.worker.graphs.sizes import find_size
+from sensorium.worker.graphs.recorder import (
+    Break,
+    Recorder,
+    Recording,
+    capture_sizes,
+    find_distance,
+    find_size,
+)
 from sensorium.worker.input_batch import Row
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.sampling.sampler import mark_likeliest
@@ -91,11 +97,15 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
+    """The graph of one batch size."""
+
     recording: Recording
     results: DecodeResult  # the memory that a replay writes its results to
 
 
 class DecodeGraphs:
+    """One graph for each captured batch size of steps that decode."""
+
     def __init__(
         self,
         adapter: ModelAdapter,
@@ -134,7 +144,7 @@ class DecodeGraphs:
         results = self._results.get_front(size)
         logits = expected.logits.clone()
 
-        def compute() -> None:
+        def compute(_: Break) -> None:
             computed = self._compute(inputs)
             results.logits.copy_(computed.logits)
             results.likeliest.copy_(computed.likeliest)
@@ -142,10 +152,9 @@ class DecodeGraphs:
         recording = self._recorder.record(compute)
         results.logits.fill_(float("nan"))  # so that a replay that writes nothing is noticed
         recording.replay()
-        scale = max(float(logits.abs().max()), 1.0)
-        distance = float((results.logits - logits).abs().max())
-        if not distance <= 64 * torch.finfo(self._adapter.dtype).eps * scale:
-            return f"a replay of {size} rows gave logits that are off by {distance:.3g}"
+        distance = find_distance(results.logits, logits, self._adapter.dtype)
+        if distance is not None:
+            return f"a replay of {size} rows gave logits that are off by {distance}"
         self._captured[size] = _Captured(recording=recording, results=results)
         return None
 
@@ -172,20 +181,14 @@ class DecodeGraphs:
         return DecodeResult(logits=logits, likeliest=mark_likeliest(logits))
 
 
+@dataclass(frozen=True, slots=True)
 class _DecodeCall:
     """The attention of a decode step, which the decoder calls instead of its own."""
 
-    def __init__(
-        self,
-        kv_cache: KVCache,
-        kernels: DecodeKernels,
-        inputs: DecodeInputs,
-        windows: Sequence[int | None],
-    ) -> None:
-        self._kv_cache = kv_cache
-        self._kernels = kernels
-        self._inputs = inputs
-        self._windows = windows
+    kv_cache: KVCache
+    kernels: DecodeKernels
+    inputs: DecodeInputs
+    windows: Sequence[int | None]  # per group
 
     def attend(
         self,
@@ -197,18 +200,18 @@ class _DecodeCall:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        del window  # `self._windows` has that of the layer's group
-        cache = self._kv_cache[layer_index]
+        del window  # `self.windows` has that of the layer's group
+        cache = self.kv_cache[layer_index]
         group = cache.group_index
         if not cache.is_shared:
-            self._kernels.store(cache, self._inputs.slots[group], key, value)
-        output = self._kernels.attend(
+            self.kernels.store(cache, self.inputs.slots[group], key, value)
+        output = self.kernels.attend(
             cache,
             query[0].transpose(0, 1),
-            self._inputs.block_tables[group],
-            self._inputs.seq_lens,
+            self.inputs.block_tables[group],
+            self.inputs.seq_lens,
             scaling=scaling,
-            window=self._windows[group],
+            window=self.windows[group],
         )
         return output[None]
 

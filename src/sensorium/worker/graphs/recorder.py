@@ -1,34 +1,47 @@
-"""Records the work of a function on the device, so that one launch can repeat it.
+"""Records the work of a function on the device, so that a few launches can repeat it.
 
-`capture_sizes` does that for all sizes of an engine.
+A recording may have breaks, at which something runs that can't be recorded. `capture_sizes` records
+a function for all sizes of an engine.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
+Break = Callable[[int], None]  # it is called at each break with the number of the break
+
+
+def ignore_break(_: int) -> None:
+    """Do nothing at a break."""
 
 
 class Recording(Protocol):
-    """The recorded work of a function on the device."""
+    """The recorded work of a function on the device, in segments between its breaks."""
 
-    def replay(self) -> None:
+    def replay(self, at_break: Break = ignore_break) -> None:
         """Repeat the work on the same memory, with its present content."""
 
 
 class Recorder(Protocol):
-    def record(self, function: Callable[[], None]) -> Recording:
-        """Record a function that reads and writes fixed memory and never waits for the device."""
+    """A way to record functions; tests have one that needs no GPU."""
+
+    def record(self, function: Callable[[Break], None]) -> Recording:
+        """Record a function that reads and writes fixed memory and never waits for the device.
+
+        Its argument is a callback that it calls at each break.
+        """
 
 
 class CudaRecorder:
-    """A recorder that captures CUDA graphs.
+    """A recorder that captures one CUDA graph for each segment between two breaks.
 
     The graphs share one pool of memory, since only one of them runs at a time. Capture the largest
     first: the others then fit into its memory. That works only if no tensor that was made in a
@@ -39,17 +52,37 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def record(self, function: Callable[[], None]) -> Recording:
-        graph = torch.cuda.CUDAGraph()
+    def record(self, function: Callable[[Break], None]) -> Recording:
+        graphs = [torch.cuda.CUDAGraph()]
+
+        def break_here(_: int) -> None:
+            graphs[-1].capture_end()
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool)
+
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            graphs[0].capture_begin(pool=self._pool)
             try:
-                function()
+                function(break_here)
             finally:
-                graph.capture_end()
+                graphs[-1].capture_end()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return graph
+        return _CudaRecording(graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaRecording:
+    """A graph for each segment, in their order."""
+
+    graphs: Sequence[torch.cuda.CUDAGraph]
+
+    def replay(self, at_break: Break = ignore_break) -> None:
+        *others, last = self.graphs
+        for index, graph in enumerate(others):
+            graph.replay()
+            at_break(index)
+        last.replay()
 
 
 def capture_sizes(
@@ -76,3 +109,17 @@ def capture_sizes(
         if reason is not None:
             return reason
     return None
+
+
+def find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Return how far a replay is from what was expected, or `None` if rounding explains it."""
+    scale = max(float(expected.abs().max()), 1.0)
+    distance = float((found - expected).abs().max())
+    is_near = distance <= 64 * torch.finfo(dtype).eps * scale  # false for NaN
+    return None if is_near else f"{distance:.3g}"
+
+
+def find_size(sizes: Sequence[int], number: int) -> int | None:
+    """Return the smallest of the ascending sizes that is at least `number`, if there is one."""
+    index = bisect_left(sizes, number)
+    return sizes[index] if index < len(sizes) else None

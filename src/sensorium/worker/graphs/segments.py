@@ -13,8 +13,8 @@ capture is kept, so that the next one can use its memory again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,67 +22,24 @@ import torch
 from sensorium.layers.attention.backend import NO_SLOT, LayerCache
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.scheduling import StepMode
-from sensorium.worker.graphs.recorder import capture_sizes
-from sensorium.worker.graphs.sizes import find_size
+from sensorium.worker.graphs.recorder import (
+    Break,
+    Recorder,
+    Recording,
+    capture_sizes,
+    find_distance,
+    find_size,
+)
 from sensorium.worker.kv_cache import KVCache
 
 
 class StoreKernel(Protocol):
+    """The kernel that stores new keys and values."""
+
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Store keys and values [1, K, N, D] in slots; rows with a slot below 0 are skipped."""
-
-
-class SegmentRecording(Protocol):
-    """The recorded work of a function, in segments."""
-
-    def replay(self, attend: Callable[[int], None]) -> None:
-        """Repeat the work, and call `attend` at each break with the number of the break."""
-
-
-class SegmentRecorder(Protocol):
-    def record(self, function: Callable[[Callable[[int], None]], None]) -> SegmentRecording:
-        """Record a function. Its argument is a callback that it calls at each break."""
-
-
-class CudaSegmentRecorder:
-    """A recorder that captures one CUDA graph for each segment between two breaks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def record(self, function: Callable[[Callable[[int], None]], None]) -> SegmentRecording:
-        graphs = [torch.cuda.CUDAGraph()]
-
-        def break_here(index: int) -> None:
-            del index
-            graphs[-1].capture_end()
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool)
-
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            graphs[0].capture_begin(pool=self._pool)
-            try:
-                function(break_here)
-            finally:
-                graphs[-1].capture_end()
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return _CudaSegments(graphs)
-
-
-class _CudaSegments:
-    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
-        self._graphs = graphs
-
-    def replay(self, attend: Callable[[int], None]) -> None:
-        *others, last = self._graphs
-        for index, graph in enumerate(others):
-            graph.replay()
-            attend(index)
-        last.replay()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +62,8 @@ class _Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Break:
+    """A place in a recording where attention runs."""
+
     layer_index: int
     scaling: float | None
     crossing: _Crossing  # for as many tokens as were captured
@@ -112,8 +71,10 @@ class _Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
+    """The recording of one number of tokens, and its breaks."""
+
     breaks: Sequence[_Break]
-    recording: SegmentRecording
+    recording: Recording
 
 
 class Attend(Protocol):
@@ -131,6 +92,8 @@ class Attend(Protocol):
 
 
 class SegmentGraphs:
+    """One recording for each captured number of tokens."""
+
     def __init__(
         self,
         adapter: ModelAdapter,
@@ -138,7 +101,7 @@ class SegmentGraphs:
         kv_cache: KVCache,
         num_groups: int,
         kernels: StoreKernel,
-        recorder: SegmentRecorder,
+        recorder: Recorder,
         sizes: Sequence[int],
     ) -> None:
         self._adapter = adapter
@@ -181,7 +144,7 @@ class SegmentGraphs:
         )
         breaks: list[_Break] = []
 
-        def compute(break_here: Callable[[int], None]) -> None:
+        def compute(break_here: Break) -> None:
             breaks.clear()
             self._compute(size, breaks, break_here)
 
@@ -198,14 +161,13 @@ class SegmentGraphs:
         expected = hidden.clone()
         recording = self._recorder.record(compute)
         recording.replay(attend)
-        scale = max(float(expected.abs().max()), 1.0)
-        distance = float((hidden - expected).abs().max())
-        if not distance <= 64 * torch.finfo(adapter.dtype).eps * scale:
-            return f"a replay of {size} tokens is off by {distance:.3g}"
+        distance = find_distance(hidden, expected, adapter.dtype)
+        if distance is not None:
+            return f"a replay of {size} tokens is off by {distance}"
         self._captured[size] = _Captured(breaks=tuple(breaks), recording=recording)
         return None
 
-    def _compute(self, size: int, breaks: list[_Break], break_here: Callable[[int], None]) -> None:
+    def _compute(self, size: int, breaks: list[_Break], break_here: Break) -> None:
         """Run the decoder, from embeddings to hidden states, all in fixed memory."""
         adapter, memory = self._adapter, self._memory
         extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
@@ -312,26 +274,19 @@ class _FixedMemory:
         return self._tensors[name][:num_rows]
 
 
+@dataclass(frozen=True, slots=True)
 class _SegmentCall:
     """The attention that the decoder calls during a capture.
 
     It stores keys and values, and breaks the recording where attention has to run.
     """
 
-    def __init__(
-        self,
-        memory: _FixedMemory,
-        kv_cache: KVCache,
-        kernels: StoreKernel,
-        breaks: list[_Break],
-        break_here: Callable[[int], None],
-    ) -> None:
-        self._memory = memory
-        self._kv_cache = kv_cache
-        self._kernels = kernels
-        self._breaks = breaks
-        self._break_here = break_here
-        self._crossings: dict[str, _Crossing] = {}
+    memory: _FixedMemory
+    kv_cache: KVCache
+    kernels: StoreKernel
+    breaks: list[_Break]
+    break_here: Break
+    crossings: dict[str, _Crossing] = field(default_factory=dict)  # shapes -> tensors
 
     def attend(
         self,
@@ -344,22 +299,22 @@ class _SegmentCall:
         window: int | None,
     ) -> torch.Tensor:
         del window  # the attention between the replays has that of the layer's group
-        cache = self._kv_cache[layer_index]
+        cache = self.kv_cache[layer_index]
         if not cache.is_shared:
-            slots = self._memory.get(_name_slots(cache.group_index), query.shape[2])
-            self._kernels.store(cache, slots, key, value)
+            slots = self.memory.get(_name_slots(cache.group_index), query.shape[2])
+            self.kernels.store(cache, slots, key, value)
         # Layers of different shapes have their own memory.
         kind = str((query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
         query, key, value = (
-            self._memory.put(f"{name} {kind}", tensor[0].transpose(0, 1)).transpose(0, 1)[None]
+            self.memory.put(f"{name} {kind}", tensor[0].transpose(0, 1)).transpose(0, 1)[None]
             for name, tensor in (("query", query), ("key", key), ("value", value))
         )
-        crossing = self._crossings.get(kind)
+        crossing = self.crossings.get(kind)
         if crossing is None:
             shape = (query.shape[2], query.shape[1], value.shape[3])
-            output = self._memory.make(f"output {kind}", query.new_empty(shape))[None]
+            output = self.memory.make(f"output {kind}", query.new_empty(shape))[None]
             crossing = _Crossing(query=query, key=key, value=value, output=output)
-            self._crossings[kind] = crossing
-        self._breaks.append(_Break(layer_index=layer_index, scaling=scaling, crossing=crossing))
-        self._break_here(len(self._breaks) - 1)
+            self.crossings[kind] = crossing
+        self.breaks.append(_Break(layer_index=layer_index, scaling=scaling, crossing=crossing))
+        self.break_here(len(self.breaks) - 1)
         return crossing.output

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from sensorium.types.request import TokenLogprobs
+from sensorium.utils.arrays import StagingBuffer
 from sensorium.worker.sampling.drawing import draw, prepare_draw
 from sensorium.worker.sampling.logits_edits import Arrays, apply_edits, prepare_edits
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
 from sensorium.worker.sampling.sampling_row import SamplingRow
-from sensorium.worker.staging import StagingBuffer
 
 # Marks that stand in place of a token in a row that has none -> the reason in the error.
 _FAILURES = {
@@ -52,6 +52,8 @@ class SamplerOutput:
 
 
 class Sampler:
+    """A sampler with the buffer in which its arrays go to the device."""
+
     def __init__(self, *, device: torch.device) -> None:
         self._staging = StagingBuffer(device=device, num_words=1 << 10)
 

@@ -1,12 +1,77 @@
-"""Describes how the next token of one request is to be chosen."""
+"""Describes how the next token of one request is to be chosen.
+
+Which tokens are penalised and which are banned follows from the tokens of the request so far. That
+state is kept for each request and updated token by token, so that a step does not have to read the
+whole text again. It lies on the host; `worker.sampling.logits_edits` makes tensors of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sensorium.types.sampling import SamplingParams
-from sensorium.utils.arrays import IntArray
-from sensorium.worker.sampling.token_history import TokenCounts
+import numpy as np
+
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.sampling import SamplingParams, TokenBans
+from sensorium.utils.arrays import GrowingArray, IntArray
+
+
+class TokenCounts:
+    """The distinct tokens of a request, and how often each occurs in its output.
+
+    With a repetition penalty they include the tokens of the prompt, also the placeholders of media.
+    """
+
+    def __init__(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
+        has_prompt = request.sampling_params.repetition_penalty not in (None, 1.0)
+        prompt = np.unique(np.array(request.prompt_token_ids if has_prompt else (), dtype=np.int64))
+        self._token_ids = GrowingArray(prompt.tolist())
+        self._num_in_output = GrowingArray([0] * len(prompt))
+        # token id -> its index in both arrays
+        self._place_of = {token_id: place for place, token_id in enumerate(prompt.tolist())}
+        for token_id in output_token_ids:
+            self.add(token_id)
+
+    @property
+    def token_ids(self) -> IntArray:
+        return self._token_ids.values
+
+    @property
+    def num_in_output(self) -> IntArray:
+        return self._num_in_output.values
+
+    def add(self, token_id: int) -> None:
+        """Count a token that was appended to the output."""
+        place = self._place_of.setdefault(token_id, len(self._token_ids))
+        if place == len(self._token_ids):
+            self._token_ids.extend((token_id,))
+            self._num_in_output.extend((0,))
+        self._num_in_output.values[place] += 1
+
+
+class SequenceBans:
+    """A set of banned token sequences that finds the tokens that would complete one."""
+
+    def __init__(self, bans: TokenBans) -> None:
+        self._first = bans.first_token_ids  # banned as the first token of the output
+        self._always = tuple(sequence[0] for sequence in bans.sequences if len(sequence) == 1)
+        # Longer sequences: the token before the last -> (all tokens but the last, the last).
+        self._after: dict[int, list[tuple[IntArray, int]]] = {}
+        for sequence in bans.sequences:
+            if len(sequence) > 1:
+                entry = np.array(sequence[:-1], dtype=np.int64), sequence[-1]
+                self._after.setdefault(sequence[-2], []).append(entry)
+
+    def get_banned(self, token_ids: IntArray, *, num_output_tokens: int) -> tuple[int, ...]:
+        """Return the tokens that must not follow the prompt and the output so far."""
+        banned = self._always
+        if num_output_tokens == 0:
+            banned += self._first
+        for prefix, last in self._after.get(int(token_ids[-1]), ()):
+            if np.array_equal(token_ids[-len(prefix) :], prefix):
+                banned += (last,)
+        return banned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import torch
 
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.errors import InvariantError
-from sensorium.types.transfer import MirrorUpdate, MissingItems, Transfer
+from sensorium.types.multimodal import MirrorUpdate, MissingItems, Transfer
 
 from .item_building import get_kept_sizes, is_same, make_kwargs
 

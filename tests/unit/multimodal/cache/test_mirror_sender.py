@@ -9,7 +9,7 @@ import pytest
 from sensorium.multimodal.cache.interface import ItemHandle
 from sensorium.multimodal.cache.mirror import MirrorReceiver, MirrorSender
 from sensorium.types.errors import InvariantError
-from sensorium.types.transfer import MissingItems, Transfer
+from sensorium.types.multimodal import MissingItems, Transfer
 
 from .item_building import (
     LAYOUT,

@@ -11,8 +11,13 @@ from sensorium.multimodal.cache.interface import ItemHandle, ReceiverCache, Send
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import ItemLayout, ProcessedItem
-from sensorium.types.transfer import MissingItems, ShmReference, Transfer
+from sensorium.types.multimodal import (
+    ItemLayout,
+    MissingItems,
+    ProcessedItem,
+    ShmReference,
+    Transfer,
+)
 
 CAPACITY = 16 * 1024
 SIZE = 4096 - 128  # with its metadata a quarter of the capacity

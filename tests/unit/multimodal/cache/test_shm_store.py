@@ -14,8 +14,7 @@ import torch
 from sensorium.multimodal.cache.shm_memory import MAX_MEMBERS, SlotState
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import CapacityError, InvariantError, ModelError, RequestError
-from sensorium.types.multimodal import ItemLayout, ProcessedItem
-from sensorium.types.transfer import ShmReference
+from sensorium.types.multimodal import ItemLayout, ProcessedItem, ShmReference
 
 CAPACITY = 16 * 1024
 SIZE = 4096 - 128  # with its metadata a quarter of the capacity

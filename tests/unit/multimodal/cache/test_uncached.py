@@ -11,7 +11,7 @@ from sensorium.multimodal.cache.interface import (
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import MirrorReceiver, MirrorSender
 from sensorium.types.errors import InvariantError
-from sensorium.types.transfer import MissingItems, ShmReference, Transfer
+from sensorium.types.multimodal import MissingItems, ShmReference, Transfer
 
 from .item_building import is_same, make_item, make_kwargs
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sensorium.types.outputs import CompletionOutput, MediaItemReport, RequestOutput
-from sensorium.types.request import FinishReason
-from sensorium.types.times import CoreTimes
+from sensorium.types.request import CoreTimes, FinishReason
 
 ARRIVED = 100.0  # at the frontend
 # 0.5 s on the way, 1 s queued, 2 s of prefill with 0.75 s of encoding, 3 s of decoding.

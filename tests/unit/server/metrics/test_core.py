@@ -13,10 +13,9 @@ from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.core import CoreMetrics
-from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, Transfer
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.transfer import Transfer
 from tests.unit.multimodal.cache.item_building import make_item
 from tests.unit.server.metrics.cores import NUM_ENCODER_BYTES, make_core
 

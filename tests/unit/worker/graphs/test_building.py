@@ -14,7 +14,6 @@ from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs import building
 from tests.parity.graph_parts import (
     AgainRecorder,
-    AgainSegmentRecorder,
     Recorders,
     use_graphs,
 )
@@ -87,17 +86,17 @@ class _WrongRecorder(AgainRecorder):
 
     def record(self, function: Any) -> Any:
         recording = super().record(function)
-        recording._function = lambda: None
+        recording._function = lambda _: None
         return recording
 
 
-class _FailingSegments(AgainSegmentRecorder):
+class _FailingSegments(AgainRecorder):
     def record(self, function: Any) -> Any:
         function(lambda _: None)
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-class _WrongSegments(AgainSegmentRecorder):
+class _WrongSegments(AgainRecorder):
     def record(self, function: Any) -> Any:
         recording = super().record(function)
         recording._function = lambda _: function(lambda _: None)  # no attention at all

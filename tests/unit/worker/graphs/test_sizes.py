@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from sensorium.worker.graphs.sizes import find_size, get_decode_sizes, get_token_sizes
+from sensorium.worker.graphs.building import get_decode_sizes, get_token_sizes
+from sensorium.worker.graphs.recorder import find_size
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from sensorium.server.http.streaming import answer_call
 from sensorium.types.checking import check
 from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
-from sensorium.types.prompts import TextPrompt
+from sensorium.types.request import TextPrompt
 
 MAX_CHOICES = 1024  # completions of all prompts in one call
 _KINDS = "text, token ids, or a list of either"

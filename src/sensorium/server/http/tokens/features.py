@@ -20,7 +20,7 @@ from sensorium.server.http.protocol.answers import Features, Placeholder
 from sensorium.server.http.protocol.tokens import WireFeatures, WirePlaceholder
 from sensorium.types.errors import InvariantError, RequestError, at, map_at
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, as_mask, as_runs
-from sensorium.types.prompts import RenderedPrompt
+from sensorium.types.request import RenderedPrompt
 
 _Item = tuple[Any, Any]  # tensors and layout
 

@@ -22,7 +22,7 @@ from sensorium.server.http.streaming import answer_call
 from sensorium.server.http.tokens.features import read_features
 from sensorium.types.errors import FieldPath, at
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
-from sensorium.types.prompts import Prompt, RenderedPrompt, TextPrompt
+from sensorium.types.request import Prompt, RenderedPrompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _NAMES = ("image", "video", "audio")

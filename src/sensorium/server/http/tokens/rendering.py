@@ -37,7 +37,7 @@ from sensorium.server.http.protocol.requests import (
 )
 from sensorium.server.http.tokens.features import make_features
 from sensorium.types.errors import RequestError
-from sensorium.types.prompts import Prompt, TextPrompt
+from sensorium.types.request import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _Wire = TypeVar("_Wire", bound=ChatRenderRequest | CompletionRenderRequest)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sensorium.worker.staging import StagingBuffer
+from sensorium.utils.arrays import StagingBuffer
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
