@@ -247,18 +247,12 @@ class AsyncEngine:
 
     def get_statistics(self) -> EngineStatistics:
         return EngineStatistics(
-            num_preparing=self._num_preparing,
-            num_running=len(self._driver.outputs.request_ids),
+            num_preparing=self._num_preparing, num_running=len(self._driver.outputs.request_ids)
         )
 
     @asynccontextmanager
     async def _run(
-        self,
-        prompt: Prompt | Chat,
-        params: SamplingParams,
-        *,
-        is_streamed: bool,
-        group: str | None,
+        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool, group: str | None
     ) -> AsyncIterator[tuple[str, _Reader]]:
         """Run a request within the block. Give its id in this engine, and its reader."""
         self._get_client()

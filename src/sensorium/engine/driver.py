@@ -222,10 +222,7 @@ class RequestDriver:
         return transfer
 
     def _replace_lost(
-        self,
-        current: list[PerceivedItem],
-        items: Sequence[PerceivedItem],
-        lost: frozenset[str],
+        self, current: list[PerceivedItem], items: Sequence[PerceivedItem], lost: frozenset[str]
     ) -> Delivery:
         """Replace the lost items that have no tensors here by items that were perceived again."""
         for index, item in enumerate(current):

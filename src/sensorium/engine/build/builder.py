@@ -250,10 +250,7 @@ def build_frontend(
     embeds = {family.model_type: family.embeds for family in FAMILIES}
     embeds_modalities = embeds.get(hf_config.model_type, ())
     processor = MultiModalProcessor(
-        directory,
-        hf_config,
-        limits=media.get_limits(),
-        trust_remote_code=loading.trust_remote_code,
+        directory, hf_config, limits=media.get_limits(), trust_remote_code=loading.trust_remote_code
     )
     perception = build_perception(
         media,

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sensorium.engine.build.builder import (
-    Frontend,
-    build_engine,
-    build_frontend,
-    read_checkpoint,
-)
+from sensorium.engine.build.builder import Frontend, build_engine, build_frontend, read_checkpoint
 from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.build.perception import build_readonly_caches

@@ -17,14 +17,7 @@ from sensorium.layers.attention import ATTENTION_BACKENDS
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import ModelError
 from sensorium.types.multimodal import HASH_ALGORITHMS, MODALITIES
-from sensorium.types.options import (
-    ALL_COMMANDS,
-    ENGINES,
-    SERVE,
-    SERVERS,
-    check_options,
-    option,
-)
+from sensorium.types.options import ALL_COMMANDS, ENGINES, SERVE, SERVERS, check_options, option
 
 _GIBIBYTE = 2**30
 _MEBIBYTE = 2**20

@@ -40,12 +40,7 @@ from sensorium.types.errors import InvariantError, ModelError
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
-from sensorium.types.sampling import (
-    MAX_LOGPROBS,
-    GenerationDefaults,
-    SamplingParams,
-    TokenBans,
-)
+from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams, TokenBans
 from sensorium.types.transfer import Transfer
 
 logger = logging.getLogger(__name__)

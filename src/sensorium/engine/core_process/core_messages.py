@@ -14,12 +14,7 @@ import msgspec
 
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
 from sensorium.types.errors import ErrorRecord, RequestError
-from sensorium.types.multimodal import (
-    MultiModalFeatureSpec,
-    PlaceholderRange,
-    as_mask,
-    as_runs,
-)
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, as_mask, as_runs
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.transfer import MirrorUpdate, MissingItems, Payload, ShmReference, Transfer
 

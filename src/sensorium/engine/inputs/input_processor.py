@@ -406,10 +406,7 @@ def _take_items(
             continue
         items.append(
             PerceivedItem(
-                handle=handle,
-                path=entry.path,
-                brought=entry.item,
-                given_hash=entry.given_hash,
+                handle=handle, path=entry.path, brought=entry.item, given_hash=entry.given_hash
             )
         )
         if handle.modality != entry.feature.modality:

@@ -70,10 +70,7 @@ class ItemReader:
             num_embeds = own_layout.num_embeds
         self.specs.check(modality, kwargs, num_embeds)
         return ProcessedItem(
-            modality=modality,
-            mm_hash=_check_hash(mm_hash),
-            kwargs=dict(kwargs),
-            layout=own_layout,
+            modality=modality, mm_hash=_check_hash(mm_hash), kwargs=dict(kwargs), layout=own_layout
         )
 
     def read_place(self, modality: str, index: int, mm_hash: Any, placeholder: Any) -> RenderedItem:
