@@ -1,4 +1,4 @@
-"""The command `sensorium chat`: one question with media and its answer, or a conversation."""
+"""The commands that run a model in this process: `chat`, with its template, and `generate`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from sensorium.cli.flags import (
     load_llm,
     make_sampling_params,
     read_media,
+    split_prompts,
     split_question,
 )
 from sensorium.types.errors import CapacityError, ModelError, RequestError
 from sensorium.types.outputs import RequestOutput
+from sensorium.types.prompts import TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ _TRANSFERS = {  # `MediaItemReport.transfer` -> words
 Part = dict[str, Any]
 
 
-def add_command(commands: Any) -> None:
+def add_chat(commands: Any) -> None:
     """Add the command `chat`."""
     chat = commands.add_parser(
         "chat",
@@ -88,10 +90,31 @@ def add_command(commands: Any) -> None:
     add_quiet(chat)
     add_sampling_flags(chat, max_tokens=256)
     add_options(chat, "chat", *ENGINE_GROUPS)
-    chat.set_defaults(run=run)
+    chat.set_defaults(run=_chat)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def add_generate(commands: Any) -> None:
+    """Add the command `generate`."""
+    generate = commands.add_parser(
+        "generate",
+        help="generate from prompts, in this process",
+        description="Generate from one or more prompts, batched, and print the answers. "
+        "Prompts are taken as they are: no chat template is applied (`sensorium chat` does).",
+    )
+    add_words(
+        generate,
+        "PROMPT",
+        f"{MODEL_HELP} Then prompts: text, with the model's marker for each media item. A single "
+        "word is a prompt.",
+    )
+    add_media_flags(generate, "for the prompt's markers, in order (one prompt only)")
+    add_quiet(generate)
+    add_sampling_flags(generate, max_tokens=64, has_n=True)
+    add_options(generate, "generate", *ENGINE_GROUPS)
+    generate.set_defaults(run=_generate)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
     """Answer the question, or hold a conversation."""
     arguments.model, text, too_much = split_question(arguments.words)
     if too_much:
@@ -229,3 +252,22 @@ def _describe_media(output: RequestOutput) -> list[str]:
             "prefix none is needed)"
         )
     return lines
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    arguments.model, texts = split_prompts(arguments.words)
+    if not texts:
+        arguments.refuse("there is no prompt")
+    params = make_sampling_params(arguments)
+    given = [modality for modality in MEDIA_FLAGS if getattr(arguments, modality)]
+    if given and len(texts) > 1:
+        raise RequestError(f"--{given[0]} goes with one prompt only")
+    media = {
+        modality: [read_media(source) for source in getattr(arguments, modality)]
+        for modality in given
+    }
+    prompts: list[TextPrompt] = [{"prompt": text, "multi_modal_data": media} for text in texts]
+    with load_llm(arguments) as llm:
+        for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+            for completion in output.outputs:
+                print(completion.text)
