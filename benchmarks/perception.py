@@ -51,8 +51,8 @@ from sensorium.engine.build.perception import (
     build_receiver,
     build_store,
 )
-from sensorium.engine.inputs.chat_batch import make_chats
 from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.renderer import make_chats
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ItemHandle, SenderCache
 from sensorium.multimodal.cache.shm import ShmSender

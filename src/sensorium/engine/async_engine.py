@@ -16,13 +16,12 @@ from itertools import count
 from typing import Any
 
 from sensorium.engine.build.perception import Perception
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_client import CoreClient
-from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import Preparation
-from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,

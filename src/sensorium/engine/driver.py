@@ -31,8 +31,8 @@ from functools import partial
 from typing import Any
 
 from sensorium.engine.inputs.renderer import Prepared
+from sensorium.engine.outputs.completions import ParallelSampling
 from sensorium.engine.outputs.output_processor import OutputProcessor
-from sensorium.engine.outputs.parallel_sampling import ParallelSampling
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError

@@ -20,9 +20,15 @@ from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.build.builder import Engine, build_engine
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
-from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.engine.inputs.renderer import (
+    Chat,
+    ChatKwargs,
+    Messages,
+    Prepared,
+    Renderer,
+    make_chats,
+)
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.render.prompts import as_params, as_prompts
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
@@ -119,7 +125,7 @@ class LLM:
         `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
         `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same for audio and
         video (also `input_audio`); a `uuid` beside media names it, and later stands for it.
-        `options` are those of `sensorium.engine.inputs.chat_batch.ChatKwargs`.
+        `options` are those of `sensorium.engine.inputs.renderer.ChatKwargs`.
         """
         chats = make_chats(messages, options)
         return self._generate(chats, sampling_params, use_tqdm, return_errors)

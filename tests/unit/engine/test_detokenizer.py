@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from sensorium.engine.outputs.detokenizer import Detokenizer, find_stop
+from sensorium.engine.outputs.text_reader import Detokenizer, find_stop
 
 NUM_BYTE_TOKENS = 259  # three special tokens, then one for each byte
 quick = settings(deadline=None, max_examples=150)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.preparation import Preparation
-from sensorium.engine.inputs.renderer import Prepared
+from sensorium.engine.inputs.renderer import Chat, Prepared
 from sensorium.render.chat_options import ChatOptions
 from sensorium.types.errors import StoppingError
 from sensorium.types.prompts import Prompt

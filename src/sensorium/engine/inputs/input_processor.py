@@ -19,7 +19,6 @@ from sensorium.engine.inputs.rendered_prompt import (
     read_items,
     rename_items,
 )
-from sensorium.engine.inputs.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
@@ -53,6 +52,40 @@ class ProcessedRequest:
     items: tuple[PerceivedItem, ...]  # one handle per item of media
     prompt: str | None  # the text, if text was given
     is_readonly: bool = False  # the handles belong to the read-only cache, not to the core's
+
+
+class SwitchedOff:
+    """The modalities that a frontend can't use, each with the reason."""
+
+    def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
+        self._of_core = dict(of_core or {})  # modality -> reason, of the current core
+        self._own: dict[str, str] = {}  # modality -> reason, of this frontend's warm-up
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Return why modalities are off: modality -> reason."""
+        return {**self._of_core, **self._own}
+
+    def take_core(self, reasons: Mapping[str, str]) -> None:
+        """Replace the reasons of an earlier core with those of a new one."""
+        self._of_core = dict(reasons)
+
+    def add(self, modality: str, reason: str) -> None:
+        """Switch a modality off for as long as this frontend lives."""
+        self._own[modality] = reason
+        log_switched_off(modality, reason)
+
+    def check(self, modality: str) -> None:
+        """Raise a `RequestError` with the reason if the modality is off."""
+        reason = self.reasons.get(modality)
+        if reason is not None:
+            raise RequestError(f"{modality} is switched off on this server: {reason}")
+
+
+def log_switched_off(modality: str, reason: str) -> None:
+    """Log that a modality is switched off, in one line."""
+    line = " ".join(reason.split())
+    logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)
 
 
 class InputProcessor:

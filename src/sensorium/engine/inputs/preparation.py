@@ -20,9 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import ProcessedRequest
-from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.types.errors import StoppingError
 from sensorium.types.prompts import Prompt

@@ -15,7 +15,7 @@ from sensorium.engine.build.builder import (
 from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.options import LoadingOptions
 from sensorium.engine.build.perception import build_caches, build_receiver
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint

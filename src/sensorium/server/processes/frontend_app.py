@@ -24,7 +24,7 @@ from sensorium.engine.build.builder import (
 )
 from sensorium.engine.build.config import resolve_context
 from sensorium.engine.build.perception import Perception, build_caches, build_readonly_caches
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.checkpoint import blame_checkpoint
