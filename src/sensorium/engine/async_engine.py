@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from sensorium.engine.build.perception import Perception
+from sensorium.engine.build.frontend import Perception
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_client import CoreClient
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance

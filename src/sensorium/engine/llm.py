@@ -17,7 +17,7 @@ from typing import Any, Self, Unpack
 from tqdm import tqdm
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.builder import Engine, build_engine
+from sensorium.engine.build.builder import build_engine
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.input_processor import InputProcessor
@@ -65,16 +65,26 @@ class LLM:
         engine_options = make_group(EngineOptions, options)
         self._load(loading, engine_options, make_group(MediaOptions, options))
 
-    def _load(
-        self, loading: LoadingOptions, options: EngineOptions, media_options: MediaOptions
-    ) -> None:
+    def _load(self, loading: LoadingOptions, options: EngineOptions, media: MediaOptions) -> None:
         with blame_checkpoint(loading.model):
-            engine = build_engine(loading, options=options, media=media_options)
-        self.config, self.core, self.perception = engine.config, engine.core, engine.perception
-        self.input_processor = _make_input_processor(engine, options, media_options)
-        self._num_threads = media_options.mm_processor_pool_size
+            built, frontend, switched_off = build_engine(loading, options=options, media=media)
+        self.config, self.core, self.perception = built.config, built.core, frontend.perception
+        self.input_processor = InputProcessor(
+            frontend.processor,
+            pipeline=self.perception.pipeline,
+            readonly=self.perception.readonly,
+            defaults=built.defaults,
+            grammars=built.grammars,
+            limit_mm_per_prompt=options.limit_mm_per_prompt,
+            mm_processor_kwargs=media.mm_processor_kwargs,
+            media_io_kwargs=media.media_io_kwargs,
+            seed=options.seed,
+            switched_off=switched_off,
+        )
+        self.input_processor.max_model_len = self.config.limits.max_model_len
+        self._num_threads = media.mm_processor_pool_size
         self._ids = count()
-        self._driver = RequestDriver(engine.processor.tokenizer, self.perception.caches.sender)
+        self._driver = RequestDriver(frontend.processor.tokenizer, self.perception.caches.sender)
 
     def close(self) -> None:
         """End the processes and threads that process media. Nothing can be generated afterwards."""
@@ -387,25 +397,6 @@ def _make_error_output(entry: _Preparing, error: RequestError) -> RequestOutput:
         finished=True,
         error=error,
     )
-
-
-def _make_input_processor(
-    engine: Engine, options: EngineOptions, media: MediaOptions
-) -> InputProcessor:
-    inputs = InputProcessor(
-        engine.processor,
-        pipeline=engine.perception.pipeline,
-        readonly=engine.perception.readonly,
-        defaults=engine.defaults,
-        grammars=engine.grammars,
-        limit_mm_per_prompt=options.limit_mm_per_prompt,
-        mm_processor_kwargs=media.mm_processor_kwargs,
-        media_io_kwargs=media.media_io_kwargs,
-        seed=options.seed,
-        switched_off=engine.switched_off,
-    )
-    inputs.max_model_len = engine.config.limits.max_model_len
-    return inputs
 
 
 def _check_error(output: RequestOutput | None) -> None:

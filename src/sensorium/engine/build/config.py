@@ -9,6 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.memory import MemoryPlan, format_bytes
 from sensorium.engine.build.options import EngineOptions
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
@@ -37,6 +40,20 @@ class EngineConfig:
     memory: MemoryPlan
     graphs: str = "none"  # which steps are replayed as graphs, or why none are
     fused: str = "nothing"
+
+
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    """Return a new scheduler with empty caches."""
+    return Scheduler(
+        config.limits,
+        kv_cache=KVCacheManager(
+            config.groups,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        encoder_cache=EncoderCacheManager(config.limits.encoder_cache_size),
+        policy=config.scheduling_policy,
+    )
 
 
 def resolve_limits(
@@ -94,11 +111,9 @@ def resolve_config(
     layer_groups: tuple[LayerGroup, ...],
     element_size: int,
     device: torch.device,
-    bidirectional_modalities: frozenset[str],
     attention_backend: str,
     memory: MemoryPlan,
     free_bytes: int,  # after the model was loaded
-    long_after: int | None = None,
 ) -> EngineConfig:
     """Resolve the options for a loaded model. `memory` was planned before it was loaded."""
     block_bytes = [
@@ -134,12 +149,7 @@ def resolve_config(
         options.max_model_len, limits.max_model_len, groups, options.block_size
     )
     return EngineConfig(
-        limits=replace(
-            limits,
-            max_model_len=max_model_len,
-            bidirectional_modalities=bidirectional_modalities,
-            long_after=long_after,
-        ),
+        limits=replace(limits, max_model_len=max_model_len),
         groups=groups,
         block_size=options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,

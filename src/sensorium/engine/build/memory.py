@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
+from sensorium.engine.build.options import EngineOptions
 from sensorium.types.errors import ModelError
 from sensorium.utils.system_memory import get_free_system_bytes
 
@@ -83,22 +84,22 @@ def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
 
 def plan_memory(
     config: PretrainedConfig,
+    options: EngineOptions,
     *,
     limits: Limits,
     weights_bytes: int,
-    kv_cache_bytes: int | None,
-    num_kv_tokens: int,
     element_size: int,
-    has_graphs: bool = False,
+    device: torch.device,
 ) -> MemoryPlan:
-    """Return the least memory that an engine needs.
-
-    `kv_cache_bytes` is what the user asked for. If it is `None`, the KV cache has to hold
-    `num_kv_tokens`.
-    """
+    """Return the least memory that an engine needs."""
     text_config = config.get_text_config(decoder=True)
+    kv_cache_bytes = options.kv_cache_memory_bytes
     if kv_cache_bytes is None:
+        # A context that the user did not ask for is cut to what fits, but one step must fit.
+        shortest = min(limits.max_model_len, limits.max_num_batched_tokens)
+        num_kv_tokens = options.max_model_len or shortest
         kv_cache_bytes = num_kv_tokens * get_num_kv_bytes_per_token(text_config, element_size)
+    has_graphs = device.type == "cuda" and not options.enforce_eager
     encoder_peaks = [
         limits.max_num_encoder_embeds
         * _get_num_patches_per_embed(config, encoder)

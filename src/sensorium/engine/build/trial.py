@@ -22,13 +22,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.build.config import EngineConfig
+from sensorium.engine.build.config import EngineConfig, make_scheduler
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.models.adapter import ModelAdapter, collate
@@ -68,7 +68,6 @@ _OVERALL_FACTOR = 2.5
 _LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-3}
 # If rounding alone changes more than this, a comparison is meaningless.
 _MOST_ROUNDING = 0.5
-MakeScheduler = Callable[[EngineConfig], Scheduler]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +173,7 @@ class Trial:
     """A comparison of an engine's core with its model.
 
     `pipeline` must send nothing to a core, so that its items come with their tensors.
-    `make_scheduler` makes the schedulers of the trial. No prompt has more items of a modality than
-    `limit_mm_per_prompt` allows.
+    No prompt has more items of a modality than `limit_mm_per_prompt` allows.
     """
 
     def __init__(
@@ -186,14 +184,12 @@ class Trial:
         pipeline: MediaPipeline,
         *,
         config: EngineConfig,
-        make_scheduler: MakeScheduler,
         limit_mm_per_prompt: Mapping[str, int],
     ) -> None:
         self._core = core
         self._adapter = adapter
         self._processor = processor
         self._config = config
-        self._make_scheduler = make_scheduler
         self._limits = limit_mm_per_prompt
         self._words = self._fit_words()
         # A model with random weights may generate the token that stands for an item. Models treat
@@ -310,7 +306,7 @@ class Trial:
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
         """Return the answers to each case: computed at first, then with each kind of cache."""
-        run = TrialRun(self._core, self._make_scheduler(self._make_config(cases)))
+        run = TrialRun(self._core, make_scheduler(self._make_config(cases)))
         scored = [(case.request, case.transfer) for case in cases]
         try:
             rounds = [run.ask(scored)]
