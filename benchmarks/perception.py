@@ -53,14 +53,13 @@ from sensorium.engine.build.frontend import (
 )
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.renderer import make_chats
+from sensorium.engine.inputs.renderer import Renderer, make_chats
 from sensorium.multimodal.cache.interface import ItemHandle, SenderCache
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.multimodal.pool.jobs import PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.render.renderer import ChatRenderer
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.types.transfer import ShmReference
@@ -152,12 +151,12 @@ def measure_hit(rounds: int) -> Figures:
     messages = [{"role": "user", "content": parts}]
     num_tokens = 0
     with perceiving() as (inputs, perception):
-        renderer = ChatRenderer(inputs.processor)
+        renderer = Renderer(inputs)
 
         def hit() -> None:
             nonlocal num_tokens
             (chat,) = make_chats(messages, {})
-            processed = inputs.process("r", chat.render(renderer), SamplingParams())
+            processed = renderer.render(chat, SamplingParams()).processed
             num_tokens = len(processed.request.prompt_token_ids)
             perception.caches.sender.release([item.handle for item in processed.items])
 

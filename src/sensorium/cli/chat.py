@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli.flags import (
@@ -130,16 +131,7 @@ def _chat(arguments: argparse.Namespace) -> None:
             hint = hint_at_question(arguments.words)
             raise RequestError(f"there is no question: give it as an argument or on stdin{hint}")
     with _load(arguments) as llm:
-
-        def answer(messages: list[Part]) -> str:
-            return _answer(
-                llm,
-                messages,
-                params,
-                chat_template=arguments.chat_template,
-                is_verbose=arguments.verbose,
-            )
-
+        answer = partial(_answer, arguments, llm, params)
         if text is None:
             _converse(answer, arguments.system, parts)
         else:
@@ -200,18 +192,15 @@ def _make_system(text: str | None) -> list[Part]:
 
 
 def _answer(
-    llm: LLM,
-    messages: list[Part],
-    params: SamplingParams,
-    *,
-    chat_template: str | None,
-    is_verbose: bool,
+    arguments: argparse.Namespace, llm: LLM, params: SamplingParams, messages: list[Part]
 ) -> str:
     """Write the answer as it comes, and return all of it."""
     start = time.perf_counter()
     first_s = None
     output: RequestOutput | None = None
-    with closing(llm.stream_chat(messages, params, chat_template=chat_template)) as deltas:
+    with closing(
+        llm.stream_chat(messages, params, chat_template=arguments.chat_template)
+    ) as deltas:
         for entry in deltas:
             first_s = first_s or time.perf_counter() - start
             for delta in entry.deltas:
@@ -221,7 +210,7 @@ def _answer(
     print(flush=True)
     if output is None:
         return ""
-    if is_verbose:
+    if arguments.verbose:
         for line in _describe(output, first_s=first_s or 0.0, total_s=time.perf_counter() - start):
             print(line, file=sys.stderr)
     return output.outputs[0].text

@@ -111,18 +111,11 @@ def _parse(each: Option, text: str) -> Any:
     return value
 
 
-def _parse_integer(text: str) -> int:
+def _parse_number(text: str, kind: type[int | float] = float, noun: str = "a number") -> float:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-
-
-def _parse_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
 
 
 def _parse_bytes(text: str) -> int:
@@ -177,7 +170,7 @@ def _parse_file(text: str) -> str:
 
 
 _PARSERS: dict[Kind, Callable[[str], Any]] = {
-    "integer": _parse_integer,
+    "integer": partial(_parse_number, kind=int, noun="an integer"),
     "number": _parse_number,
     "bytes": _parse_bytes,
     "sizes": _parse_sizes,

@@ -40,12 +40,8 @@ _DEMO_EPILOG = "On a terminal with colors and at least 68 columns, media is draw
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command `serve`."""
+    """Add the commands `serve` and `render`."""
     _add(commands, "serve", "serve a model over HTTP", _SERVE, _SERVE_EXAMPLES)
-
-
-def add_render(commands: Any) -> None:
-    """Add the command `render`."""
     summary = "render for a model that runs elsewhere, over HTTP"
     _add(commands, "render", summary, _RENDER, _RENDER_EXAMPLES)
 

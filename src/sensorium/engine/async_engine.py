@@ -88,16 +88,14 @@ class AsyncEngine:
         self.info: CoreInfo | None = None
         self.is_stalled = False  # whether the core is connected and makes no progress
         self._inputs = inputs
-        self._pipeline = perception.pipeline
         self._caches = perception.caches
         self._sender = perception.caches.sender
         self._identity = identity
         self._ids = count()
         self.renderer = Renderer(inputs, chat_template=chat_template)
-        self._preparation = Preparation(
-            self.renderer, draw_seed=inputs.draw_seed, release=inputs.release
-        )
-        self._driver = RequestDriver(inputs.processor.tokenizer, self._sender)
+        self._preparation = Preparation(self.renderer)
+        self.tokenizer = inputs.processor.tokenizer
+        self._driver = RequestDriver(self.tokenizer, self._sender)
         self._client: CoreClient | None = None
         self._readers: dict[str, _Reader] = {}  # request id -> its caller
         self._num_preparing = 0
@@ -122,10 +120,6 @@ class AsyncEngine:
     def switched_off(self) -> dict[str, str]:
         """The modalities that the model takes and this server does not: modality -> reason."""
         return self._inputs.switched_off.reasons
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._inputs.processor.tokenizer
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -206,7 +200,7 @@ class AsyncEngine:
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             while True:
                 await reader.wait()
-                delta = reader.last or self._driver.take_delta(core_id)
+                delta = reader.last or self._driver.outputs.take_delta(core_id)
                 if delta is not None:
                     final = None if delta.final is None else _finish(delta.final, request_id)
                     yield replace(delta, request_id=request_id, final=final)
@@ -239,7 +233,8 @@ class AsyncEngine:
     async def reset_cache(self, level: str) -> None:
         """Empty the cache of a `level`: "mm", "encoder" or "prefix"."""
         if level == "mm":
-            self._forget_media()
+            self._sender.clear_cache()
+            self._caches.readonly.clear_cache()
         if self._is_alone:
             return
         await self._get_client().reset_cache(level)
@@ -296,7 +291,7 @@ class AsyncEngine:
     async def _perform(self, step: Step) -> object:
         """Perform a step of a delivery, and return the answer to it."""
         if isinstance(step, PerceiveAgain):
-            return await self._preparation.perceive_again(self._pipeline, step.item)
+            return await self._preparation.perceive_again(step.item)
         return await self._get_client().add(step.request, step.make_transfer)
 
     def _take_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
@@ -318,7 +313,7 @@ class AsyncEngine:
         """End a request with an error for its caller, and abort its completions in the core."""
         reader = self._readers.get(request_id)
         if reader is not None:
-            reader.last, reader.error = self._driver.take_delta(request_id), error
+            reader.last, reader.error = self._driver.outputs.take_delta(request_id), error
             reader.wake()
         self._abort(request_id)
 
@@ -337,10 +332,6 @@ class AsyncEngine:
         if self._client is None:
             raise EngineLostError("the engine is not there: it is being started again")
         return self._client
-
-    def _forget_media(self) -> None:
-        self._sender.clear_cache()
-        self._caches.readonly.clear_cache()
 
     def _forget_own_media(self) -> None:
         """Empty the caches that only this frontend uses, because another one has reset the cache.
@@ -362,7 +353,7 @@ class AsyncEngine:
                     self._client.update_cache(update)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
 
@@ -62,12 +62,9 @@ class LLM:
         """
         check_names(options, (LoadingOptions, EngineOptions, MediaOptions), caller="LLM()")
         loading = make_group(LoadingOptions, {**options, "model": model})
-        engine_options = make_group(EngineOptions, options)
-        self._load(loading, engine_options, make_group(MediaOptions, options))
-
-    def _load(self, loading: LoadingOptions, options: EngineOptions, media: MediaOptions) -> None:
+        running, media = make_group(EngineOptions, options), make_group(MediaOptions, options)
         with blame_checkpoint(loading.model):
-            built, frontend, switched_off = build_engine(loading, options=options, media=media)
+            built, frontend, switched_off = build_engine(loading, options=running, media=media)
         self.config, self.core, self.perception = built.config, built.core, frontend.perception
         self.input_processor = InputProcessor(
             frontend.processor,
@@ -75,10 +72,10 @@ class LLM:
             readonly=self.perception.readonly,
             defaults=built.defaults,
             grammars=built.grammars,
-            limit_mm_per_prompt=options.limit_mm_per_prompt,
+            limit_mm_per_prompt=running.limit_mm_per_prompt,
             mm_processor_kwargs=media.mm_processor_kwargs,
             media_io_kwargs=media.media_io_kwargs,
-            seed=options.seed,
+            seed=running.seed,
             switched_off=switched_off,
         )
         self.input_processor.max_model_len = self.config.limits.max_model_len
@@ -154,12 +151,14 @@ class LLM:
         try:
             final = None
             while final is None:
-                if (delta := self._driver.take_delta(request_id)) is None:
+                if (delta := self._driver.outputs.take_delta(request_id)) is None:
                     self._check_alive(request_id)
                     self._step()
                     continue
                 final = delta.final
-                _check_error(final)
+                if final is not None and final.error is not None:
+                    final.error.outputs = (final,)
+                    raise final.error
                 yield delta
         finally:
             self._abort((request_id,))
@@ -189,7 +188,7 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_open()
         params = as_params(sampling_params, len(entries))
-        batch = _Batch(self, entries, params, num_threads=self._num_threads)
+        batch = _Batch(self, entries, params)
         try:
             with tqdm(total=len(entries), disable=not use_tqdm, unit="req", desc="generate") as bar:
                 outputs = batch.finish(bar)
@@ -208,7 +207,7 @@ class LLM:
     def _add(
         self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
     ) -> str:
-        """Start one request, and return its id."""
+        """Prepare and start one request, and return its id."""
         return self._start(self._make_preparation(prompt, params)(), is_streamed=is_streamed)
 
     def _make_preparation(
@@ -222,14 +221,17 @@ class LLM:
         # Ids and seeds are given out now, in the order of the prompts.
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
 
-        def prepare() -> Prepared:
-            options: Any = {"request_id": request_id, "seed": seed, "cancelled": cancelled}
-            return self.renderer.render(prompt, params, **options)
-
-        return prepare
+        return partial(
+            self.renderer.render,
+            prompt,
+            params,
+            request_id=request_id,
+            seed=seed,
+            cancelled=cancelled,
+        )
 
     def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
-        """Start one request, and return its id."""
+        """Start a request that is prepared, and return its id."""
         request_id = prepared.processed.request.request_id
         try:
             self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
@@ -297,24 +299,20 @@ class _Batch:
     """One call of `generate` or `chat`.
 
     Only some prompts are in flight at once, so that media is not processed far ahead. With a pool
-    of processes, `num_threads` threads prepare prompts ahead while the engine steps. Without a
-    pool, each prompt is prepared right before it is started.
+    of processes, as many threads prepare prompts ahead while the engine steps. Without a pool, each
+    prompt is prepared right before it is started.
     """
 
     def __init__(
-        self,
-        llm: LLM,
-        prompts: Sequence[Prompt | Chat],
-        params: Sequence[SamplingParams],
-        *,
-        num_threads: int,
+        self, llm: LLM, prompts: Sequence[Prompt | Chat], params: Sequence[SamplingParams]
     ) -> None:
         self._llm = llm
         self._todo = deque(zip(range(len(prompts)), prompts, params, strict=True))
         self._outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._index_of: dict[str, int] = {}  # id of a request in flight -> index of its prompt
         self._max_in_flight = 2 * llm.config.limits.max_num_seqs
-        self._num_threads = num_threads
+        num_threads = llm._num_threads
+        self._max_preparing = max(1, 2 * num_threads)
         self._executor = ThreadPoolExecutor(num_threads, "prepare") if num_threads else None
         self._preparing: deque[_Preparing] = deque()
         self._cancelled: Future[None] = Future()
@@ -360,7 +358,7 @@ class _Batch:
         return None
 
     def _prepare_some(self) -> None:
-        while self._todo and len(self._preparing) < max(1, 2 * self._num_threads):
+        while self._todo and len(self._preparing) < self._max_preparing:
             index, prompt, params = self._todo.popleft()
             prepare = self._llm._make_preparation(prompt, params, cancelled=self._cancelled)
             future = _run(prepare) if self._executor is None else self._executor.submit(prepare)
@@ -397,9 +395,3 @@ def _make_error_output(entry: _Preparing, error: RequestError) -> RequestOutput:
         finished=True,
         error=error,
     )
-
-
-def _check_error(output: RequestOutput | None) -> None:
-    if output is not None and output.error is not None:
-        output.error.outputs = (output,)
-        raise output.error

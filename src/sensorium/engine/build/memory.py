@@ -149,7 +149,7 @@ def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
     """
     layers = _get_layers(text_config)
     num_inputs = len(layers) * _get_number(text_config, ("hidden_size_per_layer_input",), 0)
-    shapes = {(_get_num_query_elements(layer), _get_num_kv_elements(layer)) for layer in layers}
+    shapes = set(map(_get_attention_sizes, layers))
     width = _get_number(text_config, _WIDTH_NAMES, 0)
     return 2 * width + num_inputs + sum(2 * query + kv for query, kv in shapes)
 
@@ -175,23 +175,16 @@ def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int)
     Layers with windows and shared layers need less. A config without attention heads counts as 0;
     the size for such a model is known only when it is loaded.
     """
-    return sum(_get_num_kv_elements(layer) for layer in _get_layers(text_config)) * element_size
+    return sum(_get_attention_sizes(layer)[1] for layer in _get_layers(text_config)) * element_size
 
 
-def _get_num_kv_elements(layer: PretrainedConfig) -> int:
+def _get_attention_sizes(layer: PretrainedConfig) -> tuple[int, int]:
+    """Return how many numbers of a token are its query, and its key and value together."""
     num_heads = _get_number(layer, ("num_attention_heads",), 0)
     num_kv_heads = _get_number(layer, ("num_key_value_heads",), num_heads)
-    return 2 * num_kv_heads * _get_head_dim(layer)
-
-
-def _get_num_query_elements(layer: PretrainedConfig) -> int:
-    return _get_number(layer, ("num_attention_heads",), 0) * _get_head_dim(layer)
-
-
-def _get_head_dim(layer: PretrainedConfig) -> int:
-    num_heads = _get_number(layer, ("num_attention_heads",), 0)
     width = _get_number(layer, _WIDTH_NAMES, 0)
-    return _get_number(layer, ("head_dim",), width // max(1, num_heads))
+    head_dim = _get_number(layer, ("head_dim",), width // max(1, num_heads))
+    return num_heads * head_dim, 2 * num_kv_heads * head_dim
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

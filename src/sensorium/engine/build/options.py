@@ -71,6 +71,12 @@ class LoadingOptions:
         check_options(self)
 
 
+def _most(help_text: str, *, default_text: str) -> Any:
+    """Return an option of `sensorium serve` that is the most of something. The default varies."""
+    details: dict[str, Any] = {"commands": SERVE, "metavar": "N", "default_text": default_text}
+    return option(None, kind="integer", least=1, help=help_text, **details)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The options for how an engine runs. Where a value is `None`, the engine chooses one."""
@@ -85,23 +91,11 @@ class EngineOptions:
         default_text="the model's context, cut to what the KV cache holds",
         help="The context length in tokens.",
     )
-    max_num_seqs: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        default_text="32 on a CPU, 256 on CUDA",
-        help="The most requests in a step.",
+    max_num_seqs: int | None = _most(
+        "The most requests in a step.", default_text="32 on a CPU, 256 on CUDA"
     )
-    max_num_batched_tokens: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        default_text="2048 on a CPU, 8192 on CUDA",
-        help="The most tokens in a step.",
+    max_num_batched_tokens: int | None = _most(
+        "The most tokens in a step.", default_text="2048 on a CPU, 8192 on CUDA"
     )
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -113,23 +107,12 @@ class EngineOptions:
         "memory on a CPU and all of it on CUDA",
         help="The memory for keys and values. The command line also takes a unit, as in 4G.",
     )
-    encoder_cache_size: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        default_text="16384",
-        help="The most media embeddings that are kept for later requests.",
+    encoder_cache_size: int | None = _most(
+        "The most media embeddings that are kept for later requests.", default_text="16384"
     )
-    max_num_encoder_embeds: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
+    max_num_encoder_embeds: int | None = _most(
+        "The most media embeddings that are computed in a step.",
         default_text="as max_num_batched_tokens",
-        help="The most media embeddings that are computed in a step.",
     )
     block_size: int = option(
         16,

@@ -229,11 +229,7 @@ class Trial:
         logger.info(
             "trial of %s: log-probabilities differ by %.2g, and by %.2g at the worst position "
             "(rounding alone: %.2g and %.2g); %.2f s",
-            subject,
-            ours.overall,
-            ours.worst,
-            rounding.overall,
-            rounding.worst,
+            *(subject, ours.overall, ours.worst, rounding.overall, rounding.worst),
             time.monotonic() - started,
         )
         fault = find_fault(ours, rounding, self._adapter.dtype)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sensorium.core.admission import check_length
 from sensorium.engine.inputs.rendered_prompt import (
@@ -52,6 +52,16 @@ class ProcessedRequest:
     items: tuple[PerceivedItem, ...]  # one handle per item of media
     prompt: str | None  # the text, if text was given
     is_readonly: bool = False  # the handles belong to the read-only cache, not to the core's
+
+
+class ProcessKwargs(TypedDict, total=False):
+    """The options of `InputProcessor.process_pausing`."""
+
+    seed: int | None  # for a request that has none; `None`: one is drawn
+    # The items have their tensors, and the cache that the core mirrors is neither read nor changed.
+    skip_mm_cache: bool
+    needs_tensors: bool  # false, with `skip_mm_cache`: items may come without their tensors
+    cancelled: Future[None] | None  # ends when the request is no longer wanted
 
 
 class SwitchedOff:
@@ -163,24 +173,10 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt | EnginePrompt,
         params: SamplingParams,
-        *,
-        seed: int | None = None,
-        skip_mm_cache: bool = False,
-        needs_tensors: bool = True,
-        cancelled: Future[None] | None = None,
+        **options: Unpack[ProcessKwargs],
     ) -> ProcessedRequest:
-        """Return the request of a prompt, as `process_pausing` does, without pausing for media."""
-        return run_through(
-            self.process_pausing(
-                request_id,
-                prompt,
-                params,
-                seed=seed,
-                skip_mm_cache=skip_mm_cache,
-                needs_tensors=needs_tensors,
-                cancelled=cancelled,
-            )
-        )
+        """Return the request of a prompt as `process_pausing` does, and wait for media here."""
+        return run_through(self.process_pausing(request_id, prompt, params, **options))
 
     def process_pausing(
         self,
@@ -195,10 +191,9 @@ class InputProcessor:
     ) -> Pausing[ProcessedRequest]:
         """Return the request of a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` with the path of the field that is wrong. With `skip_mm_cache` the
-        items have their tensors, and the cache that the core mirrors is neither read nor changed.
-        If `needs_tensors` is false as well, items may have no tensors, and a prompt of text may be
-        as long as several contexts, since its tokens may just be counted.
+        Raise a `RequestError` with the path of the field that is wrong. `ProcessKwargs` explains
+        the options. Without tensors, a prompt of text may be as long as several contexts, since its
+        tokens may just be counted.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)

@@ -10,13 +10,12 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
-from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest, ProcessKwargs
 from sensorium.render.chat_options import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
@@ -59,14 +58,6 @@ class Chat:
     # Changes the parameters to fit the rendered prompt, which is text or token ids.
     adapt_params: AdaptParams | None = None
 
-    def render(
-        self, renderer: ChatRenderer, *, check_length: Callable[[str], None] | None = None
-    ) -> EnginePrompt:
-        """Return the prompt of this conversation. `ChatRenderer.render` explains `check_length`."""
-        options = read_options(self.fields)
-        rendered = renderer.render(self.messages, self.options, check_length=check_length)
-        return replace(rendered, **options)
-
 
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
     """Return the conversations in `messages`, which are one list of messages or several."""
@@ -106,9 +97,16 @@ class Renderer:
         self.chat_template = chat_template
         self.chat_renderer = ChatRenderer(inputs.processor)
 
-    def render(self, prompt: Prompt | Chat, params: SamplingParams, **options: Any) -> Prepared:
+    def render(
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        **options: Unpack[ProcessKwargs],
+    ) -> Prepared:
         """Make a request like `render_pausing`, and wait for media in this thread."""
-        return run_through(self.render_pausing(prompt, params, **options))
+        return run_through(self.render_pausing(prompt, params, request_id=request_id, **options))
 
     def render_pausing(
         self,
@@ -116,35 +114,24 @@ class Renderer:
         params: SamplingParams,
         *,
         request_id: str = "",
-        seed: int | None = None,
-        skip_mm_cache: bool = False,
-        needs_tensors: bool = True,
-        cancelled: Future[None] | None = None,
+        **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
         """Make a request of a conversation or a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` with the path of the wrong field. `needs_tensors` may be false only
-        with `skip_mm_cache`; then items may have no tensors.
+        Raise a `RequestError` with the path of the wrong field.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}
         rendered: Prompt | EnginePrompt
         if isinstance(prompt, Chat):
-            is_counted_only = skip_mm_cache and not needs_tensors
+            needs_tensors = options.get("needs_tensors", True)
+            is_counted_only = options.get("skip_mm_cache", False) and not needs_tensors
             rendered, params = self._render_chat(prompt, params, is_counted_only=is_counted_only)
             stages["render"] = time.monotonic() - started
         else:
             rendered = prompt
         started = time.monotonic()
-        processed = yield from self.inputs.process_pausing(
-            request_id,
-            rendered,
-            params,
-            seed=seed,
-            skip_mm_cache=skip_mm_cache,
-            needs_tensors=needs_tensors,
-            cancelled=cancelled,
-        )
+        processed = yield from self.inputs.process_pausing(request_id, rendered, params, **options)
         stages["perceive"] = time.monotonic() - started
         return Prepared(processed=processed, stages=stages)
 
@@ -159,22 +146,17 @@ class Renderer:
     def _render_chat(
         self, chat: Chat, params: SamplingParams, *, is_counted_only: bool
     ) -> tuple[EnginePrompt, SamplingParams]:
-        prompt = self._render_prompt(chat, is_counted_only=is_counted_only)
+        inputs, options = self.inputs, chat.options
+        if options.chat_template is None and self.chat_template is not None:
+            options = replace(options, chat_template=self.chat_template)
+        _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
+        fields = read_options(chat.fields)
+        check_length = partial(inputs.check_text, is_counted_only=is_counted_only)
+        prompt = self.chat_renderer.render(chat.messages, options, check_length=check_length)
         if chat.adapt_params is not None:
             text = prompt.token_ids if prompt.text is None else prompt.text
             params = chat.adapt_params(text, params)
-        return prompt, params
-
-    def _render_prompt(self, chat: Chat, *, is_counted_only: bool) -> EnginePrompt:
-        if chat.options.chat_template is None and self.chat_template is not None:
-            options = replace(chat.options, chat_template=self.chat_template)
-            chat = replace(chat, options=options)
-        inputs = self.inputs
-        _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
-        return chat.render(
-            self.chat_renderer,
-            check_length=partial(inputs.check_text, is_counted_only=is_counted_only),
-        )
+        return replace(prompt, **fields), params
 
 
 def _check_num_messages(messages: object, max_tokens: int | None) -> None:
