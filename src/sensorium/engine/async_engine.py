@@ -21,7 +21,7 @@ from sensorium.engine.core_process.core_client import CoreClient
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import Preparation
-from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
+from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,
@@ -48,18 +48,15 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self._is_changed = asyncio.Event()
+        self.is_changed = asyncio.Event()  # there is a new delta, or the request has ended
         self.output: RequestOutput | None = None  # the answer to a request that is not streamed
         self.last: RequestDelta | None = None  # the delta that was waiting when the request failed
         self.error: Exception | None = None
 
-    def wake(self) -> None:
-        self._is_changed.set()
-
     async def wait(self) -> None:
         """Wait until there is a new delta, or the request has ended."""
-        await self._is_changed.wait()
-        self._is_changed.clear()
+        await self.is_changed.wait()
+        self.is_changed.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +232,8 @@ class AsyncEngine:
         if level == "mm":
             self._sender.clear_cache()
             self._caches.readonly.clear_cache()
-        if self._is_alone:
-            return
-        await self._get_client().reset_cache(level)
+        if not self._is_alone:
+            await self._get_client().reset_cache(level)
 
     def get_statistics(self) -> EngineStatistics:
         return EngineStatistics(
@@ -248,32 +244,29 @@ class AsyncEngine:
     async def _run(
         self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool, group: str | None
     ) -> AsyncIterator[tuple[str, _Reader]]:
-        """Run a request within the block. Give its id in this engine, and its reader."""
+        """Run a request within the block. Give its id in this engine, and its reader.
+
+        The reader also gets the error if the core refuses the request.
+        """
         self._get_client()
         request_id = f"{self._identity}.{next(self._ids)}"
         self._num_preparing += 1
         try:
             prepared = await self._preparation.prepare(request_id, prompt, params)
-            reader = self._start(prepared, is_streamed=is_streamed, group=group)
         finally:
             self._num_preparing -= 1
-        try:
-            yield request_id, reader
-        finally:
-            self._abort(request_id)
-
-    def _start(self, prepared: Prepared, *, is_streamed: bool, group: str | None) -> _Reader:
-        """Start a request, and return its reader, which also gets the error if it is refused."""
         try:
             self._get_client()
         except CapacityError:
             self._driver.release(prepared.processed.items)
             raise
         delivery = self._driver.start(prepared, is_streamed=is_streamed, group=group)
-        request_id = prepared.processed.request.request_id
         reader = self._readers[request_id] = _Reader()
         self._spawn(self._carry_out(request_id, delivery))
-        return reader
+        try:
+            yield request_id, reader
+        finally:
+            self._abort(request_id)
 
     async def _carry_out(self, request_id: str, delivery: Delivery) -> None:
         """Send completions of a request to the core, or fail the request."""
@@ -304,17 +297,17 @@ class AsyncEngine:
             reader = self._readers.get(output.request_id)
             if reader is not None:
                 reader.output = output
-                reader.wake()
+                reader.is_changed.set()
         for request_id in self._driver.outputs.changed_ids:
             if request_id in self._readers:
-                self._readers[request_id].wake()
+                self._readers[request_id].is_changed.set()
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """End a request with an error for its caller, and abort its completions in the core."""
         reader = self._readers.get(request_id)
         if reader is not None:
             reader.last, reader.error = self._driver.outputs.take_delta(request_id), error
-            reader.wake()
+            reader.is_changed.set()
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:

@@ -149,10 +149,12 @@ class LLM:
         (params,) = as_params(sampling_params, 1)
         request_id = self._add(prompt, params, is_streamed=True)
         try:
-            final = None
+            outputs, final = self._driver.outputs, None
             while final is None:
-                if (delta := self._driver.outputs.take_delta(request_id)) is None:
-                    self._check_alive(request_id)
+                if (delta := outputs.take_delta(request_id)) is None:
+                    child_ids = outputs.get_child_ids((request_id,))
+                    if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
+                        raise RequestError("the request was ended by an interruption")
                     self._step()
                     continue
                 final = delta.final
@@ -254,11 +256,6 @@ class LLM:
         if missing is not None:
             self.perception.caches.sender.handle_missing(missing)
         return missing
-
-    def _check_alive(self, request_id: str) -> None:
-        child_ids = self._driver.outputs.get_child_ids((request_id,))
-        if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
-            raise RequestError("the request was ended by an interruption")
 
     def _step(self) -> list[RequestOutput]:
         """Compute one step. Return the requests that ended with it and are not streamed."""

@@ -219,15 +219,13 @@ def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> 
 
     With `keeps_layers` the output of every layer is kept, because the model uses some of them.
     """
-    layers = _get_layers(config)
-    widest = max(map(_get_num_elements_at_once, layers), default=0)
-    return widest + (sum(_get_number(layer, _WIDTH_NAMES, 0) for layer in layers) * keeps_layers)
-
-
-def _get_num_elements_at_once(layer: PretrainedConfig) -> int:
-    width = _get_number(layer, _WIDTH_NAMES, 0)
-    inner = _get_number(layer, _INNER_NAMES, 4 * width)
-    return _NUM_HIDDEN_TENSORS * width + _NUM_INNER_TENSORS * inner
+    widest = sum_of_widths = 0
+    for layer in _get_layers(config):
+        width = _get_number(layer, _WIDTH_NAMES, 0)
+        inner = _get_number(layer, _INNER_NAMES, 4 * width)
+        widest = max(widest, _NUM_HIDDEN_TENSORS * width + _NUM_INNER_TENSORS * inner)
+        sum_of_widths += width
+    return widest + sum_of_widths * keeps_layers
 
 
 def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:

@@ -37,7 +37,6 @@ from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
-from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.prompts import Prompt
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, TokenLogprobs
 from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams, TokenBans
@@ -293,7 +292,8 @@ class Trial:
         except Exception:  # some processors take only one item, although the model takes more
             if len(media) < 2:
                 raise
-            whole = _put_together(request, tensors)
+            items = [tensors[feature.mm_hash] for feature in request.mm_features]
+            whole = {"input_ids": torch.tensor([list(request.prompt_token_ids)]), **collate(items)}
         if whole["input_ids"][0].tolist() != list(request.prompt_token_ids):
             raise ModelError(_explain_prompt(modality, len(media)))
         return _Case(request=request, transfer=Transfer(payloads=tensors), whole=whole)
@@ -343,15 +343,6 @@ class Trial:
             Distance.measure(ours, theirs, lengths),
             Distance.measure(theirs, otherwise, lengths),
         )
-
-
-def _put_together(
-    request: EngineCoreRequest, tensors: Mapping[str, MultiModalKwargsItem]
-) -> dict[str, torch.Tensor]:
-    """Return a model's inputs for several items, if its processor takes one at a time only."""
-    items = [tensors[feature.mm_hash] for feature in request.mm_features]
-    input_ids = torch.tensor([list(request.prompt_token_ids)])
-    return {"input_ids": input_ids, **collate(items)}
 
 
 def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:

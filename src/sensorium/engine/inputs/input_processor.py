@@ -125,7 +125,7 @@ class InputProcessor:
         self.defaults = defaults
         # The core's limit, so that longer prompts are refused here; `None`: not known yet.
         self.max_model_len: int | None = None
-        self._readonly = readonly
+        self._readonly = readonly or pipeline
         self._limits = dict(limit_mm_per_prompt)
         self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self._media_io_kwargs = dict(media_io_kwargs or {})
@@ -155,14 +155,12 @@ class InputProcessor:
         """Yield an input processor that works like this one, with its own caches and counts."""
         inputs = copy.copy(self)
         inputs.max_model_len = None
-        pipelines = [p.for_warmup() for p in (self.pipeline, self._readonly) if p is not None]
-        inputs.pipeline = pipelines[0]
-        inputs._readonly = pipelines[1] if len(pipelines) > 1 else None
+        inputs.pipeline, inputs._readonly = self.pipeline.for_warmup(), self._readonly.for_warmup()
         try:
             yield inputs
         finally:
-            for pipeline in pipelines:
-                pipeline.loader.close()
+            inputs.pipeline.loader.close()
+            inputs._readonly.loader.close()
 
     def draw_seed(self) -> int:
         """Return a seed for a request that has none."""
@@ -262,7 +260,7 @@ class InputProcessor:
         pipeline.release(processed.items)
 
     def _get_pipeline(self, *, skip_mm_cache: bool) -> MediaPipeline:
-        return self._readonly if skip_mm_cache and self._readonly is not None else self.pipeline
+        return self._readonly if skip_mm_cache else self.pipeline
 
     def _expand(
         self,
@@ -368,27 +366,25 @@ class InputProcessor:
                     raise RequestError(f"mm_hashes of {modality} must be a list")
                 if len(hashes) == len(items) == len(layouts):
                     rows = zip(hashes, items, layouts, strict=True)
-                    stored[modality] = [self._try_to_inject(modality, *row) for row in rows]
+                    stored[modality] = [self._inject(modality, *row) for row in rows]
         except Exception:  # a failure of this cache must not stop a frontend
             logger.warning("media could not be put into the processor cache", exc_info=True)
         return stored
 
-    def _try_to_inject(self, modality: str, *row: Any) -> Payload | None:
-        try:
-            return self._inject(modality, *row)
-        except Exception:  # nor may a single bad item
-            logger.warning("an item could not be put into the processor cache", exc_info=True)
-            return None
-
     def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
+        """Put one item into the cache, and return it as the cache has it, or `None`."""
         if kwargs is None:
             return None
-        item = self._reader.read_item(modality, mm_hash, kwargs, layout)
-        handle = self.pipeline.cache.get_and_update_item(mm_hash, item, needs_layout=False)
-        if handle is None:
+        try:
+            item = self._reader.read_item(modality, mm_hash, kwargs, layout)
+            handle = self.pipeline.cache.get_and_update_item(mm_hash, item, needs_layout=False)
+            if handle is None:
+                return None
+            self.pipeline.cache.release([handle])
+            return handle.reference or handle.kwargs or item.kwargs
+        except Exception:  # a single bad item must not stop the others
+            logger.warning("an item could not be put into the processor cache", exc_info=True)
             return None
-        self.pipeline.cache.release([handle])
-        return handle.reference or handle.kwargs or item.kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word at the beginning of a text and after a space."""

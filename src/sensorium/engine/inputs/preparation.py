@@ -108,9 +108,9 @@ class Preparation:
         """
         wait_s = 0.0
         while True:
-            step = _Step(work)
+            submitted = time.monotonic()
             try:
-                future = threads.submit(step.run)
+                future = threads.submit(_advance, work)
             except RuntimeError as error:  # the executor is shut down
                 work.close()
                 raise StoppingError(_STOPPING) from error
@@ -121,8 +121,8 @@ class Preparation:
                 future.cancel()
                 future.add_done_callback(lambda ended: _clean_up(ended, work, drop))
                 raise
-            wait_s += step.wait_s
-            outcome = future.result()
+            began, outcome = future.result()
+            wait_s += began - submitted
             if isinstance(outcome, _Finished):
                 return outcome.result, wait_s
             try:
@@ -166,29 +166,25 @@ class _Finished(Generic[T]):
     result: T
 
 
-class _Step(Generic[T]):
-    """A part of some work, up to its next pause or its end, in one thread."""
-
-    def __init__(self, work: Pausing[T]) -> None:
-        self.wait_s = 0.0  # until a thread was free
-        self._work = work
-        self._submitted = time.monotonic()
-
-    def run(self) -> Future[Any] | _Finished[T]:
-        """Return the result of the work, or the future that it waits for."""
-        self.wait_s = time.monotonic() - self._submitted
-        try:
-            return next(self._work)
-        except StopIteration as end:
-            return _Finished(end.value)
+_Step = tuple[float, Future[Any] | _Finished[T]]
 
 
-def _clean_up(
-    ended: Future[Future[Any] | _Finished[T]], work: Pausing[T], drop: Callable[[T], None]
-) -> None:
+def _advance(work: Pausing[T]) -> _Step[T]:
+    """Run some work in this thread, up to its next pause or its end.
+
+    Return when it began, and its result or the future that it waits for.
+    """
+    began = time.monotonic()
+    try:
+        return began, next(work)
+    except StopIteration as end:
+        return began, _Finished(end.value)
+
+
+def _clean_up(ended: Future[_Step[T]], work: Pausing[T], drop: Callable[[T], None]) -> None:
     """Close the work of a caller that has left, or drop its result. `ended` is its last step."""
     if not ended.cancelled() and ended.exception() is None:
-        outcome = ended.result()
+        _, outcome = ended.result()
         if isinstance(outcome, _Finished):
             drop(outcome.result)
             return

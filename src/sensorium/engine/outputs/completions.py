@@ -94,9 +94,8 @@ class ParallelSampling:
         """
         ready: list[WaitingCompletions] = []
         for output in outputs if self._waiting else ():
-            if output.new_token_ids:
-                waiting = self._waiting.pop(output.request_id, None)
-                ready += [] if waiting is None else [waiting]
+            if output.new_token_ids and output.request_id in self._waiting:
+                ready.append(self._waiting.pop(output.request_id))
             elif output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self.drop((output.request_id,))
         return ready

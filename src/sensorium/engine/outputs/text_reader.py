@@ -23,6 +23,8 @@ _REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes t
 # character has so many tokens. If more wait, they are bytes that never become a character, or
 # replacement characters that the model wrote, and their text is given out.
 _MAX_WAITING = 32
+# How many tokens of the prompt are read again, because the first new token may have a leading space
+# or not, depending on the token before it.
 NUM_PROMPT_TOKENS = 6
 _MAX_STATE_TOKENS = 256
 _MAX_STATE_CHARACTERS = 4096
@@ -73,16 +75,9 @@ class TextReader:
         self._tokenizer = tokenizer
         self._params = params
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._options: dict[str, Any] = {
-            "skip_special_tokens": params.skip_special_tokens,
-            "kept_special_token_ids": params.kept_special_token_ids,
-        }
-        self._detokenizer = (
-            Detokenizer(tokenizer, prompt_token_ids, **self._options)
-            if state is None
-            else self._restore(state.token_ids, state.num_read)
-        )
-        state = state or TextState()
+        recent = prompt_token_ids[-NUM_PROMPT_TOKENS:]
+        state = state or TextState(token_ids=recent, num_read=len(recent))
+        self._detokenizer = self._make_detokenizer(state.token_ids, state.num_read)
         self._text = state.text
         self._text_end: int | None = None  # where a stop string cuts the text
         self._num_emitted = state.num_emitted
@@ -187,12 +182,18 @@ class TextReader:
             return not self._eos_token_ids or token_id in self._eos_token_ids
         return not isinstance(stop_reason, str)
 
-    def _restore(self, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
-        return Detokenizer.restore(self._tokenizer, token_ids, num_read, **self._options)
+    def _make_detokenizer(self, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
+        return Detokenizer(
+            self._tokenizer,
+            token_ids,
+            num_read,
+            skip_special_tokens=self._params.skip_special_tokens,
+            kept_special_token_ids=self._params.kept_special_token_ids,
+        )
 
     def _completes_stop(self, token_id: int) -> bool:
         """Return whether a stop string ends in the text of the last token."""
-        trial = self._restore(*self._detokenizer.save())
+        trial = self._make_detokenizer(*self._detokenizer.save())
         new = trial.add(token_id) + trial.finish()
         found = find_stop(self._text + new, self._params.stop, num_new_characters=len(new))
         return found is not None
@@ -204,13 +205,16 @@ class Detokenizer:
     A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
     tokens are decoded together with those before them, and the text of the earlier ones is cut off.
 
-    Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
+    It goes on where another one was saved: after `token_ids`, of which the first `num_read` have
+    given their text. Special tokens have no text, unless `skip_special_tokens` is false or they are
+    kept.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        prompt_token_ids: tuple[int, ...] = (),
+        token_ids: tuple[int, ...] = (),
+        num_read: int = 0,
         *,
         skip_special_tokens: bool = True,
         kept_special_token_ids: Sequence[int] = (),
@@ -220,11 +224,9 @@ class Detokenizer:
         self._dropped: frozenset[int] = frozenset()
         if skip_special_tokens and kept_special_token_ids:
             self._dropped = get_special_token_ids(tokenizer).difference(kept_special_token_ids)
-        # A few tokens of the prompt, because the first new token may have a leading space or not,
-        # depending on the token before it.
-        self._token_ids = list(prompt_token_ids[-NUM_PROMPT_TOKENS:])
+        self._token_ids = list(token_ids)
         self._prefix_start = 0
-        self._read_end = len(self._token_ids)
+        self._read_end = num_read
 
     def add(self, token_id: int) -> str:
         """Add a token, and return the text that is complete now."""
@@ -246,25 +248,12 @@ class Detokenizer:
         return self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
 
     def save(self) -> tuple[tuple[int, ...], int]:
-        """Return the last tokens, and how many of them gave their text, for `restore`.
+        """Return the last tokens, and how many of them gave their text, for another detokenizer.
 
         Their number doesn't grow with the answer: tokens that never have text are left out.
         """
         read = self._list_with_text(self._prefix_start, self._read_end)
         return (*read, *self._list_with_text(self._read_end, len(self._token_ids))), len(read)
-
-    @classmethod
-    def restore(
-        cls, tokenizer: Any, token_ids: tuple[int, ...], num_read: int, **options: Any
-    ) -> Detokenizer:
-        """Return a detokenizer that goes on where another one was saved.
-
-        The `options` are those of `__init__` about special tokens.
-        """
-        restored = cls(tokenizer, **options)
-        restored._token_ids = list(token_ids)
-        restored._read_end = num_read
-        return restored
 
     @property
     def _num_waiting(self) -> int:
@@ -311,10 +300,8 @@ def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tup
         start = text.find(candidate, max(0, len(text) - num_new_characters - len(candidate) + 1))
         if start >= 0:
             found.append((start + len(candidate), start, candidate))
-    if not found:
-        return None
-    _, start, candidate = min(found)
-    return candidate, start
+    _, start, candidate = min(found, default=(0, 0, None))
+    return None if candidate is None else (candidate, start)
 
 
 def count_held_back(text: str, stop: Sequence[str]) -> int:
