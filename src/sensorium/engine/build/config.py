@@ -59,7 +59,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 def resolve_limits(
     options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
 ) -> Limits:
-    """Return the limits, from what is known before the model is loaded.
+    """Return the limits as they can be computed before the model is loaded.
 
     `max_model_len` may have to shrink afterwards, if the user did not ask for it.
     """

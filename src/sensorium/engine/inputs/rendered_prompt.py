@@ -63,7 +63,7 @@ class ItemReader:
         if own_layout is not None:
             if num_embeds is not None and own_layout.num_embeds != num_embeds:
                 raise RequestError(
-                    f"the layout says {own_layout.num_embeds} embeddings, but the placeholder has "
+                    f"the layout has {own_layout.num_embeds} embeddings, but the placeholder has "
                     f"room for {num_embeds}"
                 )
             self.processor.check_layout(modality, own_layout)

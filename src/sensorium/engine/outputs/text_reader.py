@@ -205,9 +205,8 @@ class Detokenizer:
     A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
     tokens are decoded together with those before them, and the text of the earlier ones is cut off.
 
-    It goes on where another one was saved: after `token_ids`, of which the first `num_read` have
-    given their text. Special tokens have no text, unless `skip_special_tokens` is false or they are
-    kept.
+    It continues after `token_ids`; the first `num_read` of them have given their text already.
+    Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
     """
 
     def __init__(
