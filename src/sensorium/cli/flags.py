@@ -19,14 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.options import (
-    EngineOptions,
-    LoadingOptions,
-    MediaOptions,
-    check_media_counts,
-)
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.errors import RequestError
 from sensorium.types.options import Kind, Option, list_options
 from sensorium.types.sampling import (
     GenerationDefaults,
@@ -150,17 +145,11 @@ def _parse_mapping(text: str) -> dict[str, Any]:
 def _parse_counts(text: str) -> dict[str, int]:
     """Read counts by modality, written as `{"image": 4}` or as `image=4,video=1`."""
     if text.lstrip().startswith("{"):
-        counts = _parse_mapping(text)
-    else:
-        matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
-        counts = {match[1]: int(match[2]) for match in matches if match is not None}
-        if None in matches:
-            raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
-    try:
-        check_media_counts(counts)
-    except ModelError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return counts
+        return _parse_mapping(text)
+    matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
+    if None in matches:
+        raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
+    return {match[1]: int(match[2]) for match in matches if match is not None}
 
 
 def _parse_file(text: str) -> str:

@@ -190,7 +190,7 @@ class EngineOptions:
         check_options(self)
         if self.cuda_graph_sizes is not None:
             object.__setattr__(self, "cuda_graph_sizes", tuple(self.cuda_graph_sizes))
-        check_media_counts(self.limit_mm_per_prompt)
+        _check_media_counts(self.limit_mm_per_prompt)
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ class EngineOptions:
         return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
 
 
-def check_media_counts(counts: Mapping[str, Any]) -> None:
+def _check_media_counts(counts: Mapping[str, Any]) -> None:
     """Raise a `ModelError` unless all keys are modalities and all values are counts."""
     for modality, count in counts.items():
         if modality not in MODALITIES:
