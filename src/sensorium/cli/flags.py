@@ -118,7 +118,7 @@ def _parse_bytes(text: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     num_bytes = 0 if match is None else int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
     if not 1 <= num_bytes <= _MAX_INTEGER:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: use e.g. 4G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: use e.g. 4G")
     return num_bytes
 
 
@@ -127,7 +127,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_INTEGER for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of integers >= 1, such as 1,2,4; --enforce-eager turns graphs off"
+            f"{text!r} is not a list of integers >= 1, such as 1,2,4; --enforce-eager disables graphs"
         )
     return tuple(map(int, words))
 

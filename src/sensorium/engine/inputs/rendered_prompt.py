@@ -104,7 +104,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
     for name, entries in given.items():
         stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
-            raise RequestError(f"has {', '.join(stray)}, which mm_hashes has not", path=(name,))
+            raise RequestError(f"has {', '.join(stray)}, which mm_hashes lacks", path=(name,))
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {str(modality)[:50]}")
