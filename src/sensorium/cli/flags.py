@@ -127,7 +127,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_INTEGER for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of integers >= 1, such as 1,2,4; --enforce-eager disables graphs"
+            f"{text!r} is not a list of integers >= 1 like 1,2,4; --enforce-eager disables graphs"
         )
     return tuple(map(int, words))
 
