@@ -145,11 +145,8 @@ def resolve_config(
     kv_cache_bytes = sum(
         group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True)
     )
-    max_model_len = _fit_context(
-        options.max_model_len, limits.max_model_len, groups, options.block_size
-    )
     return EngineConfig(
-        limits=replace(limits, max_model_len=max_model_len),
+        limits=replace(limits, max_model_len=_fit_context(options, limits, groups)),
         groups=groups,
         block_size=options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,
@@ -159,22 +156,20 @@ def resolve_config(
     )
 
 
-def _fit_context(
-    asked: int | None, max_model_len: int, groups: tuple[KVCacheGroup, ...], block_size: int
-) -> int:
+def _fit_context(options: EngineOptions, limits: Limits, groups: tuple[KVCacheGroup, ...]) -> int:
     """Return a context so short that a request of full length fits into the KV cache.
 
     Only groups of layers without a window limit the context.
     """
     capacity = min(
-        ((group.num_blocks - 1) * block_size for group in groups if group.window is None),
-        default=max_model_len,
+        ((group.num_blocks - 1) * options.block_size for group in groups if group.window is None),
+        default=limits.max_model_len,
     )
-    if max_model_len <= capacity:
-        return max_model_len
-    if asked is not None:
+    if limits.max_model_len <= capacity:
+        return limits.max_model_len
+    if options.max_model_len is not None:
         raise ModelError(
-            f"max_model_len={asked} does not fit: the KV cache holds {capacity} tokens. "
+            f"max_model_len={options.max_model_len} does not fit: the KV cache holds {capacity} tokens. "
             "Give a larger kv_cache_memory_bytes or a smaller max_model_len"
         )
     logger.warning("the context is cut to %d tokens, which is what the KV cache holds", capacity)

@@ -299,8 +299,10 @@ def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tup
         start = text.find(candidate, max(0, len(text) - num_new_characters - len(candidate) + 1))
         if start >= 0:
             found.append((start + len(candidate), start, candidate))
-    _, start, candidate = min(found, default=(0, 0, None))
-    return None if candidate is None else (candidate, start)
+    if not found:
+        return None
+    _, start, candidate = min(found)
+    return candidate, start
 
 
 def count_held_back(text: str, stop: Sequence[str]) -> int:
