@@ -169,8 +169,8 @@ def _fit_context(options: EngineOptions, limits: Limits, groups: tuple[KVCacheGr
         return limits.max_model_len
     if options.max_model_len is not None:
         raise ModelError(
-            f"max_model_len={options.max_model_len} does not fit: the KV cache holds {capacity} tokens. "
-            "Give a larger kv_cache_memory_bytes or a smaller max_model_len"
+            f"max_model_len={options.max_model_len} does not fit: the KV cache holds {capacity} "
+            "tokens. Give a larger kv_cache_memory_bytes or a smaller max_model_len"
         )
     logger.warning("the context is cut to %d tokens, which is what the KV cache holds", capacity)
     return capacity
