@@ -323,7 +323,7 @@ class AsyncEngine:
         if self._is_closed:
             raise StoppingError("the server is stopping")
         if self._client is None:
-            raise EngineLostError("the engine is not available: it is being started again")
+            raise EngineLostError("the engine is not there: it is being started again")
         return self._client
 
     def _forget_own_media(self) -> None:
