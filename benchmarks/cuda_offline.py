@@ -223,12 +223,11 @@ def build_core(
     limits = resolve_limits(options, text_config=adapter.text_config, device=adapter.device)
     memory = plan_memory(
         adapter.config,
+        options,
         limits=limits,
         weights_bytes=0,  # they are there already
-        kv_cache_bytes=options.kv_cache_memory_bytes,
-        num_kv_tokens=limits.max_model_len,
         element_size=adapter.dtype.itemsize,
-        has_graphs=adapter.device.type == "cuda" and mode != "eager",
+        device=adapter.device,
     )
     core, config = build_engine_core(
         adapter,

@@ -42,26 +42,24 @@ from PIL import Image
 
 from records import write_record
 from sensorium import SamplingParams
-from sensorium.engine.build.options import MediaOptions
-from sensorium.engine.build.perception import (
+from sensorium.engine.build.frontend import (
     Caches,
     Perception,
     build_caches,
-    build_perception,
+    build_frontend,
     build_receiver,
     build_store,
+    read_checkpoint,
 )
-from sensorium.engine.inputs.chat_batch import make_chats
+from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.models.loading import load_config
+from sensorium.engine.inputs.renderer import Renderer, make_chats
 from sensorium.multimodal.cache.interface import ItemHandle, SenderCache
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.multimodal.pool.jobs import PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.render.renderer import ChatRenderer
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
 from sensorium.types.sampling import GenerationDefaults
 
@@ -125,17 +123,12 @@ def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, Perception]]:
     """Build a frontend without an engine."""
     directory = str(make_family("qwen2_5_vl", ROOT / "build" / "tiny-models"))
     media = MediaOptions(mm_processor_kwargs={"size": USUAL_SIZE}, **options)
-    processor = MultiModalProcessor(directory, load_config(directory, trust_remote_code=False))
-    perception = build_perception(
-        media,
-        build_caches(media, build_store(media)),
-        processor,
-        directory=directory,
-        model_revision="",
-        trust_remote_code=False,
-    )
+    loading = LoadingOptions(model=directory)
+    caches = build_caches(media, build_store(media))
+    frontend = build_frontend(loading, read_checkpoint(loading), media, caches)
+    perception = frontend.perception
     inputs = InputProcessor(
-        processor,
+        frontend.processor,
         pipeline=perception.pipeline,
         defaults=GenerationDefaults(),
         limit_mm_per_prompt={},
@@ -157,12 +150,12 @@ def measure_hit(rounds: int) -> Figures:
     messages = [{"role": "user", "content": parts}]
     num_tokens = 0
     with perceiving() as (inputs, perception):
-        renderer = ChatRenderer(inputs.processor)
+        renderer = Renderer(inputs)
 
         def hit() -> None:
             nonlocal num_tokens
             (chat,) = make_chats(messages, {})
-            processed = inputs.process("r", chat.render(renderer), SamplingParams())
+            processed = renderer.render(chat, SamplingParams()).processed
             num_tokens = len(processed.request.prompt_token_ids)
             perception.caches.sender.release([item.handle for item in processed.items])
 

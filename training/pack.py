@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save
 
-from sensorium.embedded.expansion import (
+from sensorium.embedded.cache import (
     MANIFEST,
     SCALE_SUFFIX,
     WEIGHTS,

@@ -90,7 +90,7 @@ print(json.dumps({"fields": fields, "refused": refused, "given": given}))
 def test_an_option_is_one_declaration(package: Path, ask: Ask) -> None:
     put_before(
         package / "engine" / "build" / "options.py",
-        "    max_model_len: int | None = option(",
+        "    max_model_len: int | None = common_option(",
         "    zest: int = option(\n"
         '        7, section="engine", least=1, commands=ENGINES, metavar="N", help="Its zest."\n'
         "    )\n",

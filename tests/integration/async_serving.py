@@ -12,19 +12,21 @@ from typing import Any
 from PIL import Image
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.builder import (
+from sensorium.engine.build.builder import Core, build_core
+from sensorium.engine.build.frontend import (
     Checkpoint,
-    Core,
-    build_core,
+    Perception,
+    build_caches,
     build_frontend,
+    build_receiver,
+    build_store,
     read_checkpoint,
 )
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.engine.build.perception import Perception, build_caches, build_receiver, build_store
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.renderer import Chat
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.render.messages import ChatOptions

@@ -58,7 +58,7 @@ async def render(engine: Any, app: Any, messages: Any) -> int:
     """Render a conversation, and return its number of tokens."""
     if ROUTE is not None:
         return len((await ask(app, ROUTE, {"messages": messages}))["token_ids"])
-    from sensorium.engine.inputs.chat_batch import Chat
+    from sensorium.engine.inputs.renderer import Chat
     from sensorium.render.messages import ChatOptions
     from sensorium.types.sampling import SamplingParams
 

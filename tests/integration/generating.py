@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from sensorium import LLM, SamplingParams
-from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.renderer import Chat
 from sensorium.multimodal.item_codec import encode_item
 from sensorium.render.messages import ChatOptions
 from sensorium.types.multimodal import as_runs

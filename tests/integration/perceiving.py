@@ -190,7 +190,7 @@ def assert_idle(llm: LLM) -> None:
     caches: Any = llm.perception.caches
     if caches.store is not None:
         assert get_num_leases(caches.store) == 0
-        assert caches.receiver._held == {}
+        assert llm.core.payloads.receiver._held == {}
         assert len(caches.readonly._held) == 0
     elif llm.perception.caches.sender.statistics().capacity_bytes:
         assert len(caches.sender._held) == 0

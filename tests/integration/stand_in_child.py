@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.server.metrics.memory import CORE
 from sensorium.server.metrics.metric_set import MetricSet, write_as
 from sensorium.server.processes.control import (

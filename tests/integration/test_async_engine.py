@@ -16,7 +16,7 @@ import pytest
 
 from sensorium import LLM, SamplingParams
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.perception import Perception
+from sensorium.engine.build.frontend import Perception
 from sensorium.engine.core_process.core_messages import ForgetMedia
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (

@@ -203,7 +203,7 @@ def test_an_interruption_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatc
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sensorium.cli.chat.load_llm", interrupt)
+    monkeypatch.setattr("sensorium.cli.flags.load_llm", interrupt)
     with pytest.raises(SystemExit) as caught:
         chat(monkeypatch, "/no/model", "hello")
     assert caught.value.code == 130
@@ -232,7 +232,7 @@ def test_an_interrupted_answer_is_forgotten_and_the_conversation_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = InterruptedLLM()
-    monkeypatch.setattr("sensorium.cli.chat.load_llm", lambda _: nullcontext(llm))
+    monkeypatch.setattr("sensorium.cli.flags.load_llm", lambda _: nullcontext(llm))
     monkeypatch.setattr("builtins.input", Lines(["one", "two", "three", "/quit", "four"]))
     monkeypatch.setattr(sys, "stdin", Terminal())
     chat(monkeypatch, "/no/model", "--system=be")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, RequestOutput, SamplingParams
-from sensorium.engine.outputs.parallel_sampling import make_children
+from sensorium.engine.outputs.completions import make_children
 from tests.integration.neighbours import make_prompt
 from tests.parity.cases import make_image, make_text
 from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids, make_llm

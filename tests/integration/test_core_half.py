@@ -14,7 +14,7 @@ import pytest
 
 from sensorium.engine.build import builder
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
 from sensorium.server.processes.core_app import build_core_app

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from sensorium import cli
-from sensorium.cli.demo import show_samples
-from sensorium.cli.demo_screen import Screen
+from sensorium.cli.demo import Screen, show_samples
 from sensorium.cli.demo_server import DemoClient
 from sensorium.embedded.samples import DEMO_SAMPLES
 from tests.support.server import ServerProcess

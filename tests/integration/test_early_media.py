@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.engine.build.builder import build_frontend, read_checkpoint
+from sensorium.engine.build.frontend import (
+    Perception,
+    build_caches,
+    build_frontend,
+    build_store,
+    read_checkpoint,
+)
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
-from sensorium.engine.build.perception import Perception, build_caches, build_store
 from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.pool.pool import ProcessPool
@@ -103,7 +108,7 @@ def test_a_pool_that_can_not_start_is_told_as_before(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing goes on in this process as if it were meant to."""
-    monkeypatch.setattr("sensorium.engine.build.perception._HANDLER", "json:no_such_factory")
+    monkeypatch.setattr("sensorium.engine.build.frontend._HANDLER", "json:no_such_factory")
     with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, pool):
         with pytest.raises(CapacityError):
             pool.wait_until_ready(READY_S)

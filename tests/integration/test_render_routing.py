@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.perception import Perception
+from sensorium.engine.build.frontend import Perception
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.decoding import decoding
 from sensorium.server.http.app import make_app

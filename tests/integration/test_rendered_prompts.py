@@ -89,7 +89,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "another modality": (
         lambda prompt, _: {**prompt, "mm_hashes": {"audio": ["a", "b"]}},
-        "mm_placeholders: has image, which mm_hashes has not",
+        "mm_placeholders: has image, which mm_hashes lacks",
     ),
     "an unknown modality": (
         lambda prompt, _: {
@@ -105,7 +105,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "too few kwargs": (set_images("mm_kwargs", None), "mm_kwargs.image: has 1 entries"),
     "stray kwargs": (
         lambda prompt, _: {**prompt, "mm_kwargs": {**prompt["mm_kwargs"], "audio": [None]}},
-        "mm_kwargs: has audio, which mm_hashes has not",
+        "mm_kwargs: has audio, which mm_hashes lacks",
     ),
     "an item that is no mapping": (
         set_first("mm_kwargs", 3),

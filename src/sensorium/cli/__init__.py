@@ -1,4 +1,4 @@
-"""The `sensorium` command: its exit codes, and a module for each of its commands.
+"""The `sensorium` command: its exit codes and its commands.
 
 The exit codes are 0 for success, 1 for an error, which is explained on stderr, 2 for wrong usage,
 130 for an interruption, and 141 if the reader of a pipe has left.
@@ -13,8 +13,10 @@ import sys
 from typing import Any
 
 import sensorium
-from sensorium.cli import chat, demo, generate, models, serve
+from sensorium.cli.chat import add_chat, add_generate
 from sensorium.cli.flags import take_late_words
+from sensorium.cli.models import add_models
+from sensorium.cli.serve import add_demo, add_serve
 from sensorium.types.errors import SensoriumError
 
 
@@ -60,8 +62,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    serve.add_serve(commands)
-    serve.add_render(commands)
-    for command in (chat, generate, models, demo):
-        command.add_command(commands)
+    for add_command in (add_serve, add_chat, add_generate, add_models, add_demo):
+        add_command(commands)
     return parser

@@ -1,4 +1,4 @@
-"""The command `sensorium chat`: one question with media and its answer, or a conversation."""
+"""The commands that run a model in this process: `chat`, with its template, and `generate`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,15 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sensorium.cli.flags import (
-    ENGINE_GROUPS,
-    MEDIA_FLAGS,
-    MODEL_HELP,
-    add_media_flags,
-    add_options,
-    add_quiet,
-    add_sampling_flags,
-    add_words,
-    hint_at_question,
-    load_llm,
-    make_sampling_params,
-    read_media,
-    split_question,
-)
+from sensorium.cli import flags
 from sensorium.types.errors import CapacityError, ModelError, RequestError
 from sensorium.types.outputs import RequestOutput
+from sensorium.types.request import TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,7 +40,7 @@ _TRANSFERS = {  # `MediaItemReport.transfer` -> words
 Part = dict[str, Any]
 
 
-def add_command(commands: Any) -> None:
+def add_chat(commands: Any) -> None:
     """Add the command `chat`."""
     chat = commands.add_parser(
         "chat",
@@ -61,13 +49,14 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_words(
+    flags.add_words(
         chat,
         "QUESTION",
-        f"{MODEL_HELP} Then the question. Without one it is read from stdin, or a conversation "
-        "begins. A single word is a model, unless it has spaces or marks that no model has.",
+        f"{flags.MODEL_HELP} Then the question. Without one it is read from stdin, or a "
+        "conversation begins. A single word is a model, unless it has spaces or marks that no "
+        "model has.",
     )
-    add_media_flags(chat, "that goes with the (first) question")
+    flags.add_media_flags(chat, "that goes with the (first) question")
     chat.add_argument(
         "--system",
         metavar="TEXT",
@@ -85,38 +74,50 @@ def add_command(commands: Any) -> None:
         help="After each answer, write to stderr which cache served each media item, the number of "
         "tokens, and times.",
     )
-    add_quiet(chat)
-    add_sampling_flags(chat, max_tokens=256)
-    add_options(chat, "chat", *ENGINE_GROUPS)
-    chat.set_defaults(run=run)
+    flags.add_quiet(chat)
+    flags.add_sampling_flags(chat, max_tokens=256)
+    flags.add_options(chat, "chat", *flags.ENGINE_GROUPS)
+    chat.set_defaults(run=_chat)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def add_generate(commands: Any) -> None:
+    """Add the command `generate`."""
+    generate = commands.add_parser(
+        "generate",
+        help="generate from prompts, in this process",
+        description="Generate from one or more prompts, batched, and print the answers. "
+        "Prompts are taken as they are: no chat template is applied (`sensorium chat` does).",
+    )
+    flags.add_words(
+        generate,
+        "PROMPT",
+        f"{flags.MODEL_HELP} Then prompts: text, with the model's marker for each media item. A "
+        "single word is a prompt.",
+    )
+    flags.add_media_flags(generate, "for the prompt's markers, in order (one prompt only)")
+    flags.add_quiet(generate)
+    flags.add_sampling_flags(generate, max_tokens=64, has_n=True)
+    flags.add_options(generate, "generate", *flags.ENGINE_GROUPS)
+    generate.set_defaults(run=_generate)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
     """Answer the question, or hold a conversation."""
-    arguments.model, text, too_much = split_question(arguments.words)
+    arguments.model, text, too_much = flags.split_question(arguments.words)
     if too_much:
         arguments.refuse(f"unrecognized arguments: {' '.join(too_much)}")
-    params = make_sampling_params(arguments)
-    parts = [_make_part(m, source) for m in MEDIA_FLAGS for source in getattr(arguments, m)]
+    params = flags.make_sampling_params(arguments)
+    parts = [_make_part(m, source) for m in flags.MEDIA_FLAGS for source in getattr(arguments, m)]
     if text is None and not sys.stdin.isatty():
         try:
             text = sys.stdin.read().strip()
         except UnicodeDecodeError as error:
             raise RequestError("the question on stdin is not text") from error
         if not text:
-            hint = hint_at_question(arguments.words)
+            hint = flags.hint_at_question(arguments.words)
             raise RequestError(f"there is no question: give it as an argument or on stdin{hint}")
     with _load(arguments) as llm:
-
-        def answer(messages: list[Part]) -> str:
-            return _answer(
-                llm,
-                messages,
-                params,
-                chat_template=arguments.chat_template,
-                is_verbose=arguments.verbose,
-            )
-
+        answer = partial(_answer, arguments, llm, params)
         if text is None:
             _converse(answer, arguments.system, parts)
         else:
@@ -125,9 +126,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _load(arguments: argparse.Namespace) -> LLM:
     try:
-        return load_llm(arguments)
+        return flags.load_llm(arguments)
     except ModelError as error:
-        raise ModelError(f"{error}{hint_at_question(arguments.words)}") from error
+        raise ModelError(f"{error}{flags.hint_at_question(arguments.words)}") from error
 
 
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
@@ -150,7 +151,7 @@ def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: li
         try:
             if command == "/reset":
                 messages, parts = _make_system(system), []
-            elif command.removeprefix("/") in MEDIA_FLAGS and command.startswith("/"):
+            elif command.removeprefix("/") in flags.MEDIA_FLAGS and command.startswith("/"):
                 parts.append(_make_part(command[1:], argument.strip()))
             elif command.startswith("/"):
                 print(_HELP, file=sys.stderr)
@@ -165,7 +166,7 @@ def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: li
 
 
 def _make_part(modality: str, source: str) -> Part:
-    return {"type": modality, modality: read_media(source)}
+    return {"type": modality, modality: flags.read_media(source)}
 
 
 def _make_question(parts: list[Part], text: str) -> Part:
@@ -177,18 +178,15 @@ def _make_system(text: str | None) -> list[Part]:
 
 
 def _answer(
-    llm: LLM,
-    messages: list[Part],
-    params: SamplingParams,
-    *,
-    chat_template: str | None,
-    is_verbose: bool,
+    arguments: argparse.Namespace, llm: LLM, params: SamplingParams, messages: list[Part]
 ) -> str:
     """Write the answer as it comes, and return all of it."""
     start = time.perf_counter()
     first_s = None
     output: RequestOutput | None = None
-    with closing(llm.stream_chat(messages, params, chat_template=chat_template)) as deltas:
+    with closing(
+        llm.stream_chat(messages, params, chat_template=arguments.chat_template)
+    ) as deltas:
         for entry in deltas:
             first_s = first_s or time.perf_counter() - start
             for delta in entry.deltas:
@@ -198,34 +196,47 @@ def _answer(
     print(flush=True)
     if output is None:
         return ""
-    if is_verbose:
+    if arguments.verbose:
         for line in _describe(output, first_s=first_s or 0.0, total_s=time.perf_counter() - start):
             print(line, file=sys.stderr)
     return output.outputs[0].text
 
 
-def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> list[str]:
-    num_prompt, num_new = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-    return [
-        *_describe_media(output),
-        f"{num_prompt} prompt tokens, {output.num_cached_tokens} of them from the prefix cache; "
-        f"{num_new} new tokens; {output.outputs[0].finish_reason}",
-        f"first token after {first_s:.3f} s, all after {total_s:.3f} s",
-    ]
-
-
-def _describe_media(output: RequestOutput) -> list[str]:
-    """Return a line for each media item about its caches, and one about the encoder cache."""
+def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> Iterator[str]:
+    """Yield lines about the caches of each media item, the encoder cache, tokens and times."""
     counts: Counter[str] = Counter()
-    lines = []
     for item in output.mm_items:
         processor = "processor cache hit" if item.is_processor_hit else "processed"
         label = f"{item.modality} {counts[item.modality]}"
-        lines.append(f"{label}: {processor}, {_TRANSFERS[item.transfer]} ({item.mm_hash[:12]})")
+        yield f"{label}: {processor}, {_TRANSFERS[item.transfer]} ({item.mm_hash[:12]})"
         counts[item.modality] += 1
-    if lines:
-        lines.append(
+    if counts:
+        yield (
             f"{output.num_encoder_hits} media item(s) from the encoder cache (within the cached "
             "prefix none is needed)"
         )
-    return lines
+    yield (
+        f"{len(output.prompt_token_ids)} prompt tokens, {output.num_cached_tokens} of them from "
+        f"the prefix cache; {len(output.outputs[0].token_ids)} new tokens; "
+        f"{output.outputs[0].finish_reason}"
+    )
+    yield f"first token after {first_s:.3f} s, all after {total_s:.3f} s"
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    arguments.model, texts = flags.split_prompts(arguments.words)
+    if not texts:
+        arguments.refuse("there is no prompt")
+    params = flags.make_sampling_params(arguments)
+    given = [modality for modality in flags.MEDIA_FLAGS if getattr(arguments, modality)]
+    if given and len(texts) > 1:
+        raise RequestError(f"--{given[0]} goes with one prompt only")
+    media = {
+        modality: [flags.read_media(source) for source in getattr(arguments, modality)]
+        for modality in given
+    }
+    prompts: list[TextPrompt] = [{"prompt": text, "multi_modal_data": media} for text in texts]
+    with flags.load_llm(arguments) as llm:
+        for output in llm.generate(prompts, params, use_tqdm=len(prompts) > 1):
+            for completion in output.outputs:
+                print(completion.text)

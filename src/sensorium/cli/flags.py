@@ -23,10 +23,9 @@ from sensorium.engine.build.options import (
     EngineOptions,
     LoadingOptions,
     MediaOptions,
-    check_media_counts,
 )
 from sensorium.multimodal.media import MediaLimits
-from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.errors import RequestError
 from sensorium.types.options import Kind, Option, list_options
 from sensorium.types.sampling import (
     GenerationDefaults,
@@ -111,18 +110,11 @@ def _parse(each: Option, text: str) -> Any:
     return value
 
 
-def _parse_integer(text: str) -> int:
+def _parse_number(text: str, kind: type[int | float] = float, noun: str = "a number") -> float:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-
-
-def _parse_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
 
 
 def _parse_bytes(text: str) -> int:
@@ -130,7 +122,7 @@ def _parse_bytes(text: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     num_bytes = 0 if match is None else int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
     if not 1 <= num_bytes <= _MAX_INTEGER:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: use e.g. 4G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: use e.g. 4G")
     return num_bytes
 
 
@@ -139,7 +131,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_INTEGER for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of integers >= 1, such as 1,2,4; --enforce-eager turns graphs off"
+            f"{text!r} is not a list of integers >= 1 like 1,2,4; --enforce-eager disables graphs"
         )
     return tuple(map(int, words))
 
@@ -157,17 +149,11 @@ def _parse_mapping(text: str) -> dict[str, Any]:
 def _parse_counts(text: str) -> dict[str, int]:
     """Read counts by modality, written as `{"image": 4}` or as `image=4,video=1`."""
     if text.lstrip().startswith("{"):
-        counts = _parse_mapping(text)
-    else:
-        matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
-        counts = {match[1]: int(match[2]) for match in matches if match is not None}
-        if None in matches:
-            raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
-    try:
-        check_media_counts(counts)
-    except ModelError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return counts
+        return _parse_mapping(text)
+    matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
+    if None in matches:
+        raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
+    return {match[1]: int(match[2]) for match in matches if match is not None}
 
 
 def _parse_file(text: str) -> str:
@@ -177,7 +163,7 @@ def _parse_file(text: str) -> str:
 
 
 _PARSERS: dict[Kind, Callable[[str], Any]] = {
-    "integer": _parse_integer,
+    "integer": partial(_parse_number, kind=int, noun="an integer"),
     "number": _parse_number,
     "bytes": _parse_bytes,
     "sizes": _parse_sizes,

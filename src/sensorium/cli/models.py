@@ -26,7 +26,7 @@ _DEFAULT = (
 )
 
 
-def add_command(commands: Any) -> None:
+def add_models(commands: Any) -> None:
     """Add the command `models`."""
     models = commands.add_parser(
         "models",

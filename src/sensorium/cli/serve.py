@@ -1,4 +1,4 @@
-"""The commands `sensorium serve` and `sensorium render`: a server with or without an engine."""
+"""The commands that start a server: `serve` with an engine, `render` without one, and `demo`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _RENDER_EXAMPLES = """examples:
   sensorium render MODEL --port 8001
   sensorium render MODEL --api-server-count 4 --mm-processor-cache-gb 1
 """
+_DEMO = """Start a server on this machine, ask it about the pictures, sounds and the video
+that come with the package, and then ask other questions about the same media: what was perceived
+once is not perceived again. Times are those of a client, from a question to the end of its answer.
+Ends the server, too."""
+_DEMO_EPILOG = "On a terminal with colors and at least 68 columns, media is drawn. Ctrl-C ends it."
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command `serve`."""
+    """Add the commands `serve` and `render`."""
     _add(commands, "serve", "serve a model over HTTP", _SERVE, _SERVE_EXAMPLES)
-
-
-def add_render(commands: Any) -> None:
-    """Add the command `render`."""
     summary = "render for a model that runs elsewhere, over HTTP"
     _add(commands, "render", summary, _RENDER, _RENDER_EXAMPLES)
 
@@ -59,10 +60,31 @@ def _add(commands: Any, name: str, summary: str, description: str, examples: str
         "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
     )
     add_options(parser, name, ServeOptions, *ENGINE_GROUPS)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_serve)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def add_demo(commands: Any) -> None:
+    """Add the command `demo`."""
+    demo = commands.add_parser(
+        "demo",
+        help="show what a model sees and hears, and what its caches save",
+        description=_DEMO,
+        epilog=_DEMO_EPILOG,
+    )
+    demo.add_argument("model", nargs="?", metavar="MODEL", default=EMBEDDED_MODEL, help=MODEL_HELP)
+    demo.add_argument(
+        "--no-color", action="store_true", help="Write plain text, and draw no media."
+    )
+    demo.set_defaults(run=_run_demo)
+
+
+def _run_demo(arguments: argparse.Namespace) -> None:
+    from sensorium.cli.demo import run_demo  # imports libraries for pictures and terminals
+
+    run_demo(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
     """Serve until the server ends, and exit with its status unless that is 0."""
     import asyncio
 

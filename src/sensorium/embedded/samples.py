@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MEDIA_FOLDER = Path(__file__).parent / "media"
-_MEDIA_TYPES = {
-    ".png": ("image", "image/png"),
-    ".flac": ("audio", "audio/flac"),
-    ".mp4": ("video", "video/mp4"),
-}
+_MEDIA_TYPES = {".png": "image/png", ".flac": "audio/flac", ".mp4": "video/mp4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +17,11 @@ class SampleMedia:
 
     @property
     def modality(self) -> str:
-        return _MEDIA_TYPES[self.path.suffix][0]
+        return self.media_type.partition("/")[0]
 
     @property
     def media_type(self) -> str:
-        return _MEDIA_TYPES[self.path.suffix][1]
+        return _MEDIA_TYPES[self.path.suffix]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

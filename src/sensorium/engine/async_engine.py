@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from sensorium.engine.build.perception import Perception
+from sensorium.engine.build.frontend import Perception
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_client import CoreClient
-from sensorium.engine.core_process.core_info import CoreInfo
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import Preparation
-from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,
@@ -48,18 +47,15 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self._is_changed = asyncio.Event()
+        self.is_changed = asyncio.Event()  # there is a new delta, or the request has ended
         self.output: RequestOutput | None = None  # the answer to a request that is not streamed
         self.last: RequestDelta | None = None  # the delta that was waiting when the request failed
         self.error: Exception | None = None
 
-    def wake(self) -> None:
-        self._is_changed.set()
-
     async def wait(self) -> None:
         """Wait until there is a new delta, or the request has ended."""
-        await self._is_changed.wait()
-        self._is_changed.clear()
+        await self.is_changed.wait()
+        self.is_changed.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +84,14 @@ class AsyncEngine:
         self.info: CoreInfo | None = None
         self.is_stalled = False  # whether the core is connected and makes no progress
         self._inputs = inputs
-        self._pipeline = perception.pipeline
         self._caches = perception.caches
         self._sender = perception.caches.sender
         self._identity = identity
         self._ids = count()
         self.renderer = Renderer(inputs, chat_template=chat_template)
-        self._preparation = Preparation(
-            self.renderer, draw_seed=inputs.draw_seed, release=inputs.release
-        )
-        self._driver = RequestDriver(inputs.processor.tokenizer, self._sender)
+        self._preparation = Preparation(self.renderer)
+        self.tokenizer = inputs.processor.tokenizer
+        self._driver = RequestDriver(self.tokenizer, self._sender)
         self._client: CoreClient | None = None
         self._readers: dict[str, _Reader] = {}  # request id -> its caller
         self._num_preparing = 0
@@ -122,10 +116,6 @@ class AsyncEngine:
     def switched_off(self) -> dict[str, str]:
         """The modalities that the model takes and this server does not: modality -> reason."""
         return self._inputs.switched_off.reasons
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._inputs.processor.tokenizer
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -206,7 +196,7 @@ class AsyncEngine:
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             while True:
                 await reader.wait()
-                delta = reader.last or self._driver.take_delta(core_id)
+                delta = reader.last or self._driver.outputs.take_delta(core_id)
                 if delta is not None:
                     final = None if delta.final is None else _finish(delta.final, request_id)
                     yield replace(delta, request_id=request_id, final=final)
@@ -239,52 +229,43 @@ class AsyncEngine:
     async def reset_cache(self, level: str) -> None:
         """Empty the cache of a `level`: "mm", "encoder" or "prefix"."""
         if level == "mm":
-            self._forget_media()
-        if self._is_alone:
-            return
-        await self._get_client().reset_cache(level)
+            self._sender.clear_cache()
+            self._caches.readonly.clear_cache()
+        if not self._is_alone:
+            await self._get_client().reset_cache(level)
 
     def get_statistics(self) -> EngineStatistics:
         return EngineStatistics(
-            num_preparing=self._num_preparing,
-            num_running=len(self._driver.outputs.request_ids),
+            num_preparing=self._num_preparing, num_running=len(self._driver.outputs.request_ids)
         )
 
     @asynccontextmanager
     async def _run(
-        self,
-        prompt: Prompt | Chat,
-        params: SamplingParams,
-        *,
-        is_streamed: bool,
-        group: str | None,
+        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool, group: str | None
     ) -> AsyncIterator[tuple[str, _Reader]]:
-        """Run a request within the block. Give its id in this engine, and its reader."""
+        """Run a request within the block. Give its id in this engine, and its reader.
+
+        The reader also gets the error if the core refuses the request.
+        """
         self._get_client()
         request_id = f"{self._identity}.{next(self._ids)}"
         self._num_preparing += 1
         try:
             prepared = await self._preparation.prepare(request_id, prompt, params)
-            reader = self._start(prepared, is_streamed=is_streamed, group=group)
         finally:
             self._num_preparing -= 1
-        try:
-            yield request_id, reader
-        finally:
-            self._abort(request_id)
-
-    def _start(self, prepared: Prepared, *, is_streamed: bool, group: str | None) -> _Reader:
-        """Start a request, and return its reader, which also gets the error if it is refused."""
         try:
             self._get_client()
         except CapacityError:
             self._driver.release(prepared.processed.items)
             raise
         delivery = self._driver.start(prepared, is_streamed=is_streamed, group=group)
-        request_id = prepared.processed.request.request_id
         reader = self._readers[request_id] = _Reader()
         self._spawn(self._carry_out(request_id, delivery))
-        return reader
+        try:
+            yield request_id, reader
+        finally:
+            self._abort(request_id)
 
     async def _carry_out(self, request_id: str, delivery: Delivery) -> None:
         """Send completions of a request to the core, or fail the request."""
@@ -302,7 +283,7 @@ class AsyncEngine:
     async def _perform(self, step: Step) -> object:
         """Perform a step of a delivery, and return the answer to it."""
         if isinstance(step, PerceiveAgain):
-            return await self._preparation.perceive_again(self._pipeline, step.item)
+            return await self._preparation.perceive_again(step.item)
         return await self._get_client().add(step.request, step.make_transfer)
 
     def _take_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
@@ -315,17 +296,17 @@ class AsyncEngine:
             reader = self._readers.get(output.request_id)
             if reader is not None:
                 reader.output = output
-                reader.wake()
+                reader.is_changed.set()
         for request_id in self._driver.outputs.changed_ids:
             if request_id in self._readers:
-                self._readers[request_id].wake()
+                self._readers[request_id].is_changed.set()
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """End a request with an error for its caller, and abort its completions in the core."""
         reader = self._readers.get(request_id)
         if reader is not None:
-            reader.last, reader.error = self._driver.take_delta(request_id), error
-            reader.wake()
+            reader.last, reader.error = self._driver.outputs.take_delta(request_id), error
+            reader.is_changed.set()
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
@@ -343,10 +324,6 @@ class AsyncEngine:
         if self._client is None:
             raise EngineLostError("the engine is not there: it is being started again")
         return self._client
-
-    def _forget_media(self) -> None:
-        self._sender.clear_cache()
-        self._caches.readonly.clear_cache()
 
     def _forget_own_media(self) -> None:
         """Empty the caches that only this frontend uses, because another one has reset the cache.
@@ -368,7 +345,7 @@ class AsyncEngine:
                     self._client.update_cache(update)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

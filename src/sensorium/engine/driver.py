@@ -31,13 +31,13 @@ from functools import partial
 from typing import Any
 
 from sensorium.engine.inputs.renderer import Prepared
+from sensorium.engine.outputs.completions import ParallelSampling
 from sensorium.engine.outputs.output_processor import OutputProcessor
-from sensorium.engine.outputs.parallel_sampling import ParallelSampling
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
 from sensorium.types.multimodal import ItemTimes, ShmReference, Transfer
-from sensorium.types.outputs import MediaItemReport, RequestDelta, RequestOutput
+from sensorium.types.outputs import MediaItemReport, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 
 _MAX_ATTEMPTS = 4  # how often one completion is sent before a core that keeps losing media fails it
@@ -64,7 +64,7 @@ class PerceiveAgain:
 
 Step = Send | PerceiveAgain
 Delivery = Generator[Step, Any, None]
-_BEGIN: Any = None  # what a delivery yields before its first step; the driver takes it
+_BEGIN: Any = None  # what a delivery yields before its first step; `_begin` takes it
 
 
 def advance(delivery: Delivery, answer: object = None) -> Step | None:
@@ -110,8 +110,8 @@ class RequestDriver:
             self.release(items)
             raise
         first, is_kept = self.parallel_sampling.add(request, items)
-        return self._deliver(
-            request.request_id, (first,), items, stages=prepared.stages, is_kept=is_kept
+        return _begin(
+            self._deliver(request.request_id, (first,), items, prepared.stages, is_kept=is_kept)
         )
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> Progress:
@@ -119,7 +119,7 @@ class RequestDriver:
         finished, stopped = self.outputs.process(outputs)
         ready = self.parallel_sampling.take_ready(outputs)
         deliveries = [
-            (entry.request_id, self._deliver(entry.request_id, entry.children, entry.items))
+            (entry.request_id, _begin(self._deliver(entry.request_id, entry.children, entry.items)))
             for entry in ready
         ]
         return Progress(finished=finished, stopped_ids=stopped, deliveries=deliveries)
@@ -142,10 +142,6 @@ class RequestDriver:
         self.outputs.forget(request_ids)
         return child_ids
 
-    def take_delta(self, request_id: str) -> RequestDelta | None:
-        """Return what a streamed request got since the last call, or `None` if it got nothing."""
-        return self.outputs.take_delta(request_id)
-
     def release(self, items: Sequence[PerceivedItem]) -> None:
         """Let the cache evict items of a request that no longer needs them."""
         _release(self._sender, items)
@@ -155,8 +151,8 @@ class RequestDriver:
         request_id: str,
         children: Sequence[EngineCoreRequest],
         items: Sequence[PerceivedItem],
-        *,
         stages: ItemTimes | None = None,
+        *,
         is_kept: bool = False,
     ) -> Delivery:
         """Return the delivery of some completions of a request.
@@ -164,18 +160,6 @@ class RequestDriver:
         The first delivery has `stages`, and reports how the request and its items were sent. The
         items are released afterwards unless they are kept for completions that start later.
         """
-        delivery = self._run(request_id, children, items, stages, is_kept)
-        next(delivery)  # a generator that never began would not release its items when it is closed
-        return delivery
-
-    def _run(
-        self,
-        request_id: str,
-        children: Sequence[EngineCoreRequest],
-        items: Sequence[PerceivedItem],
-        stages: ItemTimes | None,
-        is_kept: bool,
-    ) -> Delivery:
         try:
             yield _BEGIN
             for child in children:
@@ -221,10 +205,7 @@ class RequestDriver:
         return transfer
 
     def _replace_lost(
-        self,
-        current: list[PerceivedItem],
-        items: Sequence[PerceivedItem],
-        lost: frozenset[str],
+        self, current: list[PerceivedItem], items: Sequence[PerceivedItem], lost: frozenset[str]
     ) -> Delivery:
         """Replace the lost items that have no tensors here by items that were perceived again."""
         for index, item in enumerate(current):
@@ -232,6 +213,15 @@ class RequestDriver:
                 current[index] = yield PerceiveAgain(item)
                 if item is not items[index]:
                     self.release([item])
+
+
+def _begin(delivery: Delivery) -> Delivery:
+    """Run a delivery to its first step.
+
+    A generator that never began would not release its items when it is closed.
+    """
+    next(delivery)
+    return delivery
 
 
 def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:

@@ -10,19 +10,25 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any, Self, Unpack
 
 from tqdm import tqdm
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.builder import Engine, build_engine
+from sensorium.engine.build.builder import build_engine
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
-from sensorium.engine.inputs.chat_batch import Chat, ChatKwargs, Messages, make_chats
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.renderer import Prepared, Renderer
+from sensorium.engine.inputs.renderer import (
+    Chat,
+    ChatKwargs,
+    Messages,
+    Prepared,
+    Renderer,
+    make_chats,
+)
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.render.prompts import as_params, as_prompts
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
@@ -55,19 +61,26 @@ class LLM:
         """
         check_names(options, (LoadingOptions, EngineOptions, MediaOptions), caller="LLM()")
         loading = make_group(LoadingOptions, {**options, "model": model})
-        engine_options = make_group(EngineOptions, options)
-        self._load(loading, engine_options, make_group(MediaOptions, options))
-
-    def _load(
-        self, loading: LoadingOptions, options: EngineOptions, media_options: MediaOptions
-    ) -> None:
+        running, media = make_group(EngineOptions, options), make_group(MediaOptions, options)
         with blame_checkpoint(loading.model):
-            engine = build_engine(loading, options=options, media=media_options)
-        self.config, self.core, self.perception = engine.config, engine.core, engine.perception
-        self.input_processor = _make_input_processor(engine, options, media_options)
-        self._num_threads = media_options.mm_processor_pool_size
+            built, frontend, switched_off = build_engine(loading, options=running, media=media)
+        self.config, self.core, self.perception = built.config, built.core, frontend.perception
+        self.input_processor = InputProcessor(
+            frontend.processor,
+            pipeline=self.perception.pipeline,
+            readonly=self.perception.readonly,
+            defaults=built.defaults,
+            grammars=built.grammars,
+            limit_mm_per_prompt=running.limit_mm_per_prompt,
+            mm_processor_kwargs=media.mm_processor_kwargs,
+            media_io_kwargs=media.media_io_kwargs,
+            seed=running.seed,
+            switched_off=switched_off,
+        )
+        self.input_processor.max_model_len = self.config.limits.max_model_len
+        self._num_threads = media.mm_processor_pool_size
         self._ids = count()
-        self._driver = RequestDriver(engine.processor.tokenizer, self.perception.caches.sender)
+        self._driver = RequestDriver(frontend.processor.tokenizer, self.perception.caches.sender)
 
     def close(self) -> None:
         """End the processes and threads that process media. Nothing can be generated afterwards."""
@@ -118,7 +131,7 @@ class LLM:
         `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
         `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same for audio and
         video (also `input_audio`); a `uuid` beside media names it, and later stands for it.
-        `options` are those of `sensorium.engine.inputs.chat_batch.ChatKwargs`.
+        `options` are those of `sensorium.engine.inputs.renderer.ChatKwargs`.
         """
         chats = make_chats(messages, options)
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
@@ -135,14 +148,18 @@ class LLM:
         (params,) = as_params(sampling_params, 1)
         request_id = self._add(prompt, params, is_streamed=True)
         try:
-            final = None
+            outputs, final = self._driver.outputs, None
             while final is None:
-                if (delta := self._driver.take_delta(request_id)) is None:
-                    self._check_alive(request_id)
+                if (delta := outputs.take_delta(request_id)) is None:
+                    child_ids = outputs.get_child_ids((request_id,))
+                    if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
+                        raise RequestError("the request was ended by an interruption")
                     self._step()
                     continue
                 final = delta.final
-                _check_error(final)
+                if final is not None and final.error is not None:
+                    final.error.outputs = (final,)
+                    raise final.error
                 yield delta
         finally:
             self._abort((request_id,))
@@ -172,7 +189,7 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_open()
         params = as_params(sampling_params, len(entries))
-        batch = _Batch(self, entries, params, num_threads=self._num_threads)
+        batch = _Batch(self, entries, params)
         try:
             with tqdm(total=len(entries), disable=not use_tqdm, unit="req", desc="generate") as bar:
                 outputs = batch.finish(bar)
@@ -191,7 +208,7 @@ class LLM:
     def _add(
         self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
     ) -> str:
-        """Start one request, and return its id."""
+        """Prepare and start one request, and return its id."""
         return self._start(self._make_preparation(prompt, params)(), is_streamed=is_streamed)
 
     def _make_preparation(
@@ -205,14 +222,17 @@ class LLM:
         # Ids and seeds are given out now, in the order of the prompts.
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
 
-        def prepare() -> Prepared:
-            options: Any = {"request_id": request_id, "seed": seed, "cancelled": cancelled}
-            return self.renderer.render(prompt, params, **options)
-
-        return prepare
+        return partial(
+            self.renderer.render,
+            prompt,
+            params,
+            request_id=request_id,
+            seed=seed,
+            cancelled=cancelled,
+        )
 
     def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
-        """Start one request, and return its id."""
+        """Start a request that is prepared, and return its id."""
         request_id = prepared.processed.request.request_id
         try:
             self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
@@ -235,11 +255,6 @@ class LLM:
         if missing is not None:
             self.perception.caches.sender.handle_missing(missing)
         return missing
-
-    def _check_alive(self, request_id: str) -> None:
-        child_ids = self._driver.outputs.get_child_ids((request_id,))
-        if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
-            raise RequestError("the request was ended by an interruption")
 
     def _step(self) -> list[RequestOutput]:
         """Compute one step. Return the requests that ended with it and are not streamed."""
@@ -280,24 +295,20 @@ class _Batch:
     """One call of `generate` or `chat`.
 
     Only some prompts are in flight at once, so that media is not processed far ahead. With a pool
-    of processes, `num_threads` threads prepare prompts ahead while the engine steps. Without a
-    pool, each prompt is prepared right before it is started.
+    of processes, as many threads prepare prompts ahead while the engine steps. Without a pool, each
+    prompt is prepared right before it is started.
     """
 
     def __init__(
-        self,
-        llm: LLM,
-        prompts: Sequence[Prompt | Chat],
-        params: Sequence[SamplingParams],
-        *,
-        num_threads: int,
+        self, llm: LLM, prompts: Sequence[Prompt | Chat], params: Sequence[SamplingParams]
     ) -> None:
         self._llm = llm
         self._todo = deque(zip(range(len(prompts)), prompts, params, strict=True))
         self._outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._index_of: dict[str, int] = {}  # id of a request in flight -> index of its prompt
         self._max_in_flight = 2 * llm.config.limits.max_num_seqs
-        self._num_threads = num_threads
+        num_threads = llm._num_threads
+        self._max_preparing = max(1, 2 * num_threads)
         self._executor = ThreadPoolExecutor(num_threads, "prepare") if num_threads else None
         self._preparing: deque[_Preparing] = deque()
         self._cancelled: Future[None] = Future()
@@ -343,7 +354,7 @@ class _Batch:
         return None
 
     def _prepare_some(self) -> None:
-        while self._todo and len(self._preparing) < max(1, 2 * self._num_threads):
+        while self._todo and len(self._preparing) < self._max_preparing:
             index, prompt, params = self._todo.popleft()
             prepare = self._llm._make_preparation(prompt, params, cancelled=self._cancelled)
             future = _run(prepare) if self._executor is None else self._executor.submit(prepare)
@@ -380,28 +391,3 @@ def _make_error_output(entry: _Preparing, error: RequestError) -> RequestOutput:
         finished=True,
         error=error,
     )
-
-
-def _make_input_processor(
-    engine: Engine, options: EngineOptions, media: MediaOptions
-) -> InputProcessor:
-    inputs = InputProcessor(
-        engine.processor,
-        pipeline=engine.perception.pipeline,
-        readonly=engine.perception.readonly,
-        defaults=engine.defaults,
-        grammars=engine.grammars,
-        limit_mm_per_prompt=options.limit_mm_per_prompt,
-        mm_processor_kwargs=media.mm_processor_kwargs,
-        media_io_kwargs=media.media_io_kwargs,
-        seed=options.seed,
-        switched_off=engine.switched_off,
-    )
-    inputs.max_model_len = engine.config.limits.max_model_len
-    return inputs
-
-
-def _check_error(output: RequestOutput | None) -> None:
-    if output is not None and output.error is not None:
-        output.error.outputs = (output,)
-        raise output.error

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sensorium.cli import demo_screen
-from sensorium.cli.demo import describe_trace, show_samples
-from sensorium.cli.demo_screen import Screen, make_printable
+from sensorium.cli import demo
+from sensorium.cli.demo import Screen, describe_trace, make_printable, show_samples
 from sensorium.cli.demo_server import (
     Answer,
     DemoClient,
@@ -186,4 +185,4 @@ def test_a_server_that_does_not_answer_is_told() -> None:
 
 def test_a_pipe_that_breaks_ends_the_demo_like_other_commands() -> None:
     with pytest.raises(BrokenPipeError):
-        demo_screen._Console().on_broken_pipe()
+        demo._Console().on_broken_pipe()

@@ -122,7 +122,7 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_leas
         (["m", "--shutdown-timeout", "nan"], "--shutdown-timeout: it must be a number from 0"),
         (["m", "--max-num-seqs", "0"], "an integer >= 1, not 0"),
         (["m", "--max-num-seqs", "9" * 30], "an integer >= 1, not 999"),
-        (["m", "--kv-cache-memory-bytes", "lots"], "'lots' is no number of bytes"),
+        (["m", "--kv-cache-memory-bytes", "lots"], "'lots' is not a number of bytes"),
         (["m", "--limit-mm-per-prompt", "image"], "use JSON, or e.g. image=4,video=1"),
         (["m", "--limit-mm-per-prompt", "smell=1"], "names 'smell': use image, video, audio"),
         (["m", "--limit-mm-per-prompt", '{"image": -1}'], "image must be an integer >= 0"),

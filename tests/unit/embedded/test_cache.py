@@ -16,8 +16,7 @@ import pytest
 
 from sensorium import ModelError
 from sensorium.embedded import cache as cache_module
-from sensorium.embedded.cache import find_embedded_model
-from sensorium.embedded.expansion import is_whole, read_manifest
+from sensorium.embedded.cache import find_embedded_model, is_whole, read_manifest
 from sensorium.models.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +83,7 @@ def test_a_whole_folder_is_left_alone(packed: Path, cache: Path) -> None:
 _EXPAND = """
 import sys, pathlib
 from sensorium.embedded.cache import find_embedded_model
-from sensorium.embedded.expansion import is_whole, read_manifest
+from sensorium.embedded.cache import is_whole, read_manifest
 packed = pathlib.Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -181,7 +180,7 @@ def test_a_home_that_nobody_knows_is_not_made_here(
     monkeypatch.setenv("SENSORIUM_CACHE_DIR", chosen)
     monkeypatch.setenv("HOME", home)  # "~" is what is found without it and without an account
     assert find_embedded_model(packed).parent == temporary / f"sensorium-{os.getuid()}"
-    assert "can't be used (there is no such home)" in caplog.text
+    assert "can't be used (the home folder can't be found)" in caplog.text
     assert not list((temporary / "here").iterdir())
 
 
@@ -199,7 +198,7 @@ def test_a_lock_that_leads_elsewhere_is_not_followed(
 
 def test_a_folder_that_others_may_write_to_is_refused(packed: Path, temporary: Path) -> None:
     (temporary / f"sensorium-{os.getuid()}").mkdir(mode=0o755)
-    with pytest.raises(ModelError, match="is open to others"):
+    with pytest.raises(ModelError, match="is not used, because other users can access it"):
         find_embedded_model(packed)
 
 
@@ -229,7 +228,9 @@ def test_a_disk_that_takes_no_more_is_told(
 def test_a_damaged_package_is_told(packed: Path) -> None:
     shard = packed / "packed-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    with pytest.raises(ModelError, match=r"is damaged: .*00001\.safetensors"):
+    with pytest.raises(
+        ModelError, match=r"is damaged: .*00001\.safetensors': its checksum is wrong"
+    ):
         find_embedded_model(packed)
     shard.unlink()
     with pytest.raises(ModelError, match=r"is damaged: .*00001\.safetensors"):
@@ -238,10 +239,10 @@ def test_a_damaged_package_is_told(packed: Path) -> None:
     with pytest.raises(ModelError, match=r"is damaged: .*manifest\.json"):
         find_embedded_model(packed)
     (packed / "manifest.json").write_text('{"packed": {}, "expanded": {}}')
-    with pytest.raises(ModelError, match=r"is not what manifest\.json says"):
+    with pytest.raises(ModelError, match=r"do not match manifest\.json"):
         find_embedded_model(packed)
     (packed / "manifest.json").unlink()
-    with pytest.raises(ModelError, match="comes without its own model: name another one"):
+    with pytest.raises(ModelError, match="has no embedded model: name another model"):
         find_embedded_model(packed)
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from sensorium.embedded.cache import find_embedded_model
-from sensorium.embedded.expansion import read_manifest
+from sensorium.embedded.cache import find_embedded_model, read_manifest
 from training import pack as packing
 from training.pack import make_shards, pack, quantize_rows
 

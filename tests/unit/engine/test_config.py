@@ -55,7 +55,6 @@ def resolve(
         layer_groups=make_groups(*(windows or (None,))),
         element_size=4,
         device=device,
-        bidirectional_modalities=changes.get("bidirectional_modalities", frozenset()),
         attention_backend="torch",
         memory=MEMORY,
         free_bytes=changes.get("free_bytes", 2**30),
@@ -88,13 +87,12 @@ def test_what_the_user_says_is_what_is_used() -> None:
         disable_chunked_mm_input=True,
         scheduling_policy="priority",
     )
-    config = resolve(options, bidirectional_modalities=frozenset({"image"}))
+    config = resolve(options)
     limits = config.limits
     assert (limits.max_model_len, limits.max_num_seqs) == (100, 3)
     assert (limits.max_num_batched_tokens, limits.max_num_encoder_embeds) == (64, 40)
     assert limits.encoder_cache_size == 50
     assert limits.disable_chunked_mm_input
-    assert limits.bidirectional_modalities
     assert (config.block_size, config.enable_prefix_caching) == (8, False)
     assert config.scheduling_policy == "priority"
     assert config.groups[0].num_blocks == 2000

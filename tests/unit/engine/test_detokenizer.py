@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from sensorium.engine.outputs.detokenizer import Detokenizer, find_stop
+from sensorium.engine.outputs.text_reader import NUM_PROMPT_TOKENS, Detokenizer, find_stop
 
 NUM_BYTE_TOKENS = 259  # three special tokens, then one for each byte
 quick = settings(deadline=None, max_examples=150)
@@ -65,7 +65,8 @@ def test_characters_that_were_cut_anywhere_add_up_as_well(
 def test_text_in_many_scripts_follows_its_prompt(tokenizer: Any, prompt: str, text: str) -> None:
     prompt_ids = tokenizer(prompt)["input_ids"]
     token_ids = tokenizer(text)["input_ids"]
-    seen = feed(Detokenizer(tokenizer, tuple(prompt_ids)), token_ids)
+    recent = tuple(prompt_ids[-NUM_PROMPT_TOKENS:])
+    seen = feed(Detokenizer(tokenizer, recent, len(recent)), token_ids)
     assert seen[-1] == decode(tokenizer, token_ids)
 
 

@@ -27,6 +27,7 @@ from sensorium.engine.build.memory import (
     get_num_kv_bytes_per_token,
     plan_memory,
 )
+from sensorium.engine.build.options import EngineOptions
 from sensorium.types.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -77,11 +78,11 @@ PLAN = MemoryPlan(
 def plan(config: PretrainedConfig, kv_cache_bytes: int | None = None) -> MemoryPlan:
     return plan_memory(
         config,
+        EngineOptions(max_model_len=100, kv_cache_memory_bytes=kv_cache_bytes),
         limits=LIMITS,
         weights_bytes=12_345,
-        kv_cache_bytes=kv_cache_bytes,
-        num_kv_tokens=100,
         element_size=2,
+        device=CPU,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.outputs.parallel_sampling import (
+from sensorium.engine.outputs.completions import (
     ParallelSampling,
     get_child_ids,
     make_children,

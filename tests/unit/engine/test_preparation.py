@@ -6,13 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.preparation import Preparation
-from sensorium.engine.inputs.renderer import Prepared
+from sensorium.engine.inputs.renderer import Chat, Prepared
 from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import StoppingError
 from sensorium.types.request import Prompt
@@ -68,11 +68,7 @@ class SlowRenderer:
 def test_what_takes_long_holds_up_no_short_text(prompt: Prompt | Chat, params: Any) -> None:
     async def run() -> None:
         renderer = SlowRenderer()
-        preparation = Preparation(
-            renderer,  # type: ignore[arg-type]
-            draw_seed=lambda: 0,
-            release=lambda _: None,
-        )
+        preparation = make_preparation(renderer)
         slow = [asyncio.ensure_future(preparation.prepare("", prompt, params)) for _ in range(40)]
         try:
             await asyncio.sleep(0)
@@ -177,4 +173,5 @@ def test_a_request_that_was_finished_for_a_caller_that_left_is_released() -> Non
 
 
 def make_preparation(renderer: Any, release: Callable[[Any], None] = lambda _: None) -> Preparation:
-    return Preparation(renderer, draw_seed=lambda: 0, release=release)
+    renderer.inputs = SimpleNamespace(draw_seed=lambda: 0, release=release)
+    return Preparation(renderer)

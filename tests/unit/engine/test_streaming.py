@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.engine.outputs.detokenizer import count_held_back
 from sensorium.engine.outputs.output_processor import OutputProcessor
+from sensorium.engine.outputs.text_reader import count_held_back
 from sensorium.types.errors import ErrorRecord
 from sensorium.types.outputs import CompletionDelta, RequestDelta, RequestOutput
 from sensorium.types.request import (

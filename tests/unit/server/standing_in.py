@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.renderer import Chat
 from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.app import make_app
 from sensorium.types.outputs import (

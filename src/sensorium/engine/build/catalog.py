@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sensorium.engine.build.builder import (
+from sensorium.engine.build.builder import build_engine
+from sensorium.engine.build.frontend import (
     Frontend,
-    build_engine,
     build_frontend,
+    build_readonly_caches,
     read_checkpoint,
 )
 from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.engine.build.perception import build_readonly_caches
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.inputs.warmup import warm_up
@@ -32,12 +32,10 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     checkpoint = read_checkpoint(loading)
     config, directory = checkpoint.hf_config, str(checkpoint.directory)
     model_class = get_model_class(directory, config, trust_remote_code=loading.trust_remote_code)
-    switched_off: dict[str, str] = {}
+    media, switched_off = MediaOptions(), dict[str, str]()
     if is_tried:
-        engine = build_engine(loading, options=EngineOptions(), media=MediaOptions())
-        engine.perception.close()
-        switched_off |= engine.switched_off
-    media = MediaOptions()
+        _, tried, switched_off = build_engine(loading, options=EngineOptions(), media=media)
+        tried.perception.close()
     frontend = build_frontend(loading, checkpoint, media, build_readonly_caches(media))
     switched_off |= _find_switched_off(frontend)
     processor = frontend.processor

@@ -9,6 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
+from sensorium.core.encoder_cache_manager import EncoderCacheManager
+from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.memory import MemoryPlan, format_bytes
 from sensorium.engine.build.options import EngineOptions
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
@@ -39,10 +42,24 @@ class EngineConfig:
     fused: str = "nothing"
 
 
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    """Return a new scheduler with empty caches."""
+    return Scheduler(
+        config.limits,
+        kv_cache=KVCacheManager(
+            config.groups,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        encoder_cache=EncoderCacheManager(config.limits.encoder_cache_size),
+        policy=config.scheduling_policy,
+    )
+
+
 def resolve_limits(
     options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
 ) -> Limits:
-    """Return the limits, from what is known before the model is loaded.
+    """Return the limits as they can be computed before the model is loaded.
 
     `max_model_len` may have to shrink afterwards, if the user did not ask for it.
     """
@@ -94,11 +111,9 @@ def resolve_config(
     layer_groups: tuple[LayerGroup, ...],
     element_size: int,
     device: torch.device,
-    bidirectional_modalities: frozenset[str],
     attention_backend: str,
     memory: MemoryPlan,
     free_bytes: int,  # after the model was loaded
-    long_after: int | None = None,
 ) -> EngineConfig:
     """Resolve the options for a loaded model. `memory` was planned before it was loaded."""
     block_bytes = [
@@ -130,16 +145,8 @@ def resolve_config(
     kv_cache_bytes = sum(
         group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True)
     )
-    max_model_len = _fit_context(
-        options.max_model_len, limits.max_model_len, groups, options.block_size
-    )
     return EngineConfig(
-        limits=replace(
-            limits,
-            max_model_len=max_model_len,
-            bidirectional_modalities=bidirectional_modalities,
-            long_after=long_after,
-        ),
+        limits=replace(limits, max_model_len=_fit_context(options, limits, groups)),
         groups=groups,
         block_size=options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,
@@ -149,23 +156,21 @@ def resolve_config(
     )
 
 
-def _fit_context(
-    asked: int | None, max_model_len: int, groups: tuple[KVCacheGroup, ...], block_size: int
-) -> int:
+def _fit_context(options: EngineOptions, limits: Limits, groups: tuple[KVCacheGroup, ...]) -> int:
     """Return a context so short that a request of full length fits into the KV cache.
 
     Only groups of layers without a window limit the context.
     """
     capacity = min(
-        ((group.num_blocks - 1) * block_size for group in groups if group.window is None),
-        default=max_model_len,
+        ((group.num_blocks - 1) * options.block_size for group in groups if group.window is None),
+        default=limits.max_model_len,
     )
-    if max_model_len <= capacity:
-        return max_model_len
-    if asked is not None:
+    if limits.max_model_len <= capacity:
+        return limits.max_model_len
+    if options.max_model_len is not None:
         raise ModelError(
-            f"max_model_len={asked} does not fit: the KV cache holds {capacity} tokens. "
-            "Give a larger kv_cache_memory_bytes or a smaller max_model_len"
+            f"max_model_len={options.max_model_len} does not fit: the KV cache holds {capacity} "
+            "tokens. Give a larger kv_cache_memory_bytes or a smaller max_model_len"
         )
     logger.warning("the context is cut to %d tokens, which is what the KV cache holds", capacity)
     return capacity

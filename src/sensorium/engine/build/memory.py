@@ -1,8 +1,9 @@
 """Computes how much memory an engine needs, before anything is loaded.
 
-Weights are counted from the files' headers. Keys and values are computed from the config before the
-model is loaded, and from its layers afterwards. The other memory of a step is an estimate from the
-widths in the config: one layer's tensors at a time, since nothing is kept for a backward pass.
+The size of the weights is read from the headers of their files. The size of keys and values is
+computed from the config before the model is loaded, and from its layers afterwards. The memory for
+the other tensors of a step is estimated from the widths in the config. Only the tensors of one
+layer are counted, because none are kept for a backward pass.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import torch
 from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
+from sensorium.engine.build.options import EngineOptions
 from sensorium.types.errors import ModelError
 from sensorium.utils.system_memory import get_free_system_bytes
 
-# How many tensors exist at once inside a layer: of the hidden width (residual, norm, query, key,
-# value, output) and of the inner width of the feed-forward part (gate, up, their product).
+# The number of tensors that exist at the same time inside a layer. Those of the hidden width are
+# residual, norm, query, key, value and output. Those of the inner width, in the feed-forward part,
+# are gate, up and their product.
 _NUM_HIDDEN_TENSORS = 6
 _NUM_INNER_TENSORS = 3
-# The logits in float32, and the tensors of sampling: sorted values, their order (int64), sums,
-# masks.
+# For each logit: the logit itself in float32, and the tensors of sampling, which are the sorted
+# values, their order (int64), sums and masks.
 _BYTES_PER_LOGIT = 6 * 4
-_GRAPH_OBJECTS_BYTES = 384 << 20  # of some thousand graphs; 1,300 took 270 MiB on an H200
+_GRAPH_OBJECTS_BYTES = 384 << 20  # a few thousand graphs; 1,300 took 270 MiB on an H200
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
 _INNER_NAMES = ("intermediate_size", "encoder_ffn_dim", "ffn_dim")
 _DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
@@ -37,9 +40,9 @@ class MemoryPlan:
     weights_bytes: int
     kv_cache_bytes: int
     encoder_cache_bytes: int
-    encoder_peak_bytes: int  # of encoders at work; an estimate
-    step_bytes: int  # of a step's tensors; an estimate
-    graph_bytes: int = 0
+    encoder_peak_bytes: int  # the tensors inside the largest encoder while it runs; an estimate
+    step_bytes: int  # the tensors of one step of the decoder; an estimate
+    graph_bytes: int = 0  # CUDA graphs; an estimate
 
     @property
     def reserve_bytes(self) -> int:
@@ -74,7 +77,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Return how many bytes the engine may use. On CUDA a part of the memory is left to others."""
+    """Return how many bytes the engine may use.
+
+    On CUDA it is the share `gpu_memory_utilization` of the device, minus what is in use already.
+    """
     if device.type != "cuda":
         return get_free_system_bytes()
     free, total = torch.cuda.mem_get_info(device)
@@ -83,22 +89,22 @@ def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
 
 def plan_memory(
     config: PretrainedConfig,
+    options: EngineOptions,
     *,
     limits: Limits,
     weights_bytes: int,
-    kv_cache_bytes: int | None,
-    num_kv_tokens: int,
     element_size: int,
-    has_graphs: bool = False,
+    device: torch.device,
 ) -> MemoryPlan:
-    """Return the least memory that an engine needs.
-
-    `kv_cache_bytes` is what the user asked for. If it is `None`, the KV cache has to hold
-    `num_kv_tokens`.
-    """
+    """Return the least memory that an engine needs."""
     text_config = config.get_text_config(decoder=True)
+    kv_cache_bytes = options.kv_cache_memory_bytes
     if kv_cache_bytes is None:
+        # A context that the user did not ask for is cut to what fits, but one step must fit.
+        shortest = min(limits.max_model_len, limits.max_num_batched_tokens)
+        num_kv_tokens = options.max_model_len or shortest
         kv_cache_bytes = num_kv_tokens * get_num_kv_bytes_per_token(text_config, element_size)
+    has_graphs = device.type == "cuda" and not options.enforce_eager
     encoder_peaks = [
         limits.max_num_encoder_embeds
         * _get_num_patches_per_embed(config, encoder)
@@ -122,16 +128,16 @@ def plan_memory(
 
 
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
-    """Return the memory of CUDA graphs.
+    """Return the memory of CUDA graphs, in bytes.
 
-    All graphs share the memory of the largest one. Tensors that pass from one graph to the next
-    have memory of their own.
+    All graphs share the memory of the largest one. Tensors that one graph writes and the next one
+    reads have memory of their own.
     """
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
     num_crossing = _get_num_crossing_elements(text_config)
     token_bytes = (num_elements + num_crossing) * element_size
-    # The logits as the model's head returns them, in float32, and in the place that graphs of all
-    # sizes copy them to.
+    # There are three copies of the logits: as the model's head returns them, in float32, and in the
+    # buffer to which the graphs of all sizes copy them.
     row_bytes = num_elements * element_size + int(text_config.vocab_size) * (element_size + 2 * 4)
     return (
         limits.max_num_seqs * row_bytes
@@ -141,14 +147,14 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
 
 
 def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
-    """Return how many numbers of a token lie in the fixed memory between graphs.
+    """Return how many numbers each token has in the fixed memory between graphs.
 
-    These are embeddings, hidden states, inputs of single layers, and queries, keys, values and
-    outputs of attention for each shape of layers.
+    These are its embedding, its hidden state, the inputs that single layers get, and the query,
+    key, value and output of attention, once for each shape that layers have.
     """
     layers = _get_layers(text_config)
     num_inputs = len(layers) * _get_number(text_config, ("hidden_size_per_layer_input",), 0)
-    shapes = {(_get_num_query_elements(layer), _get_num_kv_elements(layer)) for layer in layers}
+    shapes = set(map(_get_attention_sizes, layers))
     width = _get_number(text_config, _WIDTH_NAMES, 0)
     return 2 * width + num_inputs + sum(2 * query + kv for query, kv in shapes)
 
@@ -171,26 +177,19 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
     """Return the bytes of keys and values per token, as if every layer kept everything.
 
-    Layers with windows and shared layers need less. A config without attention heads counts as 0;
-    the size for such a model is known only when it is loaded.
+    Layers with a window and layers that share keys and values need less. For a config without
+    attention heads it is 0, because the size can be computed only after the model is loaded.
     """
-    return sum(_get_num_kv_elements(layer) for layer in _get_layers(text_config)) * element_size
+    return sum(_get_attention_sizes(layer)[1] for layer in _get_layers(text_config)) * element_size
 
 
-def _get_num_kv_elements(layer: PretrainedConfig) -> int:
+def _get_attention_sizes(layer: PretrainedConfig) -> tuple[int, int]:
+    """Return how many numbers of a token are its query, and its key and value together."""
     num_heads = _get_number(layer, ("num_attention_heads",), 0)
     num_kv_heads = _get_number(layer, ("num_key_value_heads",), num_heads)
-    return 2 * num_kv_heads * _get_head_dim(layer)
-
-
-def _get_num_query_elements(layer: PretrainedConfig) -> int:
-    return _get_number(layer, ("num_attention_heads",), 0) * _get_head_dim(layer)
-
-
-def _get_head_dim(layer: PretrainedConfig) -> int:
-    num_heads = _get_number(layer, ("num_attention_heads",), 0)
     width = _get_number(layer, _WIDTH_NAMES, 0)
-    return _get_number(layer, ("head_dim",), width // max(1, num_heads))
+    head_dim = _get_number(layer, ("head_dim",), width // max(1, num_heads))
+    return num_heads * head_dim, 2 * num_kv_heads * head_dim
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -221,29 +220,30 @@ def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConf
 
 
 def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
-    """Return how many numbers exist at once for a token or a patch.
+    """Return how many numbers exist at the same time for each token or patch.
 
-    With `keeps_layers` the output of every layer is kept, because the model uses some of them.
+    With `keeps_layers` the outputs of all layers are kept, because the model uses some of them.
     """
-    layers = _get_layers(config)
-    widest = max(map(_get_num_elements_at_once, layers), default=0)
-    return widest + (sum(_get_number(layer, _WIDTH_NAMES, 0) for layer in layers) * keeps_layers)
-
-
-def _get_num_elements_at_once(layer: PretrainedConfig) -> int:
-    width = _get_number(layer, _WIDTH_NAMES, 0)
-    inner = _get_number(layer, _INNER_NAMES, 4 * width)
-    return _NUM_HIDDEN_TENSORS * width + _NUM_INNER_TENSORS * inner
+    widest = sum_of_widths = 0
+    for layer in _get_layers(config):
+        width = _get_number(layer, _WIDTH_NAMES, 0)
+        inner = _get_number(layer, _INNER_NAMES, 4 * width)
+        widest = max(widest, _NUM_HIDDEN_TENSORS * width + _NUM_INNER_TENSORS * inner)
+        sum_of_widths += width
+    return widest + sum_of_widths * keeps_layers
 
 
 def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
-    """Return one config for each layer. If layers differ, the whole config has no such values."""
+    """Return one config for each layer.
+
+    If layers differ, each has a config of its own, because the model's config lacks these values.
+    """
     if config.is_heterogeneous:
         return tuple(config.per_layer_config)
     return (config,) * _get_number(config, _DEPTH_NAMES, 1)
 
 
 def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
-    """Return a number that has different names in different families. Lists don't count."""
+    """Return the first of these values that is a number; families use different names for it."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,12 @@ from sensorium.layers.attention import ATTENTION_BACKENDS
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import ModelError
 from sensorium.types.multimodal import HASH_ALGORITHMS, MODALITIES
-from sensorium.types.options import (
-    ALL_COMMANDS,
-    ENGINES,
-    SERVE,
-    SERVERS,
-    check_options,
-    option,
-)
+from sensorium.types.options import ALL_COMMANDS, ENGINES, SERVE, SERVERS, check_options, option
 
-_GIBIBYTE = 2**30
-_MEBIBYTE = 2**20
+serve_option = partial(option, commands=SERVE)  # `serve` has a flag for it
+server_option = partial(option, commands=SERVERS)  # and so has `render`
+engine_option = partial(option, commands=ENGINES)  # `serve`, `chat` and `generate` have a flag
+common_option = partial(option, commands=ALL_COMMANDS)  # all of these commands have a flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,32 +34,27 @@ class LoadingOptions:
     """
 
     model: str = EMBEDDED_MODEL
-    dtype: str = option(
+    dtype: str = engine_option(
         "auto",
         section="loading",
-        commands=ENGINES,
         choices=("auto", "float32", "bfloat16", "float16"),
         help="The precision of the weights. With auto it is the checkpoint's on CUDA; on a CPU it "
         "is float32, unless the CPU has bfloat16 instructions and the checkpoint is in bfloat16.",
     )
-    device: str = option(
+    device: str = engine_option(
         "auto",
-        commands=ENGINES,
         metavar="DEVICE",
         help="The device that computes: cpu, cuda, or auto for CUDA where there is a GPU.",
     )
-    revision: str | None = option(
+    revision: str | None = common_option(
         None,
         kind="text",
-        commands=ALL_COMMANDS,
         metavar="NAME",
         default_text="main",
         help="The branch, tag or commit of a hub id.",
     )
-    trust_remote_code: bool = option(
-        False,
-        commands=ALL_COMMANDS,
-        help="Run code that the checkpoint brings. Without it such a model is refused.",
+    trust_remote_code: bool = common_option(
+        False, help="Run code that the checkpoint brings. Without it such a model is refused."
     )
     use_tqdm_on_load: bool = option(
         True, help="Show the progress of long loads, if stderr is a terminal."
@@ -78,154 +69,119 @@ class LoadingOptions:
         check_options(self)
 
 
+def _most(help_text: str, *, default_text: str) -> Any:
+    """Return an option of `sensorium serve` that is the most of something. The default varies."""
+    return serve_option(
+        None, kind="integer", least=1, metavar="N", default_text=default_text, help=help_text
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The options for how an engine runs. Where a value is `None`, the engine chooses one."""
 
-    max_model_len: int | None = option(
+    max_model_len: int | None = common_option(
         None,
         section="engine",
         kind="integer",
         least=1,
-        commands=ALL_COMMANDS,
         metavar="N",
         default_text="the model's context, cut to what the KV cache holds",
         help="The context length in tokens.",
     )
-    max_num_seqs: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        default_text="32 on a CPU, 256 on CUDA",
-        help="The most requests in a step.",
+    max_num_seqs: int | None = _most(
+        "The most requests in a step.", default_text="32 on a CPU, 256 on CUDA"
     )
-    max_num_batched_tokens: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        default_text="2048 on a CPU, 8192 on CUDA",
-        help="The most tokens in a step.",
+    max_num_batched_tokens: int | None = _most(
+        "The most tokens in a step.", default_text="2048 on a CPU, 8192 on CUDA"
     )
-    kv_cache_memory_bytes: int | None = option(
+    kv_cache_memory_bytes: int | None = serve_option(
         None,
         kind="bytes",
         least=1,
-        commands=SERVE,
         metavar="BYTES",
         default_text="room for all requests at full length, but at most a quarter of the free "
         "memory on a CPU and all of it on CUDA",
         help="The memory for keys and values. The command line also takes a unit, as in 4G.",
     )
-    encoder_cache_size: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        default_text="16384",
-        help="The most media embeddings that are kept for later requests.",
+    encoder_cache_size: int | None = _most(
+        "The most media embeddings that are kept for later requests.", default_text="16384"
     )
-    max_num_encoder_embeds: int | None = option(
-        None,
-        kind="integer",
-        least=1,
-        commands=SERVE,
-        metavar="N",
+    max_num_encoder_embeds: int | None = _most(
+        "The most media embeddings that are computed in a step.",
         default_text="as max_num_batched_tokens",
-        help="The most media embeddings that are computed in a step.",
     )
-    block_size: int = option(
-        16,
-        least=1,
-        commands=SERVE,
-        metavar="N",
-        help="The number of tokens in a block of the KV cache.",
+    block_size: int = serve_option(
+        16, least=1, metavar="N", help="The number of tokens in a block of the KV cache."
     )
-    enable_prefix_caching: bool = option(
-        True, commands=SERVE, help="Keep the KV blocks of earlier prompts for later ones."
+    enable_prefix_caching: bool = serve_option(
+        True, help="Keep the KV blocks of earlier prompts for later ones."
     )
-    disable_chunked_mm_input: bool = option(
-        False, commands=SERVE, help="Compute all tokens of a media item in one step."
+    disable_chunked_mm_input: bool = serve_option(
+        False, help="Compute all tokens of a media item in one step."
     )
-    scheduling_policy: str = option(
+    scheduling_policy: str = serve_option(
         "fcfs",
-        commands=SERVE,
         choices=("fcfs", "priority"),
         help="Which request is served first: the one that came first (fcfs), or the one with the "
         "lower priority value (priority).",
     )
-    attention_backend: str = option(
+    attention_backend: str = engine_option(
         "auto",
-        commands=ENGINES,
         choices=ATTENTION_BACKENDS,
         help="The kernels that attend to the KV cache. With auto it is the first of these that "
         "runs the model here and passes a trial. docs/gpu.md lists what each of them needs.",
     )
-    enforce_eager: bool = option(
-        False,
-        commands=ENGINES,
-        help="Launch every kernel of a step instead of replaying CUDA graphs.",
+    enforce_eager: bool = engine_option(
+        False, help="Launch every kernel of a step instead of replaying CUDA graphs."
     )
-    fusion: bool = option(
+    fusion: bool = engine_option(
         True,
-        commands=ENGINES,
         help="On CUDA, compute norms, rotary positions, gated layers and joined products in fewer "
         "kernels, where these agree with the model's own.",
     )
-    cuda_graph_sizes: Sequence[int] | None = option(
+    cuda_graph_sizes: Sequence[int] | None = engine_option(
         None,
         kind="sizes",
-        commands=ENGINES,
         metavar="N,N,...",
         default_text="1,2,4,8, then every eighth up to max_num_seqs",
         help="The batch sizes for which decoding steps have a CUDA graph. A batch is padded to the "
         "next size; a larger one runs without a graph.",
     )
-    limit_mm_per_prompt: Mapping[str, int] = option(
+    limit_mm_per_prompt: Mapping[str, int] = server_option(
         {},
         kind="counts",
-        commands=SERVERS,
         metavar="COUNTS",
         default_text="no limit",
         help="The most items of a modality in one prompt. The command line takes JSON, or "
         "image=4,video=1.",
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: float = engine_option(
         0.9,
         above=0,
         most=1,
-        commands=ENGINES,
         metavar="SHARE",
         help="The share of a CUDA device's memory that may be in use. A model that does not fit is "
         "refused before it is loaded.",
     )
-    generation_config: str = option(
+    generation_config: str = server_option(
         "auto",
-        commands=SERVERS,
         choices=("auto", "none"),
         help="Whether the checkpoint's generation_config.json decides what a request leaves open "
         "(auto). With none, only its end-of-sequence tokens count.",
     )
-    structured_string_limit: int | None = option(
+    structured_string_limit: int | None = server_option(
         None,
         kind="integer",
         least=0,
-        commands=SERVERS,
         metavar="N",
         default_text="what the model's generation_config.json has, which is no limit for most "
         "models",
         help="Bound answers that follow a JSON schema: strings that the schema leaves free have at "
         "most N characters, and numbers and lists are bounded too. 0 means no limit.",
     )
-    seed: int = option(
-        0,
-        commands=SERVERS,
-        metavar="N",
-        help="The seed from which requests without a seed of their own get theirs.",
+    seed: int = server_option(
+        0, metavar="N", help="The seed from which requests without a seed of their own get theirs."
     )
 
     def __post_init__(self) -> None:
@@ -234,7 +190,7 @@ class EngineOptions:
         check_options(self)
         if self.cuda_graph_sizes is not None:
             object.__setattr__(self, "cuda_graph_sizes", tuple(self.cuda_graph_sizes))
-        check_media_counts(self.limit_mm_per_prompt)
+        _check_media_counts(self.limit_mm_per_prompt)
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
@@ -242,7 +198,7 @@ class EngineOptions:
         return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
 
 
-def check_media_counts(counts: Mapping[str, Any]) -> None:
+def _check_media_counts(counts: Mapping[str, Any]) -> None:
     """Raise a `ModelError` unless all keys are modalities and all values are counts."""
     for modality, count in counts.items():
         if modality not in MODALITIES:
@@ -257,87 +213,73 @@ def check_media_counts(counts: Mapping[str, Any]) -> None:
 class MediaOptions:
     """The options for the sources of media, its processing, and its caches."""
 
-    mm_processor_cache_gb: float = option(
+    mm_processor_cache_gb: float = common_option(
         4.0,
         section="media",
         least=0,
         most=2**20,
-        commands=ALL_COMMANDS,
         metavar="GIB",
         help="The room for processed media, in GiB. 0 keeps nothing.",
     )
-    mm_processor_cache_type: str = option(
+    mm_processor_cache_type: str = engine_option(
         "lru",
         server_default="lru, or shm with several frontends",
-        commands=ENGINES,
         choices=("lru", "shm"),
         help="Where processed media is kept: as tensors beside the engine (lru), or in shared "
         "memory (shm).",
     )
-    mm_shm_cache_max_object_size_mb: int = option(
+    mm_shm_cache_max_object_size_mb: int = engine_option(
         128,
         least=1,
         most=2**20,
-        commands=ENGINES,
         metavar="MIB",
         help="The largest item that is kept in shared memory, in MiB.",
     )
-    mm_processor_pool_size: int = option(
+    mm_processor_pool_size: int = common_option(
         0,
         server_default="half of the cores, at most 4, divided among the frontends, but at least 2",
         least=0,
         most=128,  # half of the processes that may share the memory of a cache
-        commands=ALL_COMMANDS,
         metavar="N",
         help="The number of processes that decode and process media, for each frontend of a "
         "server. With 0 it is done in the process itself.",
     )
-    mm_hasher_algorithm: str = option(
+    mm_hasher_algorithm: str = common_option(
         "auto",
-        commands=ALL_COMMANDS,
         choices=("auto", *HASH_ALGORITHMS),
         help="The hash function that names media by content. With auto it is the fastest on this "
         "machine.",
     )
-    mm_processor_kwargs: Mapping[str, Any] = option(
+    mm_processor_kwargs: Mapping[str, Any] = common_option(
         {},
         kind="mapping",
-        commands=ALL_COMMANDS,
         metavar="JSON",
         help="Options that the model's processor gets with every item.",
     )
-    media_io_kwargs: Mapping[str, Mapping[str, Any]] = option(
-        {},
-        kind="mapping",
-        commands=ALL_COMMANDS,
-        metavar="JSON",
-        help="Options that decoders get, by modality.",
+    media_io_kwargs: Mapping[str, Mapping[str, Any]] = common_option(
+        {}, kind="mapping", metavar="JSON", help="Options that decoders get, by modality."
     )
-    allow_larger_media: bool = option(
+    allow_larger_media: bool = common_option(
         False,
-        commands=ALL_COMMANDS,
         help="Let the options of a request make a media item larger than the model's processor and "
         "mm_processor_kwargs do. Without it such an item is refused.",
     )
-    allowed_local_media_path: str | None = option(
+    allowed_local_media_path: str | None = common_option(
         None,
         kind="text",
-        commands=ALL_COMMANDS,
         metavar="DIR",
         default_text="none, so that no file can be read",
         help="The directory below which file: URLs may name files.",
     )
-    allowed_media_domains: Sequence[str] = option(
+    allowed_media_domains: Sequence[str] = common_option(
         (),
         kind="texts",
-        commands=ALL_COMMANDS,
         metavar="HOST",
         default_text="any public one",
         help="The only hosts to fetch media from. .example.com means its subdomains.",
     )
-    enable_mm_embeds: bool = option(
+    enable_mm_embeds: bool = server_option(
         False,
-        commands=SERVERS,
         help="Let any client send media as the output of an encoder, for models that allow it.",
     )
     media_limits: MediaLimits = field(default_factory=MediaLimits)
@@ -361,7 +303,7 @@ class MediaOptions:
     @property
     def capacity_bytes(self) -> int:
         """Return the room for processed media, in bytes."""
-        return int(self.mm_processor_cache_gb * _GIBIBYTE)
+        return int(self.mm_processor_cache_gb * 2**30)
 
     @property
     def has_shared_memory(self) -> bool:
@@ -371,7 +313,7 @@ class MediaOptions:
     @property
     def max_object_bytes(self) -> int:
         """Return the size of the largest item that is kept in shared memory."""
-        return self.mm_shm_cache_max_object_size_mb * _MEBIBYTE
+        return self.mm_shm_cache_max_object_size_mb * 2**20
 
     def get_limits(self) -> MediaLimits:
         """Return the limits of media, with the sources that these options allow."""

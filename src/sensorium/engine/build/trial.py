@@ -1,20 +1,20 @@
-"""Compares the engine with the model itself, before a model of an unknown family serves.
+"""Compares the engine with the model itself, before a model of an unknown family is served.
 
-The generic adapter finds out what a model needs, but can't find what it does not look for: a mask
-that is neither causal nor a window, or another input that the decoder gets with a picture. Such a
-model would run and give wrong tokens. The known families are compared by tests instead.
+The generic adapter looks for certain needs of a model, and can't find others: a mask that is
+neither causal nor a window, or a further input that the decoder gets with a picture. Such a model
+would run and give wrong tokens. Families with code of their own need no trial: tests compare them.
 
-There is a trial of text, then one of each modality. It has two prompts of different lengths, one of
-them with two items. They run together and in chunks, answer with several tokens, and run again from
-the encoder cache and from the prefix cache. Every log-probability of prompts and answers is
-compared.
+There is one trial of text, and then one for each modality. A trial has two prompts of different
+lengths, one of them with two items. They run together and in chunks, and each gets an answer of
+several tokens. Then they run again, with the encoder cache and with the prefix cache. Every
+log-probability of prompts and answers is compared.
 
-Results differ if numbers are rounded in another order. How much depends on the model and its dtype,
-so it is measured: the model runs on its own, once with its own attention and once with other
-rounding. The engine may differ from the model by a small multiple of that.
+Numbers that are rounded in another order differ slightly. How much depends on the model and its
+dtype, so it is measured: the model runs without the engine, once with its own attention and once
+with other rounding. The engine may differ from the model by a small multiple of that distance.
 
-A trial has a scheduler of its own. The engine's scheduler never gets these requests, so its
-counters and caches stay as they are. The worker drops what it keeps of them at the end.
+A trial has a scheduler of its own. The engine's scheduler never gets the requests of a trial, so
+its counters and caches do not change. At the end the worker drops everything that it keeps of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from sensorium.core.scheduler import Scheduler
-from sensorium.engine.build.config import EngineConfig
+from sensorium.engine.build.config import EngineConfig, make_scheduler
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.models.adapter import ModelAdapter, collate
@@ -37,7 +37,7 @@ from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
-from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
+from sensorium.types.multimodal import Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, Prompt, TokenLogprobs
 from sensorium.types.sampling import (
     MAX_LOGPROBS,
@@ -52,9 +52,9 @@ _WORDS = (
     " Compare it with the next one: which of them came first, and why? ",
     " Now answer, and name what you are not sure about.",
 )
-_NUM_TOKENS = 5
-_MAX_TEXT_TOKENS = 640  # of the longer text, which exceeds the model's windows if it can
-_NUM_CHUNKS = 3  # steps that the longer prompt takes, at least
+_NUM_TOKENS = 5  # the length of each answer
+_MAX_TEXT_TOKENS = 640  # the most for the longer text, which should exceed the model's windows
+_NUM_CHUNKS = 3  # the longer prompt takes at least this many steps
 _PARAMS = SamplingParams(
     temperature=0.0,
     max_tokens=_NUM_TOKENS,
@@ -62,16 +62,16 @@ _PARAMS = SamplingParams(
     prompt_logprobs=MAX_LOGPROBS,
     ignore_eos=True,
 )
-# By which factor the engine's distance may exceed the distance of rounding. Tiny models that the
-# engine computes correctly have at most 1.7 at the worst position and 0.9 overall; models that it
-# computes wrongly have at least 17 and 11 (ADR 22).
+# The engine's distance may be this many times the distance of rounding. Tiny models that the engine
+# computes correctly reach at most 1.7 times at the worst position and 0.9 times overall. Models
+# that it computes wrongly reach at least 17 times and 11 times (ADR 22).
 _WORST_FACTOR = 5.0
 _OVERALL_FACTOR = 2.5
-# The least distance of rounding, because both attentions may happen to round in the same way.
+# A distance of rounding that is smaller counts as this much, because both attentions may happen to
+# round in the same way.
 _LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-3}
-# If rounding alone changes more than this, a comparison is meaningless.
+# If rounding alone changes log-probabilities by more than this, a comparison is meaningless.
 _MOST_ROUNDING = 0.5
-MakeScheduler = Callable[[EngineConfig], Scheduler]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | 
     """Return why an engine's distance from its model is too large, or `None` if it is not."""
     if not rounding.overall <= _MOST_ROUNDING:
         return (
-            "its log-probabilities can't be compared: rounding alone changes them by "
+            "the model's log-probabilities can't be compared: rounding alone changes them by "
             f"{rounding.overall:.2g} in {str(dtype).removeprefix('torch.')}"
         )
     least = _LEAST_ROUNDING[dtype]
@@ -104,8 +104,8 @@ def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | 
         return None
     return (
         "the model on its own computed something else (log-probabilities differ by "
-        f"{ours.worst:.2g} at the worst position, rounding alone by {rounding.worst:.2g}): it does "
-        "more between its encoders and its logits than is known here"
+        f"{ours.worst:.2g} at the worst position, rounding alone by {rounding.worst:.2g}): it has "
+        "a step between its encoders and its logits that this engine does not support"
     )
 
 
@@ -177,8 +177,7 @@ class Trial:
     """A comparison of an engine's core with its model.
 
     `pipeline` must send nothing to a core, so that its items come with their tensors.
-    `make_scheduler` makes the schedulers of the trial. No prompt has more items of a modality than
-    `limit_mm_per_prompt` allows.
+    No prompt has more items of a modality than `limit_mm_per_prompt` allows.
     """
 
     def __init__(
@@ -189,14 +188,12 @@ class Trial:
         pipeline: MediaPipeline,
         *,
         config: EngineConfig,
-        make_scheduler: MakeScheduler,
         limit_mm_per_prompt: Mapping[str, int],
     ) -> None:
         self._core = core
         self._adapter = adapter
         self._processor = processor
         self._config = config
-        self._make_scheduler = make_scheduler
         self._limits = limit_mm_per_prompt
         self._words = self._fit_words()
         # A model with random weights may generate the token that stands for an item. Models treat
@@ -225,7 +222,10 @@ class Trial:
         return {modality: fault for modality, fault in faults.items() if fault is not None}
 
     def _try(self, modality: str | None) -> str | None:
-        """Return what is wrong with text, or with text and items of a modality."""
+        """Run the trial of text, or of text with items of a modality.
+
+        Return what is wrong, or `None` if the engine agrees with the model.
+        """
         subject = "text" if modality is None else f"text with {modality}"
         started = time.monotonic()
         try:
@@ -236,11 +236,7 @@ class Trial:
         logger.info(
             "trial of %s: log-probabilities differ by %.2g, and by %.2g at the worst position "
             "(rounding alone: %.2g and %.2g); %.2f s",
-            subject,
-            ours.overall,
-            ours.worst,
-            rounding.overall,
-            rounding.worst,
+            *(subject, ours.overall, ours.worst, rounding.overall, rounding.worst),
             time.monotonic() - started,
         )
         fault = find_fault(ours, rounding, self._adapter.dtype)
@@ -304,7 +300,8 @@ class Trial:
         except Exception:  # some processors take only one item, although the model takes more
             if len(media) < 2:
                 raise
-            whole = _put_together(request, tensors)
+            items = [tensors[feature.mm_hash] for feature in request.mm_features]
+            whole = {"input_ids": torch.tensor([list(request.prompt_token_ids)]), **collate(items)}
         if whole["input_ids"][0].tolist() != list(request.prompt_token_ids):
             raise ModelError(_explain_prompt(modality, len(media)))
         return _Case(request=request, transfer=Transfer(payloads=tensors), whole=whole)
@@ -312,8 +309,8 @@ class Trial:
     # ---- the engine
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
-        """Return the answers to each case: computed at first, then with each kind of cache."""
-        run = TrialRun(self._core, self._make_scheduler(self._make_config(cases)))
+        """Return the answers to each case: first without caches, then with each kind of cache."""
+        run = TrialRun(self._core, make_scheduler(self._make_config(cases)))
         scored = [(case.request, case.transfer) for case in cases]
         try:
             rounds = [run.ask(scored)]
@@ -337,7 +334,7 @@ class Trial:
     # ---- the comparison
 
     def _compare(self, modality: str | None) -> tuple[Distance, Distance]:
-        """Return the distance of the engine from the model, and of the model from itself."""
+        """Return the distance of the engine from the model, and the distance of rounding alone."""
         cases = self._make_cases(modality)
         ours: list[float] = []
         theirs: list[float] = []
@@ -354,15 +351,6 @@ class Trial:
             Distance.measure(ours, theirs, lengths),
             Distance.measure(theirs, otherwise, lengths),
         )
-
-
-def _put_together(
-    request: EngineCoreRequest, tensors: Mapping[str, MultiModalKwargsItem]
-) -> dict[str, torch.Tensor]:
-    """Return a model's inputs for several items, if its processor takes one at a time only."""
-    items = [tensors[feature.mm_hash] for feature in request.mm_features]
-    input_ids = torch.tensor([list(request.prompt_token_ids)])
-    return {"input_ids": input_ids, **collate(items)}
 
 
 def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
@@ -385,7 +373,7 @@ def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int
 def _check_encoder_hits(
     cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
 ) -> None:
-    """Raise if an item was encoded again although its cache has room for all of them."""
+    """Raise an `InvariantError` if an item was encoded again although the cache has room."""
     features = {f.mm_hash: f for case in cases for f in case.request.mm_features}.values()
     num_embeds = sum(feature.mm_position.get_num_embeds() for feature in features)
     if num_embeds > config.limits.encoder_cache_size:
@@ -398,7 +386,7 @@ def _check_encoder_hits(
 def _check_prefix_hits(
     cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
 ) -> None:
-    """Raise if a prompt was computed again although its cache has room for all of them."""
+    """Raise an `InvariantError` if a prompt was computed again although the cache has room."""
     lengths = [len(case.request.prompt_token_ids) for case in cases]
     num_blocks = sum(math.ceil((n + _NUM_TOKENS) / config.block_size) for n in lengths)
     if any(group.num_blocks <= 2 * num_blocks for group in config.groups):
@@ -409,9 +397,10 @@ def _check_prefix_hits(
 
 
 def _explain_prompt(modality: str | None, num_items: int) -> str:
+    """Return why the engine's prompt differs from the one that the model's processor makes."""
     if num_items < 2:
-        return "its processor makes another prompt of it"
+        return "the model's processor expands the prompt in another way than this engine"
     return (
-        f"its processor makes another prompt of two {modality} items than of each alone; "
-        f'with limit_mm_per_prompt {{"{modality}": 1}} it is tried with one'
+        f"the model's processor expands two {modality} items in another way than single ones; "
+        f'with limit_mm_per_prompt {{"{modality}": 1}} the trial has only one'
     )

@@ -1,0 +1,22 @@
+"""The core, its process, and its description for other processes.
+
+This file does not import torch, because the parent of all processes reads the description too.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sensorium.types.sampling import GenerationDefaults
+
+
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about a core that a frontend needs."""
+
+    endpoint: str
+    max_model_len: int
+    defaults: GenerationDefaults
+    epoch: int | None = None  # of the core's half of the mirrored cache; None if it has none
+    description: tuple[tuple[str, str], ...] = ()  # names and values of its configuration
+    kernels: dict[str, str] = {}  # part of a step -> implementation that computes it
+    switched_off: dict[str, str] = {}  # modality -> why the core's trial refused it

@@ -16,21 +16,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from sensorium.engine.core_process.core_messages import (
-    Abort,
-    Answer,
-    CoreOutputs,
-    ForgetMedia,
-    Hello,
-    ResetCache,
-    ResetDone,
-    ToCore,
-    UpdateCache,
-    decode_from_core,
-    encode_message,
-    encode_request,
-    encode_transfer,
-)
+from sensorium.engine.core_process import core_messages as messages
 from sensorium.types.errors import EngineLostError
 from sensorium.types.multimodal import MirrorUpdate, MissingItems, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
@@ -66,7 +52,7 @@ class CoreClient:
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.connect(endpoint)
-        self._send(Hello())
+        self._send(messages.Hello())
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     def add(
@@ -76,8 +62,8 @@ class CoreClient:
 
         The transfer is made only when the request can be sent.
         """
-        encoded = encode_request(request)
-        message, frames = encode_transfer(request, make_transfer())
+        encoded = messages.encode_request(request)
+        message, frames = messages.encode_transfer(request, make_transfer())
         answer: asyncio.Future[MissingItems | None] = asyncio.get_running_loop().create_future()
         self._answers[request.request_id] = answer
         self._send(message, encoded, *frames)
@@ -85,15 +71,15 @@ class CoreClient:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
-            self._send(Abort(tuple(request_ids)))
+            self._send(messages.Abort(tuple(request_ids)))
 
     def update_cache(self, update: MirrorUpdate) -> None:
-        self._send(UpdateCache(update))
+        self._send(messages.UpdateCache(update))
 
     async def reset_cache(self, level: str) -> None:
         number = next(self._numbers)
         done = self._resets[number] = asyncio.get_running_loop().create_future()
-        self._send(ResetCache(number, level))
+        self._send(messages.ResetCache(number, level))
         await done
 
     def close(self, reason: str) -> None:
@@ -108,9 +94,11 @@ class CoreClient:
         self._socket.close()
         self._context.term()
 
-    def _send(self, message: ToCore, *frames: Any) -> None:
+    def _send(self, message: messages.ToCore, *frames: Any) -> None:
         # The queue has no limit, so the message is in the queue when this returns.
-        sent: Any = self._socket.send_multipart([encode_message(message), *frames], copy=False)
+        sent: Any = self._socket.send_multipart(
+            [messages.encode_message(message), *frames], copy=False
+        )
         sent.add_done_callback(_log_failure)
 
     async def _read(self) -> None:
@@ -122,18 +110,18 @@ class CoreClient:
                 logger.exception("a message of the core could not be handled")
 
     def _handle(self, frame: bytes) -> None:
-        message = decode_from_core(frame)
-        if isinstance(message, CoreOutputs):
+        message = messages.decode_from_core(frame)
+        if isinstance(message, messages.CoreOutputs):
             for answer in message.answers:
                 self._take_answer(answer)
             if message.outputs:
                 self._on_outputs(message.outputs)
-        elif isinstance(message, ResetDone):
+        elif isinstance(message, messages.ResetDone):
             self._resets.pop(message.number).set_result(None)
-        elif isinstance(message, ForgetMedia):
+        elif isinstance(message, messages.ForgetMedia):
             self._on_forget()
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: messages.Answer) -> None:
         if answer.missing is not None:
             self._on_missing(answer.missing)
         waiting = self._answers.pop(answer.request_id)

@@ -14,20 +14,7 @@ from queue import SimpleQueue
 
 import zmq
 
-from sensorium.engine.core_process.core_messages import (
-    Abort,
-    AddRequest,
-    Answer,
-    CoreOutputs,
-    ForgetMedia,
-    FromCore,
-    ResetCache,
-    ResetDone,
-    UpdateCache,
-    decode_request,
-    decode_to_core,
-    encode_message,
-)
+from sensorium.engine.core_process import core_messages as messages
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.types.errors import (
     CapacityError,
@@ -79,9 +66,10 @@ class CoreLoop:
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()  # frontends that ended; their last messages may still come
         self._owners: dict[str, bytes] = {}  # id of a request that has not ended -> frontend
-        self._answers: dict[bytes, list[Answer]] = {}  # frontend -> answers that were not sent yet
+        # frontend -> answers that were not sent yet
+        self._answers: dict[bytes, list[messages.Answer]] = {}
         self._num_failed_steps = 0
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # from other threads
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_stopped = False
 
@@ -111,6 +99,7 @@ class CoreLoop:
             os.close(self._wake_fd)
 
     def _call(self, function: Callable[[], None]) -> None:
+        """Let the loop's thread call a function, and wake it."""
         self._calls.put(function)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -144,31 +133,33 @@ class CoreLoop:
             self._on_progress()
 
     def _handle(self, frontend: bytes, first: memoryview, rest: list[memoryview]) -> None:
-        message = decode_to_core(first)
-        if isinstance(message, AddRequest):
+        message = messages.decode_to_core(first)
+        if isinstance(message, messages.AddRequest):
             answer = self._add(frontend, message, rest)
             self._answers.setdefault(frontend, []).append(answer)
-        elif isinstance(message, Abort):
+        elif isinstance(message, messages.Abort):
             self._abort(message.request_ids)
-        elif isinstance(message, UpdateCache):
+        elif isinstance(message, messages.UpdateCache):
             self._core.payloads.receiver.receive((), Transfer(update=message.update))
-        elif isinstance(message, ResetCache):
+        elif isinstance(message, messages.ResetCache):
             self._reset(frontend, message)
 
-    def _add(self, frontend: bytes, message: AddRequest, rest: list[memoryview]) -> Answer:
-        request, transfer = decode_request(message, rest[0], rest[1:])
+    def _add(
+        self, frontend: bytes, message: messages.AddRequest, rest: list[memoryview]
+    ) -> messages.Answer:
+        request, transfer = messages.decode_request(message, rest[0], rest[1:])
         request_id = request.request_id
         try:
             missing = self._core.add_request(request, transfer)
         except (RequestError, CapacityError) as error:
-            return Answer(request_id, refusal=make_record(error))
+            return messages.Answer(request_id, refusal=make_record(error))
         except Exception as error:  # the boundary at which one request fails and others don't
             logger.exception("request %s could not be added", request_id)
             reason = f"internal error: {type(error).__name__}: {error}"
-            return Answer(request_id, refusal=make_record(FailedRequestError(reason)))
+            return messages.Answer(request_id, refusal=make_record(FailedRequestError(reason)))
         if missing is None:
             self._owners[request_id] = frontend
-        return Answer(request_id, missing=missing)
+        return messages.Answer(request_id, missing=missing)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests without sending their last outputs."""
@@ -176,7 +167,7 @@ class CoreLoop:
         for request_id in request_ids:
             self._owners.pop(request_id, None)
 
-    def _reset(self, frontend: bytes, message: ResetCache) -> None:
+    def _reset(self, frontend: bytes, message: messages.ResetCache) -> None:
         core = self._core
         if message.level == "prefix":
             core.scheduler.kv_cache.clear_cache()
@@ -187,10 +178,10 @@ class CoreLoop:
         elif message.level == "mm":
             core.payloads.receiver.clear_cache()
             for other in self._frontends - {frontend}:
-                self._send(other, ForgetMedia())
+                self._send(other, messages.ForgetMedia())
         else:
             raise InvariantError(f"there is no cache called {message.level!r}")
-        self._send(frontend, ResetDone(message.number))
+        self._send(frontend, messages.ResetDone(message.number))
 
     def _step(self) -> list[EngineCoreOutput]:
         outputs: list[EngineCoreOutput] = []
@@ -222,11 +213,12 @@ class CoreLoop:
         answers, self._answers = self._answers, {}
         for frontend in answers.keys() | sorted_outputs.keys():
             own_answers = tuple(answers.get(frontend, ()))
-            self._send(frontend, CoreOutputs(own_answers, tuple(sorted_outputs.get(frontend, ()))))
+            own_outputs = tuple(sorted_outputs.get(frontend, ()))
+            self._send(frontend, messages.CoreOutputs(own_answers, own_outputs))
 
-    def _send(self, frontend: bytes, message: FromCore) -> None:
+    def _send(self, frontend: bytes, message: messages.FromCore) -> None:
         try:
-            self._socket.send_multipart([frontend, encode_message(message)])
+            self._socket.send_multipart([frontend, messages.encode_message(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

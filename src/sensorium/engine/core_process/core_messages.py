@@ -120,18 +120,9 @@ _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
 _to_core_decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
 _from_core_decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
-
-
-def encode_message(message: ToCore | FromCore) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_core(frame: Frame) -> ToCore:
-    return _to_core_decoder.decode(frame)
-
-
-def decode_from_core(frame: Frame) -> FromCore:
-    return _from_core_decoder.decode(frame)
+encode_message = _encoder.encode
+decode_to_core = _to_core_decoder.decode
+decode_from_core = _from_core_decoder.decode
 
 
 def encode_request(request: EngineCoreRequest) -> bytes:
@@ -147,6 +138,7 @@ def encode_request(request: EngineCoreRequest) -> bytes:
 def encode_transfer(
     request: EngineCoreRequest, transfer: Transfer
 ) -> tuple[AddRequest, list[memoryview]]:
+    """Return the message of a request with its media, and the frames of its tensors."""
     references: dict[str, ShmReference] = {}
     tensors: list[ItemTensors] = []
     frames: list[memoryview] = []
@@ -158,7 +150,7 @@ def encode_transfer(
             tensors.append(ItemTensors(mm_hash, encode_header(payload), len(item_frames)))
             frames += item_frames
     message = AddRequest(
-        features=_encode_features(request.mm_features),
+        features=tuple(map(_encode_feature, request.mm_features)),
         update=transfer.update,
         references=references,
         tensors=tuple(tensors),
@@ -181,29 +173,18 @@ def decode_request(
         start = end
     request = _request_decoder.decode(frame)
     if message.features:
-        request = replace(request, mm_features=_decode_features(message.features))
+        request = replace(request, mm_features=tuple(map(_decode_feature, message.features)))
     return request, Transfer(payloads=payloads, update=message.update)
 
 
-def _encode_features(features: Sequence[MultiModalFeatureSpec]) -> tuple[Feature, ...]:
-    return tuple(
-        Feature(
-            feature.modality,
-            feature.mm_hash,
-            feature.mm_position.offset,
-            feature.mm_position.length,
-            as_runs(feature.mm_position.is_embed),
-        )
-        for feature in features
-    )
+def _encode_feature(feature: MultiModalFeatureSpec) -> Feature:
+    position = feature.mm_position
+    runs = as_runs(position.is_embed)
+    return Feature(feature.modality, feature.mm_hash, position.offset, position.length, runs)
 
 
-def _decode_features(features: Sequence[Feature]) -> tuple[MultiModalFeatureSpec, ...]:
-    return tuple(
-        MultiModalFeatureSpec(
-            modality=feature.modality,
-            mm_hash=feature.mm_hash,
-            mm_position=PlaceholderRange(feature.offset, feature.length, as_mask(feature.runs)),
-        )
-        for feature in features
+def _decode_feature(feature: Feature) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(feature.offset, feature.length, as_mask(feature.runs))
+    return MultiModalFeatureSpec(
+        modality=feature.modality, mm_hash=feature.mm_hash, mm_position=position
     )

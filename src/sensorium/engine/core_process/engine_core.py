@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sensorium.core.scheduler import Scheduler
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import MissingItems, MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
-from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from sensorium.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run
-
-
-class Runner(Protocol):
-    """The worker, as the step loop uses it."""
-
-    @property
-    def num_encoder_bytes(self) -> int:
-        """The size in bytes of all encoder outputs that the worker holds."""
-        ...
-
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-
-    def forget_request(self, request_id: str) -> None: ...
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class PayloadStore(Mapping[str, MultiModalKwargsItem]):
@@ -91,7 +78,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
 class EngineCore:
     """A scheduler and a worker that compute requests step by step."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, payloads: PayloadStore) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, payloads: PayloadStore) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.payloads = payloads

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sensorium.core.admission import check_length
 from sensorium.engine.inputs.rendered_prompt import (
@@ -19,7 +19,6 @@ from sensorium.engine.inputs.rendered_prompt import (
     read_items,
     rename_items,
 )
-from sensorium.engine.inputs.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
@@ -53,6 +52,50 @@ class ProcessedRequest:
     is_readonly: bool = False  # the handles belong to the read-only cache, not to the core's
 
 
+class ProcessKwargs(TypedDict, total=False):
+    """The options of `InputProcessor.process_pausing`."""
+
+    seed: int | None  # for a request that has none; `None`: one is drawn
+    # The items have their tensors, and the cache that the core mirrors is neither read nor changed.
+    skip_mm_cache: bool
+    needs_tensors: bool  # false, with `skip_mm_cache`: items may come without their tensors
+    cancelled: Future[None] | None  # ends when the request is no longer wanted
+
+
+class SwitchedOff:
+    """The modalities that a frontend can't use, each with the reason."""
+
+    def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
+        self._of_core = dict(of_core or {})  # modality -> reason, of the current core
+        self._own: dict[str, str] = {}  # modality -> reason, of this frontend's warm-up
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Return why modalities are off: modality -> reason."""
+        return {**self._of_core, **self._own}
+
+    def take_core(self, reasons: Mapping[str, str]) -> None:
+        """Replace the reasons of an earlier core with those of a new one."""
+        self._of_core = dict(reasons)
+
+    def add(self, modality: str, reason: str) -> None:
+        """Switch a modality off for as long as this frontend lives."""
+        self._own[modality] = reason
+        log_switched_off(modality, reason)
+
+    def check(self, modality: str) -> None:
+        """Raise a `RequestError` with the reason if the modality is off."""
+        reason = self.reasons.get(modality)
+        if reason is not None:
+            raise RequestError(f"{modality} is switched off on this server: {reason}")
+
+
+def log_switched_off(modality: str, reason: str) -> None:
+    """Log that a modality is switched off, in one line."""
+    line = " ".join(reason.split())
+    logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)
+
+
 class InputProcessor:
     """The way from a prompt to a request, for one model. Safe to use from several threads."""
 
@@ -80,7 +123,7 @@ class InputProcessor:
         self.defaults = defaults
         # The core's limit, so that longer prompts are refused here; `None`: not known yet.
         self.max_model_len: int | None = None
-        self._readonly = readonly
+        self._readonly = readonly or pipeline
         self._limits = dict(limit_mm_per_prompt)
         self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self._media_io_kwargs = dict(media_io_kwargs or {})
@@ -110,14 +153,12 @@ class InputProcessor:
         """Yield an input processor that works like this one, with its own caches and counts."""
         inputs = copy.copy(self)
         inputs.max_model_len = None
-        pipelines = [p.for_warmup() for p in (self.pipeline, self._readonly) if p is not None]
-        inputs.pipeline = pipelines[0]
-        inputs._readonly = pipelines[1] if len(pipelines) > 1 else None
+        inputs.pipeline, inputs._readonly = self.pipeline.for_warmup(), self._readonly.for_warmup()
         try:
             yield inputs
         finally:
-            for pipeline in pipelines:
-                pipeline.loader.close()
+            inputs.pipeline.loader.close()
+            inputs._readonly.loader.close()
 
     def draw_seed(self) -> int:
         """Return a seed for a request that has none."""
@@ -128,24 +169,10 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt | EnginePrompt,
         params: SamplingParams,
-        *,
-        seed: int | None = None,
-        skip_mm_cache: bool = False,
-        needs_tensors: bool = True,
-        cancelled: Future[None] | None = None,
+        **options: Unpack[ProcessKwargs],
     ) -> ProcessedRequest:
-        """Return the request of a prompt, as `process_pausing` does, without pausing for media."""
-        return run_through(
-            self.process_pausing(
-                request_id,
-                prompt,
-                params,
-                seed=seed,
-                skip_mm_cache=skip_mm_cache,
-                needs_tensors=needs_tensors,
-                cancelled=cancelled,
-            )
-        )
+        """Return the request of a prompt as `process_pausing` does, and wait for media here."""
+        return run_through(self.process_pausing(request_id, prompt, params, **options))
 
     def process_pausing(
         self,
@@ -160,10 +187,9 @@ class InputProcessor:
     ) -> Pausing[ProcessedRequest]:
         """Return the request of a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` with the path of the field that is wrong. With `skip_mm_cache` the
-        items have their tensors, and the cache that the core mirrors is neither read nor changed.
-        If `needs_tensors` is false as well, items may have no tensors, and a prompt of text may be
-        as long as several contexts, since its tokens may just be counted.
+        Raise a `RequestError` with the path of the field that is wrong. `ProcessKwargs` explains
+        the options. Without tensors, a prompt of text may be as long as several contexts, since its
+        tokens may just be counted.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)
@@ -232,7 +258,7 @@ class InputProcessor:
         pipeline.release(processed.items)
 
     def _get_pipeline(self, *, skip_mm_cache: bool) -> MediaPipeline:
-        return self._readonly if skip_mm_cache and self._readonly is not None else self.pipeline
+        return self._readonly if skip_mm_cache else self.pipeline
 
     def _expand(
         self,
@@ -338,27 +364,25 @@ class InputProcessor:
                     raise RequestError(f"mm_hashes of {modality} must be a list")
                 if len(hashes) == len(items) == len(layouts):
                     rows = zip(hashes, items, layouts, strict=True)
-                    stored[modality] = [self._try_to_inject(modality, *row) for row in rows]
+                    stored[modality] = [self._inject(modality, *row) for row in rows]
         except Exception:  # a failure of this cache must not stop a frontend
             logger.warning("media could not be put into the processor cache", exc_info=True)
         return stored
 
-    def _try_to_inject(self, modality: str, *row: Any) -> Payload | None:
-        try:
-            return self._inject(modality, *row)
-        except Exception:  # nor may a single bad item
-            logger.warning("an item could not be put into the processor cache", exc_info=True)
-            return None
-
     def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
+        """Put one item into the cache, and return it as the cache has it, or `None`."""
         if kwargs is None:
             return None
-        item = self._reader.read_item(modality, mm_hash, kwargs, layout)
-        handle = self.pipeline.cache.get_and_update_item(mm_hash, item, needs_layout=False)
-        if handle is None:
+        try:
+            item = self._reader.read_item(modality, mm_hash, kwargs, layout)
+            handle = self.pipeline.cache.get_and_update_item(mm_hash, item, needs_layout=False)
+            if handle is None:
+                return None
+            self.pipeline.cache.release([handle])
+            return handle.reference or handle.kwargs or item.kwargs
+        except Exception:  # a single bad item must not stop the others
+            logger.warning("an item could not be put into the processor cache", exc_info=True)
             return None
-        self.pipeline.cache.release([handle])
-        return handle.reference or handle.kwargs or item.kwargs
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word at the beginning of a text and after a space."""
@@ -404,10 +428,7 @@ def _take_items(
             continue
         items.append(
             PerceivedItem(
-                handle=handle,
-                path=entry.path,
-                brought=entry.item,
-                given_hash=entry.given_hash,
+                handle=handle, path=entry.path, brought=entry.item, given_hash=entry.given_hash
             )
         )
         if handle.modality != entry.feature.modality:

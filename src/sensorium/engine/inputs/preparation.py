@@ -20,20 +20,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.engine.inputs.input_processor import ProcessedRequest
-from sensorium.engine.inputs.renderer import Prepared, Renderer
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
+from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import StoppingError
 from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
 
 T = TypeVar("T")
-_NUM_TEXT_THREADS = 4
-_NUM_LONG_THREADS = 2  # few, because tokenising a long text takes much memory
-_NUM_GRAMMAR_THREADS = 4
-_NUM_MEDIA_THREADS = 32
+_NUM_THREADS = {
+    "text": 4,
+    "long": 2,  # few, because tokenising a long text takes much memory
+    "grammar": 4,
+    "media": 32,
+}
 _LONG_CHARACTERS = 2**13  # tokenised in some ten milliseconds
 _MESSAGE_CHARACTERS = 16  # the least work for a message or a part, in characters
 _STOPPING = "the server is stopping"
@@ -42,20 +42,12 @@ _STOPPING = "the server is stopping"
 class Preparation:
     """The threads of one frontend in which requests are made."""
 
-    def __init__(
-        self,
-        renderer: Renderer,
-        *,
-        draw_seed: Callable[[], int],  # for requests that have none
-        release: Callable[[ProcessedRequest], None],  # for requests of callers that have left
-    ) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._draw_seed = draw_seed
-        self._release = release
-        self._text_threads = ThreadPoolExecutor(_NUM_TEXT_THREADS, "prepare-text")
-        self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, "prepare-long")
-        self._grammar_threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, "prepare-grammar")
-        self._media_threads = ThreadPoolExecutor(_NUM_MEDIA_THREADS, "prepare-media")
+        self._threads = {
+            group: ThreadPoolExecutor(count, f"prepare-{group}")
+            for group, count in _NUM_THREADS.items()
+        }
         self._waiting: set[asyncio.Future[None]] = set()  # one for each caller that waits
 
     async def prepare(
@@ -72,29 +64,30 @@ class Preparation:
         If this call is cancelled, the work is cancelled as soon as possible. `skip_mm_cache` and
         `needs_tensors` are those of `Renderer`.
         """
-        seed = self._draw_seed()
-        cancelled: Future[None] = Future()
+        inputs, cancelled = self._renderer.inputs, Future[None]()
         work = self._renderer.render_pausing(
             prompt,
             params,
             request_id=request_id,
-            seed=seed,
+            seed=inputs.draw_seed(),
             skip_mm_cache=skip_mm_cache,
             needs_tensors=needs_tensors,
             cancelled=cancelled,
         )
-        threads = self._choose_threads(prompt, params)
         prepared, wait_s = await self._run(
-            work, threads, cancelled, drop=lambda unwanted: self._release(unwanted.processed)
+            work,
+            self._threads[_choose_group(prompt, params)],
+            cancelled,
+            drop=lambda unwanted: inputs.release(unwanted.processed),
         )
         return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
 
-    async def perceive_again(self, pipeline: MediaPipeline, item: PerceivedItem) -> PerceivedItem:
+    async def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
         """Make tensors anew for an item that the core has lost, in the threads for media."""
-        cancelled: Future[None] = Future()
+        pipeline, cancelled = self._renderer.inputs.pipeline, Future[None]()
         again, _ = await self._run(
             pipeline.perceive_again_pausing(item, cancelled=cancelled),
-            self._media_threads,
+            self._threads["media"],
             cancelled,
             drop=lambda unwanted: pipeline.release([unwanted]),
         )
@@ -115,9 +108,9 @@ class Preparation:
         """
         wait_s = 0.0
         while True:
-            step = _Step(work)
+            submitted = time.monotonic()
             try:
-                future = threads.submit(step.run)
+                future = threads.submit(_advance, work)
             except RuntimeError as error:  # the executor is shut down
                 work.close()
                 raise StoppingError(_STOPPING) from error
@@ -128,8 +121,8 @@ class Preparation:
                 future.cancel()
                 future.add_done_callback(lambda ended: _clean_up(ended, work, drop))
                 raise
-            wait_s += step.wait_s
-            outcome = future.result()
+            began, outcome = future.result()
+            wait_s += began - submitted
             if isinstance(outcome, _Finished):
                 return outcome.result, wait_s
             try:
@@ -144,18 +137,8 @@ class Preparation:
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(StoppingError(_STOPPING))
-        self._text_threads.shutdown(wait=False, cancel_futures=True)
-        self._long_threads.shutdown(wait=False, cancel_futures=True)
-        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
-        self._media_threads.shutdown(wait=False, cancel_futures=True)
-
-    def _choose_threads(self, prompt: Prompt | Chat, params: SamplingParams) -> ThreadPoolExecutor:
-        if _has_media(prompt):
-            return self._media_threads
-        may_call = isinstance(prompt, Chat) and bool(prompt.options.tools)
-        if params.structured_outputs is not None or may_call:
-            return self._grammar_threads
-        return self._long_threads if _is_long(prompt) else self._text_threads
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, future: Future[Any]) -> None:
         """Wait until a future is done. Raise a `StoppingError` when this is closed."""
@@ -183,33 +166,39 @@ class _Finished(Generic[T]):
     result: T
 
 
-class _Step(Generic[T]):
-    """A part of some work, up to its next pause or its end, in one thread."""
-
-    def __init__(self, work: Pausing[T]) -> None:
-        self.wait_s = 0.0  # until a thread was free
-        self._work = work
-        self._submitted = time.monotonic()
-
-    def run(self) -> Future[Any] | _Finished[T]:
-        """Return the result of the work, or the future that it waits for."""
-        self.wait_s = time.monotonic() - self._submitted
-        try:
-            return next(self._work)
-        except StopIteration as end:
-            return _Finished(end.value)
+_Step = tuple[float, Future[Any] | _Finished[T]]
 
 
-def _clean_up(
-    ended: Future[Future[Any] | _Finished[T]], work: Pausing[T], drop: Callable[[T], None]
-) -> None:
+def _advance(work: Pausing[T]) -> _Step[T]:
+    """Run some work in this thread, up to its next pause or its end.
+
+    Return when it began, and its result or the future that it waits for.
+    """
+    began = time.monotonic()
+    try:
+        return began, next(work)
+    except StopIteration as end:
+        return began, _Finished(end.value)
+
+
+def _clean_up(ended: Future[_Step[T]], work: Pausing[T], drop: Callable[[T], None]) -> None:
     """Close the work of a caller that has left, or drop its result. `ended` is its last step."""
     if not ended.cancelled() and ended.exception() is None:
-        outcome = ended.result()
+        _, outcome = ended.result()
         if isinstance(outcome, _Finished):
             drop(outcome.result)
             return
     work.close()
+
+
+def _choose_group(prompt: Prompt | Chat, params: SamplingParams) -> str:
+    """Return the group of threads in which a prompt is prepared."""
+    if _has_media(prompt):
+        return "media"
+    may_call = isinstance(prompt, Chat) and bool(prompt.options.tools)
+    if params.structured_outputs is not None or may_call:
+        return "grammar"
+    return "long" if _is_long(prompt) else "text"
 
 
 def _is_long(prompt: Prompt | Chat) -> bool:

@@ -62,31 +62,18 @@ class ItemReader:
         if own_layout is not None:
             if num_embeds is not None and own_layout.num_embeds != num_embeds:
                 raise RequestError(
-                    f"the layout says {own_layout.num_embeds} embeddings, but the placeholder has "
+                    f"the layout has {own_layout.num_embeds} embeddings, but the placeholder has "
                     f"room for {num_embeds}"
                 )
             self.processor.check_layout(modality, own_layout)
             num_embeds = own_layout.num_embeds
         self.specs.check(modality, kwargs, num_embeds)
         return ProcessedItem(
-            modality=modality,
-            mm_hash=_check_hash(mm_hash),
-            kwargs=dict(kwargs),
-            layout=own_layout,
+            modality=modality, mm_hash=_check_hash(mm_hash), kwargs=dict(kwargs), layout=own_layout
         )
 
-    def read_place(self, modality: str, index: int, mm_hash: Any, placeholder: Any) -> RenderedItem:
-        """Return an item with its name and its place, but without its tensors."""
-        path = ("mm_placeholders", modality, index)
-        with at("mm_hashes", modality, index):
-            given_hash = _check_hash(mm_hash)
-        with at(*path):
-            position = _as_range(placeholder)
-        feature = MultiModalFeatureSpec(modality=modality, mm_hash=given_hash, mm_position=position)
-        return RenderedItem(path=path, given_hash=given_hash, feature=feature, item=None)
 
-
-_Row = tuple[RenderedItem, int, list[Any]]  # its index in its modality, its tensors and its layout
+_Row = tuple[RenderedItem, list[Any]]  # an item without its tensors; its tensors and its layout
 
 
 def read_items(
@@ -96,11 +83,11 @@ def read_items(
     rows = sorted(_read_places(rendered, reader), key=lambda row: row[0].feature.mm_position.offset)
     _check_tokens([entry for entry, *_ in rows], token_ids, reader.processor)
     items: list[RenderedItem] = []
-    for entry, index, (kwargs, layout) in rows:
+    for entry, (kwargs, layout) in rows:
         modality, num_embeds = entry.feature.modality, entry.feature.mm_position.get_num_embeds()
         item = None
         if kwargs is not None:
-            with at("mm_kwargs", modality, index):
+            with at("mm_kwargs", *entry.path[1:]):
                 item = reader.read_item(modality, entry.given_hash, kwargs, layout, num_embeds)
         items.append(replace(entry, item=item))
     return _unite(items)
@@ -116,7 +103,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
     for name, entries in given.items():
         stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
-            raise RequestError(f"has {', '.join(stray)}, which mm_hashes has not", path=(name,))
+            raise RequestError(f"has {', '.join(stray)}, which mm_hashes lacks", path=(name,))
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {str(modality)[:50]}")
@@ -132,8 +119,13 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
             for name, entries in given.items()
         ]
         for index, (mm_hash, placeholder, *brought) in enumerate(zip(*columns, strict=True)):
-            entry = reader.read_place(modality, index, mm_hash, placeholder)
-            yield entry, index, brought
+            path = ("mm_placeholders", modality, index)
+            with at("mm_hashes", modality, index):
+                name = _check_hash(mm_hash)
+            with at(*path):
+                position = _as_range(placeholder)
+            feature = MultiModalFeatureSpec(modality=modality, mm_hash=name, mm_position=position)
+            yield RenderedItem(path=path, given_hash=name, feature=feature, item=None), brought
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:

@@ -7,23 +7,75 @@ another server): their items have their tensors, and the core's cache is neither
 from __future__ import annotations
 
 import copy
+import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from sensorium.engine.inputs.chat_batch import Chat
-from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
-from sensorium.render.prompts import EnginePrompt
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest, ProcessKwargs
+from sensorium.render.messages import ChatOptions, load_chat_template
+from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemTimes
-from sensorium.types.request import Prompt
+from sensorium.types.request import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing, run_through
+
+Messages = Sequence[Mapping[str, Any]]
+AdaptParams = Callable[[str | Sequence[int], SamplingParams], SamplingParams]
+
+
+class ChatKwargs(TypedDict, total=False):
+    """The options of `LLM.chat`."""
+
+    # The text of a template, the path of its file, or the name of one of the model's templates.
+    chat_template: str | os.PathLike[str] | None
+    chat_template_kwargs: Mapping[str, Any] | None  # more variables for the template
+    add_generation_prompt: bool  # a new answer begins (the default)
+    continue_final_message: bool  # the last message goes on instead
+    tools: Sequence[Mapping[str, Any]] | None  # with JSON schemas of their functions
+    # The rest goes to the prompt, see `TextPrompt`.
+    mm_processor_kwargs: Mapping[str, Any] | None
+    media_io_kwargs: Mapping[str, Mapping[str, Any]] | None
+    cache_salt: str | None
+    priority: int
+
+
+_PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A conversation that is not rendered to a prompt yet."""
+
+    messages: object
+    options: ChatOptions
+    fields: TextPrompt  # fields for the prompt that is rendered
+    # Changes the parameters to fit the rendered prompt, which is text or token ids.
+    adapt_params: AdaptParams | None = None
+
+
+def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
+    """Return the conversations in `messages`, which are one list of messages or several."""
+    unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown option(s): {', '.join(unknown)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    fields: Any = {name: given.pop(name) for name in _PROMPT_FIELDS if name in given}
+    given["chat_template"] = load_chat_template(options.get("chat_template"))
+    chat_options = ChatOptions(**given)  # type: ignore[arg-type]
+    is_many = isinstance(messages, list | tuple) and all(
+        isinstance(entry, list | tuple) for entry in messages
+    )
+    conversations: Sequence[object] = messages if is_many else [messages]
+    return [
+        Chat(messages=conversation, options=chat_options, fields=fields)
+        for conversation in conversations
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +97,16 @@ class Renderer:
         self.chat_template = chat_template
         self.chat_renderer = ChatRenderer(inputs.processor)
 
-    def render(self, prompt: Prompt | Chat, params: SamplingParams, **options: Any) -> Prepared:
+    def render(
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        **options: Unpack[ProcessKwargs],
+    ) -> Prepared:
         """Make a request like `render_pausing`, and wait for media in this thread."""
-        return run_through(self.render_pausing(prompt, params, **options))
+        return run_through(self.render_pausing(prompt, params, request_id=request_id, **options))
 
     def render_pausing(
         self,
@@ -55,35 +114,24 @@ class Renderer:
         params: SamplingParams,
         *,
         request_id: str = "",
-        seed: int | None = None,
-        skip_mm_cache: bool = False,
-        needs_tensors: bool = True,
-        cancelled: Future[None] | None = None,
+        **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
         """Make a request of a conversation or a prompt, and pause while its media is fetched.
 
-        Raise a `RequestError` with the path of the wrong field. `needs_tensors` may be false only
-        with `skip_mm_cache`; then items may have no tensors.
+        Raise a `RequestError` with the path of the wrong field.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}
         rendered: Prompt | EnginePrompt
         if isinstance(prompt, Chat):
-            is_counted_only = skip_mm_cache and not needs_tensors
+            needs_tensors = options.get("needs_tensors", True)
+            is_counted_only = options.get("skip_mm_cache", False) and not needs_tensors
             rendered, params = self._render_chat(prompt, params, is_counted_only=is_counted_only)
             stages["render"] = time.monotonic() - started
         else:
             rendered = prompt
         started = time.monotonic()
-        processed = yield from self.inputs.process_pausing(
-            request_id,
-            rendered,
-            params,
-            seed=seed,
-            skip_mm_cache=skip_mm_cache,
-            needs_tensors=needs_tensors,
-            cancelled=cancelled,
-        )
+        processed = yield from self.inputs.process_pausing(request_id, rendered, params, **options)
         stages["perceive"] = time.monotonic() - started
         return Prepared(processed=processed, stages=stages)
 
@@ -98,22 +146,17 @@ class Renderer:
     def _render_chat(
         self, chat: Chat, params: SamplingParams, *, is_counted_only: bool
     ) -> tuple[EnginePrompt, SamplingParams]:
-        prompt = self._render_prompt(chat, is_counted_only=is_counted_only)
+        inputs, options = self.inputs, chat.options
+        if options.chat_template is None and self.chat_template is not None:
+            options = replace(options, chat_template=self.chat_template)
+        _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
+        fields = read_options(chat.fields)
+        check_length = partial(inputs.check_text, is_counted_only=is_counted_only)
+        prompt = self.chat_renderer.render(chat.messages, options, check_length=check_length)
         if chat.adapt_params is not None:
             text = prompt.token_ids if prompt.text is None else prompt.text
             params = chat.adapt_params(text, params)
-        return prompt, params
-
-    def _render_prompt(self, chat: Chat, *, is_counted_only: bool) -> EnginePrompt:
-        if chat.options.chat_template is None and self.chat_template is not None:
-            options = replace(chat.options, chat_template=self.chat_template)
-            chat = replace(chat, options=options)
-        inputs = self.inputs
-        _check_num_messages(chat.messages, inputs.get_max_tokens(is_counted_only=is_counted_only))
-        return chat.render(
-            self.chat_renderer,
-            check_length=partial(inputs.check_text, is_counted_only=is_counted_only),
-        )
+        return replace(prompt, **fields), params
 
 
 def _check_num_messages(messages: object, max_tokens: int | None) -> None:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.renderer import Renderer
+from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import CapacityError, ModelError

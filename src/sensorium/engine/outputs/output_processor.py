@@ -11,8 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sensorium.engine.outputs.completion import Completion, make_logprobs, make_token_text
-from sensorium.engine.outputs.parallel_sampling import get_child_ids
+from sensorium.engine.outputs.completions import (
+    Completion,
+    get_child_ids,
+    make_logprobs,
+    make_token_text,
+)
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemTimes, MultiModalFeatureSpec
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput

@@ -9,14 +9,23 @@ kept between two pieces, with a size that does not grow with the answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from sensorium.engine.outputs.detokenizer import Detokenizer, count_held_back, find_stop
+from sensorium.render.answers.syntax import Vocabulary
 from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
+_REPLACEMENT_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+# How many tokens may wait for the rest of a character, not counting those that never have text. No
+# character has so many tokens. If more wait, they are bytes that never become a character, or
+# replacement characters that the model wrote, and their text is given out.
+_MAX_WAITING = 32
+# How many tokens of the prompt are read again, because the first new token may have a leading space
+# or not, depending on the token before it.
+NUM_PROMPT_TOKENS = 6
 _MAX_STATE_TOKENS = 256
 _MAX_STATE_CHARACTERS = 4096
 _MAX_TOKEN_ID = 2**31 - 1
@@ -66,16 +75,9 @@ class TextReader:
         self._tokenizer = tokenizer
         self._params = params
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._options: dict[str, Any] = {
-            "skip_special_tokens": params.skip_special_tokens,
-            "kept_special_token_ids": params.kept_special_token_ids,
-        }
-        self._detokenizer = (
-            Detokenizer(tokenizer, prompt_token_ids, **self._options)
-            if state is None
-            else self._restore(state.token_ids, state.num_read)
-        )
-        state = state or TextState()
+        recent = prompt_token_ids[-NUM_PROMPT_TOKENS:]
+        state = state or TextState(token_ids=recent, num_read=len(recent))
+        self._detokenizer = self._make_detokenizer(state.token_ids, state.num_read)
         self._text = state.text
         self._text_end: int | None = None  # where a stop string cuts the text
         self._num_emitted = state.num_emitted
@@ -180,12 +182,135 @@ class TextReader:
             return not self._eos_token_ids or token_id in self._eos_token_ids
         return not isinstance(stop_reason, str)
 
-    def _restore(self, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
-        return Detokenizer.restore(self._tokenizer, token_ids, num_read, **self._options)
+    def _make_detokenizer(self, token_ids: tuple[int, ...], num_read: int) -> Detokenizer:
+        return Detokenizer(
+            self._tokenizer,
+            token_ids,
+            num_read,
+            skip_special_tokens=self._params.skip_special_tokens,
+            kept_special_token_ids=self._params.kept_special_token_ids,
+        )
 
     def _completes_stop(self, token_id: int) -> bool:
         """Return whether a stop string ends in the text of the last token."""
-        trial = self._restore(*self._detokenizer.save())
+        trial = self._make_detokenizer(*self._detokenizer.save())
         new = trial.add(token_id) + trial.finish()
         found = find_stop(self._text + new, self._params.stop, num_new_characters=len(new))
         return found is not None
+
+
+class Detokenizer:
+    """A decoder of single tokens that gives out text only when later tokens can't change it.
+
+    A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
+    tokens are decoded together with those before them, and the text of the earlier ones is cut off.
+
+    It continues after `token_ids`; the first `num_read` of them have given their text already.
+    Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        token_ids: tuple[int, ...] = (),
+        num_read: int = 0,
+        *,
+        skip_special_tokens: bool = True,
+        kept_special_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens and not kept_special_token_ids
+        self._dropped: frozenset[int] = frozenset()
+        if skip_special_tokens and kept_special_token_ids:
+            self._dropped = get_special_token_ids(tokenizer).difference(kept_special_token_ids)
+        self._token_ids = list(token_ids)
+        self._prefix_start = 0
+        self._read_end = num_read
+
+    def add(self, token_id: int) -> str:
+        """Add a token, and return the text that is complete now."""
+        self._token_ids.append(token_id)
+        if self._num_waiting >= _MAX_WAITING:
+            waiting = self._list_with_text(self._read_end, len(self._token_ids))
+            self._token_ids[self._read_end :] = waiting
+        prefix = self._decode(self._prefix_start, self._read_end)
+        text = self._decode(self._prefix_start, len(self._token_ids))
+        is_whole = not text.endswith(_REPLACEMENT_CHARACTER)
+        is_late = self._num_waiting >= _MAX_WAITING
+        if is_late or (is_whole and len(text) > len(prefix)):
+            return self._take(text, prefix)
+        return ""
+
+    def finish(self) -> str:
+        """Return the rest of the text, whether its last character is complete or not."""
+        prefix = self._decode(self._prefix_start, self._read_end)
+        return self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
+
+    def save(self) -> tuple[tuple[int, ...], int]:
+        """Return the last tokens, and how many of them gave their text, for another detokenizer.
+
+        Their number doesn't grow with the answer: tokens that never have text are left out.
+        """
+        read = self._list_with_text(self._prefix_start, self._read_end)
+        return (*read, *self._list_with_text(self._read_end, len(self._token_ids))), len(read)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._token_ids) - self._read_end
+
+    def _list_with_text(self, start: int, end: int) -> list[int]:
+        return [i for i in self._token_ids[start:end] if not self._is_silent(i)]
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Return whether a token has no text anywhere: it is special, or not in the vocabulary."""
+        tokenizer = self._tokenizer
+        if token_id >= len(tokenizer):
+            return True
+        if not self._skips_special:
+            return token_id in self._dropped
+        is_skipped = not tokenizer.decode([token_id], skip_special_tokens=True)
+        return is_skipped and bool(tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def _take(self, text: str, prefix: str) -> str:
+        self._prefix_start, self._read_end = self._read_end, len(self._token_ids)
+        return text[len(prefix) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        token_ids = self._token_ids[start:end]
+        if self._dropped:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._dropped]
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+        return text
+
+
+@lru_cache(maxsize=8)
+def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
+    return frozenset(Vocabulary.of(tokenizer).special_tokens.values())
+
+
+def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
+    """Return the stop string that ends first in the new characters, and where it begins.
+
+    If several end at the same place, it is the longest one, so that the result does not depend on
+    how tokens divide the text.
+    """
+    found = []
+    for candidate in stop:
+        start = text.find(candidate, max(0, len(text) - num_new_characters - len(candidate) + 1))
+        if start >= 0:
+            found.append((start + len(candidate), start, candidate))
+    if not found:
+        return None
+    _, start, candidate = min(found)
+    return candidate, start
+
+
+def count_held_back(text: str, stop: Sequence[str]) -> int:
+    """Return how many characters at the end of the text may begin a stop string."""
+    longest = 0
+    for candidate in stop:
+        for length in range(min(len(candidate) - 1, len(text)), longest, -1):
+            if text.endswith(candidate[:length]):
+                longest = length
+                break
+    return longest

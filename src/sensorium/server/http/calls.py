@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.renderer import Chat
 from sensorium.render.answers.format import AnswerFormat
 from sensorium.server.http.bodies.intake import BodyIntake
 from sensorium.server.http.bodies.reading import read_body, read_request

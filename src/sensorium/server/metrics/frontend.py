@@ -11,7 +11,7 @@ from sensorium.server.metrics.collect import Files, Source, Values, render
 from sensorium.server.metrics.metric_set import MetricSet, Totals, get_directory
 
 if TYPE_CHECKING:
-    from sensorium.engine.build.perception import Caches, Perception
+    from sensorium.engine.build.frontend import Caches, Perception
     from sensorium.multimodal.fetching.fetch import FetchStatistics
     from sensorium.multimodal.pool.pool import PoolStatistics
     from sensorium.types.sampling import SamplingParams

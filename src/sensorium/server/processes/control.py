@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import InvariantError, SensoriumError
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sensorium.engine.build.builder import (
+from sensorium.engine.build.builder import Core, build_core, try_core
+from sensorium.engine.build.frontend import (
     Checkpoint,
-    Core,
-    build_core,
+    build_caches,
     build_frontend,
+    build_receiver,
     read_checkpoint,
-    try_core,
 )
 from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.options import LoadingOptions
-from sensorium.engine.build.perception import build_caches, build_receiver
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint

@@ -16,15 +16,17 @@ import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.builder import (
-    Checkpoint,
-    build_frontend,
-    read_checkpoint,
-    resolve_string_limit,
-)
+from sensorium.engine.build.builder import resolve_string_limit
 from sensorium.engine.build.config import resolve_context
-from sensorium.engine.build.perception import Perception, build_caches, build_readonly_caches
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.build.frontend import (
+    Checkpoint,
+    Perception,
+    build_caches,
+    build_frontend,
+    build_readonly_caches,
+    read_checkpoint,
+)
+from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.checkpoint import blame_checkpoint

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from sensorium.engine.core_process.core_info import CoreInfo
+from sensorium.engine.core_process import CoreInfo
 from sensorium.server.metrics.collect import clear_gauges, log_load
 from sensorium.server.metrics.memory import CORE, PARENT, get_frontend_name
 from sensorium.server.metrics.metric_set import MetricSet, use_directory

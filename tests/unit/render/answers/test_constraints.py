@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from sensorium.engine.outputs.detokenizer import Detokenizer
+from sensorium.engine.outputs.text_reader import Detokenizer
 from sensorium.render.answers.answer import AnswerContext
 from sensorium.render.answers.format import make_answer_format
 from sensorium.types.errors import RequestError

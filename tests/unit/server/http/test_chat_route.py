@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.renderer import Chat
 from tests.unit.server.standing_in import RunningServer, read_events, serve
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.outputs.parallel_sampling import make_children
+from sensorium.engine.outputs.completions import make_children
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.metrics.collect import Values

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sensorium.engine.build.perception import Caches, Perception
+from sensorium.engine.build.frontend import Caches, Perception
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import MirrorSender

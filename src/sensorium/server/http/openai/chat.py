@@ -12,7 +12,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sensorium.engine.inputs.chat_batch import Chat
+from sensorium.engine.inputs.renderer import Chat
 from sensorium.render.answers.answer import AnswerContext, AnswerDelta, ToolCallDelta
 from sensorium.render.answers.format import AnswerFormat
 from sensorium.render.answers.reader import AnswerReader

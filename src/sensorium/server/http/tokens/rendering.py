@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sensorium.core.admission import check_length
-from sensorium.engine.inputs.chat_batch import Chat
 from sensorium.engine.inputs.input_processor import ProcessedRequest
+from sensorium.engine.inputs.renderer import Chat
 from sensorium.server.http.bodies.reading import make_response, wants_msgpack
 from sensorium.server.http.calls import Context, Work, read_call, set_uuid_scope
 from sensorium.server.http.connections import run_in_thread, run_until_disconnect

@@ -1,12 +1,18 @@
-"""Builds the parts that process media: sources, hashes, backends and caches."""
+"""Builds the part of an engine that turns prompts into requests, with its caches of media."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from sensorium.engine.build.options import MediaOptions
+from transformers import PretrainedConfig
+
+from sensorium.engine.build.options import LoadingOptions, MediaOptions
+from sensorium.models.checkpoint import find_checkpoint, get_revision
+from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import UNKNOWN_EPOCH, MirrorReceiver, MirrorSender
@@ -34,8 +40,18 @@ from sensorium.multimodal.processing.item_handler import make_settings
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.types.families import FAMILIES
+from sensorium.utils.process import report_step
 
 _HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on this machine, with its config. Its weights are read by the core only."""
+
+    directory: Path
+    hf_config: PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +60,6 @@ class Caches:
 
     sender: SenderCache
     readonly: ProcessorCache  # for requests that this engine does not run
-    receiver: ReceiverCache | None = None  # the core's side, if the core is in the same process
     store: ShmStore | None = None
 
 
@@ -65,6 +80,27 @@ class Perception:
             self.pool.close()
         if self.caches.store is not None:
             self.caches.store.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontend:
+    """The part of an engine that turns prompts into requests."""
+
+    processor: MultiModalProcessor
+    perception: Perception
+
+
+def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
+    """Find a checkpoint, or fetch its small files, and read its config."""
+    report_step("reading the checkpoint")
+    directory = find_checkpoint(
+        loading.model,
+        revision=loading.revision,
+        trust_remote_code=loading.trust_remote_code,
+        use_tqdm=loading.use_tqdm_on_load,
+    )
+    hf_config = load_config(str(directory), trust_remote_code=loading.trust_remote_code)
+    return Checkpoint(directory=directory, hf_config=hf_config)
 
 
 def build_store(options: MediaOptions) -> ShmStore | None:
@@ -88,17 +124,9 @@ def build_caches(
     capacity = options.capacity_bytes
     if store is None:
         epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
-        return Caches(
-            sender=MirrorSender(capacity, epoch=epoch),
-            receiver=receiver,
-            readonly=ItemTable(capacity),
-        )
-    return Caches(
-        sender=ShmSender(store),
-        receiver=receiver,
-        readonly=SharedReadonlyCache(store, capacity),
-        store=store,
-    )
+        return Caches(sender=MirrorSender(capacity, epoch=epoch), readonly=ItemTable(capacity))
+    readonly = SharedReadonlyCache(store, capacity)
+    return Caches(sender=ShmSender(store), readonly=readonly, store=store)
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
@@ -106,27 +134,31 @@ def build_readonly_caches(options: MediaOptions) -> Caches:
     return Caches(sender=MirrorSender(0), readonly=ItemTable(options.capacity_bytes))
 
 
-def build_perception(
+def build_frontend(
+    loading: LoadingOptions,
+    checkpoint: Checkpoint,
     options: MediaOptions,
     caches: Caches,
-    processor: MultiModalProcessor,
     *,
-    directory: str,
-    model_revision: str,
-    trust_remote_code: bool,
-    embeds_modalities: Collection[str] = (),  # that may be sent as precomputed embeddings
-    embeds_width: int = 0,  # the width of these embeddings
     starts_early: bool = False,  # while the pool starts, cheap items are processed here
     warm_modalities: Collection[str] = (),  # that the pool's processes warm up for
-) -> Perception:
-    """Build the parts that process media."""
-    limits, store = options.get_limits(), caches.store
-    hasher = _build_hasher(options, processor, model_revision)
+) -> Frontend:
+    """Build the part of an engine that turns prompts into requests."""
+    report_step("loading the processor")
+    limits, store, hf_config = options.get_limits(), caches.store, checkpoint.hf_config
+    processor = MultiModalProcessor(
+        str(checkpoint.directory),
+        hf_config,
+        limits=limits,
+        trust_remote_code=loading.trust_remote_code,
+    )
+    hasher = _build_hasher(options, processor, get_revision(checkpoint.directory))
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
-    pool = _build_pool(options, store, directory, trust_remote_code, warm_modalities)
-    own = None if options.allow_larger_media else _get_own_options(options)
-    worker = ItemWorker(processor, limits, own)
+    own = _get_own_options(options)
+    pool = _build_pool(loading, checkpoint, options, store, own, warm_modalities)
+    worker = ItemWorker(processor, limits, None if options.allow_larger_media else own)
+    embeds = next((f.embeds for f in FAMILIES if f.model_type == hf_config.model_type), ())
 
     def make_backend(*, keep: bool) -> ItemBackend:
         if pool is None:
@@ -135,34 +167,32 @@ def build_perception(
         early = InProcessBackend(worker, max_cost_s=EARLY_COST_S)
         return EarlyBackend(pool, early, late) if starts_early else late
 
+    shared = caches.sender if isinstance(caches.sender, ShmSender) else None
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
-    readonly_layouts = layouts if has_sized_images(processor) else None
-
-    def make_pipeline(cache: ProcessorCache, *, keep: bool, is_readonly: bool) -> MediaPipeline:
-        return MediaPipeline(
-            cache=cache,
-            shared=caches.sender if keep and isinstance(caches.sender, ShmSender) else None,
-            hasher=hasher,
-            loader=loader,
-            backend=EmbedsBackend(
-                make_backend(keep=keep),
-                processor,
-                is_enabled=options.enable_mm_embeds,
-                modalities=embeds_modalities,
-                width=embeds_width,
-            ),
-            uuids=uuids,
-            limits=limits,
-            layouts=readonly_layouts if is_readonly else None,
-        )
-
-    return Perception(
+    make_pipeline = partial(MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits)
+    take_embeds = partial(
+        EmbedsBackend,
+        processor=processor,
+        is_enabled=options.enable_mm_embeds,
+        modalities=embeds,
+        width=hf_config.get_text_config(decoder=True).hidden_size if embeds else 0,
+    )
+    perception = Perception(
         caches=caches,
-        pipeline=make_pipeline(caches.sender, keep=store is not None, is_readonly=False),
-        readonly=make_pipeline(caches.readonly, keep=False, is_readonly=True),
+        pipeline=make_pipeline(
+            cache=caches.sender,
+            shared=shared,
+            backend=take_embeds(make_backend(keep=shared is not None)),
+        ),
+        readonly=make_pipeline(
+            cache=caches.readonly,
+            backend=take_embeds(make_backend(keep=False)),
+            layouts=layouts if has_sized_images(processor) else None,
+        ),
         loader=loader,
         pool=pool,
     )
+    return Frontend(processor=processor, perception=perception)
 
 
 def _build_hasher(
@@ -184,22 +214,23 @@ def _get_own_options(options: MediaOptions) -> OwnOptions:
 
 
 def _build_pool(
+    loading: LoadingOptions,
+    checkpoint: Checkpoint,
     options: MediaOptions,
     store: ShmStore | None,
-    directory: str,
-    trust_remote_code: bool,
+    own: OwnOptions,
     warm_modalities: Collection[str],
 ) -> ProcessPool | None:
     if not options.mm_processor_pool_size:
         return None
     shm_fd = None if store is None else store.fd
     settings = make_settings(
-        directory,
-        trust_remote_code=trust_remote_code,
+        str(checkpoint.directory),
+        trust_remote_code=loading.trust_remote_code,
         limits=options.get_limits(),
         shm_fd=shm_fd,
         warm_modalities=warm_modalities,
-        own_options=_get_own_options(options),
+        own_options=own,
         allow_larger_media=options.allow_larger_media,
     )
     return ProcessPool(
