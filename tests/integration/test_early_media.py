@@ -17,6 +17,7 @@ from sensorium.multimodal.media_item import MediaBytes, MediaItem, PerceptionOpt
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError
+from sensorium.utils.pausing import run_through
 from tests.support.media import make_pixels, write_image
 
 pytestmark = pytest.mark.xdist_group("pool_perception")
@@ -55,7 +56,7 @@ def make_item() -> MediaItem:
 
 
 def perceive(pipeline: MediaPipeline, item: MediaItem) -> PerceivedItem:
-    (perceived,) = pipeline.perceive([item], PerceptionOptions())
+    (perceived,) = run_through(pipeline.perceive_pausing([item], PerceptionOptions()))
     pipeline.cache.release([perceived.handle])
     return perceived
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sensorium.engine.build.options import MediaOptions
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
@@ -24,14 +24,15 @@ from sensorium.multimodal.processing.item_backend import (
     InProcessBackend,
     ItemBackend,
     PoolBackend,
+    PoolSettings,
+    encode_plain,
 )
-from sensorium.multimodal.processing.item_handler import make_settings
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.uuids import SharedUuidBindings, UuidBindings
 
-_HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
+_HANDLER = "sensorium.multimodal.processing.item_backend:make_handler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,18 +190,19 @@ def _build_pool(
     if not options.mm_processor_pool_size:
         return None
     shm_fd = None if store is None else store.fd
-    settings = make_settings(
-        directory,
+    settings = PoolSettings(
+        directory=directory,
         trust_remote_code=trust_remote_code,
-        limits=options.get_limits(),
+        # These processes fetch nothing, so that they need no places to fetch from.
+        limits=replace(options.get_limits(), allowed_domains=frozenset(), allowed_local_path=None),
         shm_fd=shm_fd,
-        warm_modalities=warm_modalities,
+        warm_modalities=tuple(warm_modalities),
         own_options=_get_own_options(options),
         allow_larger_media=options.allow_larger_media,
     )
     return ProcessPool(
         options.mm_processor_pool_size,
         handler=_HANDLER,
-        settings=settings,
+        settings=encode_plain(settings),
         inherited_fds=() if shm_fd is None else (shm_fd,),
     )

@@ -22,7 +22,7 @@ from sensorium.engine.inputs.rendered_prompt import (
 from sensorium.engine.inputs.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
-from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
+from sensorium.multimodal.decoding.decoding import resolve_decode_options, resolve_options
 from sensorium.multimodal.media_item import PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.placeholders import TextLength, expand_text, expand_token_ids
@@ -307,9 +307,7 @@ class InputProcessor:
         processor_kwargs = {**self._mm_processor_kwargs, **own}
         for modality in {item.modality for item in prompt.media if item.is_encoded}:
             # Checked before the items, so that an error names the options and not an item.
-            decode_options = resolve_decode_options(modality, media_io_kwargs)
-            if modality == "video":
-                take_sampling(processor_kwargs, decode_options)
+            resolve_options(modality, processor_kwargs, media_io_kwargs)
         return PerceptionOptions(
             processor_kwargs=processor_kwargs,
             media_io_kwargs=media_io_kwargs,

@@ -205,13 +205,19 @@ def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any
     return np.stack(frames)
 
 
+def get_array_shape(modality: str, media: np.ndarray[Any, Any] | torch.Tensor) -> tuple[int, ...]:
+    """Return height and width of a picture; number, height and width of a video's frames."""
+    frame = tuple(media.shape[1:] if modality == "video" else media.shape)
+    # The colours are the first or the last dimension.
+    size = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
+    return (len(media), *size) if modality == "video" else size
+
+
 def _check_size(modality: str, media: Any, limits: MediaLimits) -> None:
-    frame = media.shape[1:] if modality == "video" else media.shape
-    # Colours come first or last.
-    height, width = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
+    *num_frames, height, width = get_array_shape(modality, media)
     check_num_pixels(width, height, limits)
-    if modality == "video":
-        check_num_frames(len(media), width, height, limits)
+    if num_frames:
+        check_num_frames(num_frames[0], width, height, limits)
 
 
 def _check_plain(media: torch.Tensor) -> None:

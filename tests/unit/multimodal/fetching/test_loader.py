@@ -147,7 +147,8 @@ def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
 
     monkeypatch.setattr(client, "fetch", fetch)
     monkeypatch.setattr(
-        "sensorium.multimodal.fetching.fetcher.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "sensorium.multimodal.fetching.http_client.time",
+        SimpleNamespace(monotonic=lambda: clock.now),
     )
     results = loader.load_all([("http://host/b", "image"), ("http://host/a", "image")])
     assert [loaded.fetch_s for loaded in results] == [5.0, 1.0]
