@@ -1,4 +1,4 @@
-"""What the fetches of all requests share: refusals, counters, memory and turns.
+"""What the fetches of all requests share: refusals, counters, memory, turns and results.
 
 All but the counters are used on one event loop only.
 
@@ -25,14 +25,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sensorium.types.errors import MediaFetchError
+from sensorium.multimodal.media_item import MediaBytes
+from sensorium.types.errors import MediaFetchError, RequestError
 
 RefusalReason = Literal[
     "malformed",
@@ -253,3 +255,50 @@ class RequestShare:
         before = max(0, self.num_active - 1)
         self.num_active += change
         self._shares.num_shared += max(0, self.num_active - 1) - before
+
+
+Address = tuple[str, str]  # a URL and a modality
+
+
+class SharedFetches:
+    """The fetches that run at this moment: one per URL and modality.
+
+    A request that comes while a fetch runs waits for its result. The fetch belongs to the request
+    that began it and ends with it. Then one of the requests that waited begins another fetch. So no
+    request is bound to the deadline of another. Used on one event loop only.
+    """
+
+    def __init__(self) -> None:
+        self.num_waiting = 0  # callers of `get`, including those that fetch
+        self._running: dict[Address, asyncio.Future[MediaBytes]] = {}
+
+    async def get(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
+        """Return the result of the running fetch of `key`, or that of `start` if none runs."""
+        self.num_waiting += 1
+        try:
+            while (running := self._running.get(key)) is not None:
+                await asyncio.wait([running])
+                if not running.cancelled():  # otherwise its owner gave up before there was a result
+                    if (error := running.exception()) is not None:
+                        raise copy.copy(error)  # for each caller, because tracebacks grow
+                    return running.result()
+            return await self._lead(key, start)
+        finally:
+            self.num_waiting -= 1
+
+    async def _lead(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
+        running = self._running[key] = asyncio.get_running_loop().create_future()
+        try:
+            media = await start()
+        except RequestError as error:
+            # A copy, because the error itself holds this frame, and this frame the future.
+            running.set_exception(copy.copy(error))
+            running.exception()  # asyncio warns of an exception that no caller has looked at
+            raise
+        except BaseException:
+            running.cancel()
+            raise
+        finally:
+            del self._running[key]
+        running.set_result(media)
+        return media

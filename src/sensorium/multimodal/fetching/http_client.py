@@ -40,13 +40,8 @@ from typing import Any, TypeVar
 import httpcore
 import httpx
 
-from sensorium.multimodal.fetching.addresses import (
-    AddressGuard,
-    AllowedDomains,
-    Resolve,
-    canonical_host,
-)
 from sensorium.multimodal.fetching.fetch import (
+    Address,
     Deadline,
     Fetch,
     FetchCounters,
@@ -55,13 +50,16 @@ from sensorium.multimodal.fetching.fetch import (
     RefusedMediaError,
     RequestBytes,
     RequestShare,
+    SharedFetches,
 )
-from sensorium.multimodal.fetching.responses import (
-    Address,
+from sensorium.multimodal.fetching.hosts import (
+    AddressGuard,
+    AllowedDomains,
     CachedResponse,
     Headers,
+    Resolve,
     ResponseCache,
-    SharedFetches,
+    canonical_host,
     check_before_body,
     check_content_type,
     read_body,

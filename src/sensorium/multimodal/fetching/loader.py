@@ -30,8 +30,8 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 import pybase64
 
-from sensorium.multimodal.fetching.addresses import AllowedDomains, Resolve, resolve_host
 from sensorium.multimodal.fetching.fetch import (
+    Address,
     FetchCounters,
     FetchShares,
     FetchStatistics,
@@ -39,7 +39,13 @@ from sensorium.multimodal.fetching.fetch import (
     SourceKind,
     refuse_above,
 )
-from sensorium.multimodal.fetching.responses import MODALITIES, Address, ResponseCache
+from sensorium.multimodal.fetching.hosts import (
+    MODALITIES,
+    AllowedDomains,
+    Resolve,
+    ResponseCache,
+    resolve_host,
+)
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
 from sensorium.types.errors import RequestError, StoppingError

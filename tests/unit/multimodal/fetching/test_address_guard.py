@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from sensorium.multimodal.fetching.addresses import (
+from sensorium.multimodal.fetching.fetch import RefusedMediaError
+from sensorium.multimodal.fetching.hosts import (
     AddressGuard,
     Resolve,
     is_allowed,
     resolve_host,
 )
-from sensorium.multimodal.fetching.fetch import RefusedMediaError
 
 PUBLIC = ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "2a00:1450:4001:80b::200e"]
 # Public IPv4 hosts as IPv6-only networks see them.

@@ -10,11 +10,10 @@ from typing import NoReturn
 
 import pytest
 
-from sensorium.multimodal.fetching.addresses import AddressGuard
-from sensorium.multimodal.fetching.fetch import RefusedMediaError
+from sensorium.multimodal.fetching.fetch import RefusedMediaError, SharedFetches
+from sensorium.multimodal.fetching.hosts import AddressGuard
 from sensorium.multimodal.fetching.http_client import FetchLoop
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.fetching.responses import SharedFetches
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError

@@ -6,7 +6,7 @@ from email.utils import formatdate
 
 import pytest
 
-from sensorium.multimodal.fetching.responses import (
+from sensorium.multimodal.fetching.hosts import (
     CachedResponse,
     compute_fresh_until,
     is_storable,

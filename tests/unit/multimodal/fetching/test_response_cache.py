@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sensorium.multimodal.fetching.responses import CachedResponse, ResponseCache
+from sensorium.multimodal.fetching.hosts import CachedResponse, ResponseCache
 from sensorium.multimodal.media_item import MediaBytes
 
 NOW = 1000.0
