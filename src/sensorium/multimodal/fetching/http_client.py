@@ -119,7 +119,7 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
         self._stream: httpcore.AsyncNetworkStream | None = None
 
     async def connect_tcp(
-        self, host: str, port: int, *_: Any, **__: Any
+        self, host: str, port: int, *_: object, **__: object
     ) -> httpcore.AsyncNetworkStream:
         addresses = (await self._guard.look_up(host, port))[:_MAX_ADDRESSES]
         for index, address in enumerate(addresses):
@@ -165,7 +165,11 @@ class PinnedStream(httpcore.AsyncNetworkStream):
         await self._stream.write(buffer)
 
     async def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, *_: Any, **__: Any
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        *_: object,
+        **__: object,
     ) -> httpcore.AsyncNetworkStream:
         try:
             encrypted = await self._stream.start_tls(ssl_context, server_hostname)
