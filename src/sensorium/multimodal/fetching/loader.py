@@ -49,7 +49,7 @@ from sensorium.multimodal.fetching.hosts import (
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_item import LoadedMedia, MediaBytes
 from sensorium.types.errors import RequestError, StoppingError
-from sensorium.utils.pausing import Pausing, run_through, when_all_end
+from sensorium.utils.pausing import Pausing, when_all_end
 
 if TYPE_CHECKING:
     import ssl
@@ -110,24 +110,6 @@ class MediaLoader:
             return Fetcher(client, shares or FetchShares())
 
         self._make_fetcher = make_fetcher
-
-    def load(
-        self, source: MediaSource, modality: str, *, cancelled: Future[None] | None = None
-    ) -> MediaBytes:
-        """Return the bytes of one item, or raise what is wrong with it."""
-        (loaded,) = self.load_all([(source, modality)], cancelled=cancelled)
-        if isinstance(loaded.outcome, RequestError):
-            raise loaded.outcome
-        return loaded.outcome
-
-    def load_all(
-        self,
-        items: Sequence[tuple[MediaSource, str]],
-        *,
-        cancelled: Future[None] | None = None,
-    ) -> list[LoadedMedia]:
-        """Do what `load_pausing` does, and wait for it in this thread."""
-        return run_through(self.load_pausing(items, cancelled=cancelled))
 
     def load_pausing(
         self,

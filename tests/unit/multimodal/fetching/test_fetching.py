@@ -13,10 +13,10 @@ import pytest
 from sensorium.multimodal.fetching.fetch import RefusedMediaError, SharedFetches
 from sensorium.multimodal.fetching.hosts import AddressGuard
 from sensorium.multimodal.fetching.http_client import FetchLoop
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.media_item import MediaBytes
 from sensorium.types.errors import CapacityError, MediaFetchError
+from tests.support.loading import BlockingLoader
 
 KEY = ("http://host/", "image")
 WAIT_S = 60.0
@@ -186,7 +186,7 @@ def test_an_expired_fetch_names_the_limit_that_ended_it(
         raise AssertionError
 
     limits = MediaLimits(deadline_s=deadline_s, request_deadline_s=request_deadline_s)
-    loader = MediaLoader(limits, resolve=Resolver(), connect=never_connect)
+    loader = BlockingLoader(limits, resolve=Resolver(), connect=never_connect)
     with pytest.raises(RefusedMediaError) as caught:
         loader.load("http://host/", "image")
     assert str(caught.value) == f"media from host: not delivered within {text}"

@@ -13,7 +13,6 @@ from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.multimodal.pipeline import MediaPipeline
@@ -24,6 +23,7 @@ from sensorium.multimodal.uuids import UuidBindings
 from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import RequestError
+from tests.support.loading import BlockingLoader
 from tests.unit.multimodal.cache.item_building import make_item
 
 CAPACITY = 4096
@@ -36,7 +36,7 @@ class NoBackend:
 
 def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perception:
     limits = MediaLimits()
-    loader = MediaLoader(limits)
+    loader = BlockingLoader(limits)
     readonly = ItemTable(CAPACITY)
 
     def make_pipeline() -> MediaPipeline:
