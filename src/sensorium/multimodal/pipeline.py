@@ -62,33 +62,19 @@ class PerceivedItem:
     is_layout_only: bool = False  # there are no tensors, and the handle belongs to no cache
 
 
+@dataclass(kw_only=True, eq=False)
 class MediaPipeline:
-    """The steps of media items from their sources to a cache.
+    """The steps of media items from their sources to a cache."""
 
-    With `layouts`, requests that need no tensors may get layouts alone.
-    """
-
-    def __init__(
-        self,
-        *,
-        cache: ProcessorCache,
-        shared: SharedCache | None = None,
-        hasher: MediaHasher,
-        loader: MediaLoader,
-        backend: ItemBackend,
-        uuids: UuidBindings,
-        limits: MediaLimits,
-        layouts: SizeLayouts | None = None,
-    ) -> None:
-        self.cache = cache
-        self.shared = shared
-        self.hasher = hasher
-        self.loader = loader
-        self.backend = backend
-        self.uuids = uuids
-        self.limits = limits
-        self.layouts = layouts
-        self.flights: SingleFlight[str, _Result] = SingleFlight()
+    cache: ProcessorCache
+    hasher: MediaHasher
+    loader: MediaLoader
+    backend: ItemBackend
+    uuids: UuidBindings
+    limits: MediaLimits
+    shared: SharedCache | None = None  # `cache`, if other processes put items into it
+    layouts: SizeLayouts | None = None  # for requests that need no tensors
+    flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
         """Return a pipeline that does the same with its own cache and uuids.

@@ -81,8 +81,8 @@ class MediaLoader:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._limits = limits
-        self._counters = FetchCounters()
-        self._cache = ResponseCache(response_cache_bytes)
+        counters = self._counters = FetchCounters()
+        cache = self._cache = ResponseCache(response_cache_bytes)
         self._file_threads = ThreadPoolExecutor(_NUM_FILE_THREADS, thread_name_prefix="media-file")
         self._fetcher: Fetcher | None = None
         self._fetcher_lock = threading.Lock()
@@ -102,8 +102,8 @@ class MediaLoader:
                 domains=domains,
                 resolve=resolve,
                 connect=connect or connect_socket,
-                cache=self._cache,
-                counters=self._counters,
+                cache=cache,
+                counters=counters,
                 clock=clock,
                 given_ssl_context=ssl_context,
             )
