@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache, SharedCache
 from sensorium.multimodal.cache.item_table import ItemTable
-from sensorium.multimodal.decoding.decoding import resolve_options
+from sensorium.multimodal.decoding.decoding import DecodeOptions, resolve_options
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.hasher import MediaHasher
 from sensorium.multimodal.limits import MediaLimits
@@ -246,7 +246,8 @@ class _ItemCall:
 
     def _make_job(self, source: BoundSource) -> ItemJob:
         item, options = self.item, self._options
-        processor_kwargs, decode_options = dict(options.processor_kwargs), None
+        processor_kwargs = dict(options.processor_kwargs)
+        decode_options: DecodeOptions | None = None
         if source.is_encoded:
             processor_kwargs, decode_options = resolve_options(
                 item.modality, options.processor_kwargs, options.media_io_kwargs

@@ -198,7 +198,9 @@ class MediaLoader:
             outcome = RefusedMediaError("the media is empty", "empty")
             loaded = LoadedMedia(outcome=outcome, fetch_s=loaded.fetch_s)
         if isinstance(outcome, MediaBytes):
-            kind = _KINDS[_get_scheme(source)] if isinstance(source, str) else "bytes"
+            kind: SourceKind = "bytes"
+            if isinstance(source, str):
+                kind = _KINDS[_get_scheme(source)]
             self._counters.add_loaded(kind, len(outcome.data))
         else:
             reason = outcome.reason if isinstance(outcome, RefusedMediaError) else "malformed"

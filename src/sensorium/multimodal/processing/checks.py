@@ -28,7 +28,7 @@ from sensorium.multimodal.decoding.video import check_num_frames
 from sensorium.multimodal.limits import MediaLimits
 from sensorium.types.errors import RequestError
 
-_NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}
+NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}
 _MAX_CHANNELS = 64  # of a sound; a longer dimension can't be that of the channels
 # Processors compute with these types. With larger unsigned integers their results are wrong.
 _INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
@@ -230,8 +230,8 @@ def _check_plain(media: torch.Tensor) -> None:
 
 
 def _check_shape(modality: str, media: Any) -> None:
-    if media.ndim not in _NUM_DIMENSIONS[modality] or 0 in media.shape:
-        counts = " or ".join(map(str, _NUM_DIMENSIONS[modality]))
+    if media.ndim not in NUM_DIMENSIONS[modality] or 0 in media.shape:
+        counts = " or ".join(map(str, NUM_DIMENSIONS[modality]))
         raise RequestError(
             f"expected {counts} non-empty dimensions, not shape {tuple(media.shape)}"
         )

@@ -31,7 +31,7 @@ from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import read_image_size
 from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
 from sensorium.multimodal.limits import MediaLimits
-from sensorium.multimodal.processing.checks import get_array_shape
+from sensorium.multimodal.processing.checks import NUM_DIMENSIONS, get_array_shape
 from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions, Shape
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
@@ -291,7 +291,7 @@ def _get_shape(modality: str, media: object) -> Shape | None:
     if modality == "video" and isinstance(media, list | tuple) and media:
         size = _get_shape("image", media[0])
         return None if size is None else (len(media), *size)
-    num_dimensions = {"image": (2, 3), "video": (4,)}.get(modality, ())
-    if not isinstance(media, np.ndarray | torch.Tensor) or media.ndim not in num_dimensions:
+    if modality == "audio" or not isinstance(media, np.ndarray | torch.Tensor):
         return None
-    return get_array_shape(modality, media)
+    is_known = media.ndim in NUM_DIMENSIONS[modality]
+    return get_array_shape(modality, media) if is_known else None
