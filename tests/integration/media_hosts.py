@@ -15,8 +15,8 @@ from contextlib import suppress
 from httpcore import AsyncNetworkStream
 
 from sensorium.multimodal.fetching.http_client import connect_socket
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.media import MediaLimits
+from tests.support.loading import BlockingLoader
 
 PUBLIC = "93.184.216.34"
 ALSO_PUBLIC = "2606:2800:220:1:248:1893:25c8:1946"
@@ -121,7 +121,7 @@ class Network:
         self.connected.append((address, port))
         return await connect_socket("127.0.0.1", self._server.port, timeout_s)
 
-    def loader(self, **options: object) -> MediaLoader:
+    def loader(self, **options: object) -> BlockingLoader:
         """Return a loader on this network.
 
         `options` are those of `MediaLimits`, and `ssl_context`, `clock`, `shares` or
@@ -130,7 +130,7 @@ class Network:
         names = ("ssl_context", "clock", "shares", "response_cache_bytes")
         own = {name: options.pop(name) for name in names if name in options}
         limits = MediaLimits(**options)  # type: ignore[arg-type]
-        return MediaLoader(limits, resolve=self.resolve, connect=self.connect, **own)  # type: ignore[arg-type]
+        return BlockingLoader(limits, resolve=self.resolve, connect=self.connect, **own)  # type: ignore[arg-type]
 
 
 def reply(status: int, body: bytes = b"", **headers: str) -> Behaviour:

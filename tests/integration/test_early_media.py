@@ -22,6 +22,7 @@ from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError
+from sensorium.utils.pausing import run_through
 from tests.support.media import make_pixels, write_image
 
 pytestmark = pytest.mark.xdist_group("pool_perception")
@@ -60,7 +61,7 @@ def make_item() -> MediaItem:
 
 
 def perceive(pipeline: MediaPipeline, item: MediaItem) -> PerceivedItem:
-    (perceived,) = pipeline.perceive([item], PerceptionOptions())
+    (perceived,) = run_through(pipeline.perceive_pausing([item], PerceptionOptions()))
     pipeline.cache.release([perceived.handle])
     return perceived
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.types.errors import MediaFetchError, RequestError
 from tests.integration.media_hosts import (
     ALSO_PUBLIC,
@@ -26,6 +25,7 @@ from tests.integration.media_hosts import (
     reply,
     say,
 )
+from tests.support.loading import BlockingLoader
 
 HOST = "media.example"
 MAX_BYTES = 2**20
@@ -46,10 +46,10 @@ def network(server: MediaServer) -> Network:
 
 
 @pytest.fixture
-def make_loader(network: Network) -> Iterator[Callable[..., MediaLoader]]:
-    made: list[MediaLoader] = []
+def make_loader(network: Network) -> Iterator[Callable[..., BlockingLoader]]:
+    made: list[BlockingLoader] = []
 
-    def make(**options: object) -> MediaLoader:
+    def make(**options: object) -> BlockingLoader:
         made.append(network.loader(**{"max_bytes": MAX_BYTES, "deadline_s": 60.0} | options))
         return made[-1]
 
@@ -58,7 +58,7 @@ def make_loader(network: Network) -> Iterator[Callable[..., MediaLoader]]:
         loader.close()
 
 
-def refuse(loader: MediaLoader, url: str = f"http://{HOST}/", within_s: float = 90.0) -> str:
+def refuse(loader: BlockingLoader, url: str = f"http://{HOST}/", within_s: float = 90.0) -> str:
     """Loads what can't be had; returns the text for the client."""
     begin = time.monotonic()
     with pytest.raises(RequestError) as caught:
@@ -105,14 +105,14 @@ def test_a_redirect_is_checked_like_the_first_address(
 
 
 def test_a_redirect_without_a_place_is_refused(
-    server: MediaServer, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/", reply(301))
     assert "leads to no http(s) address" in refuse(make_loader())
 
 
 def test_a_redirect_out_of_the_allowed_domains_is_refused(
-    server: MediaServer, network: Network, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, network: Network, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/", reply(307, Location="http://other.example/"))
     loader = make_loader(allowed_domains=frozenset({HOST}))
@@ -120,14 +120,14 @@ def test_a_redirect_out_of_the_allowed_domains_is_refused(
     assert network.looked_up == [HOST]
 
 
-def test_redirects_end(server: MediaServer, make_loader: Callable[..., MediaLoader]) -> None:
+def test_redirects_end(server: MediaServer, make_loader: Callable[..., BlockingLoader]) -> None:
     server.on("/", reply(302, Location="/"))
     assert "more than 3 redirects" in refuse(make_loader(max_redirects=3))
     assert len(server.visits) == 4
 
 
 def test_as_many_redirects_as_allowed_are_followed(
-    server: MediaServer, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/", reply(302, Location="/1"))
     server.on("/1", reply(308, Location="2#part"))
@@ -274,7 +274,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("what", ENDLESS)
 def test_what_has_no_end_is_cut_off(
-    server: MediaServer, make_loader: Callable[..., MediaLoader], what: str
+    server: MediaServer, make_loader: Callable[..., BlockingLoader], what: str
 ) -> None:
     behaviour, text = ENDLESS[what]
     server.on("/", behaviour)
@@ -301,7 +301,7 @@ SLOW = {
 
 @pytest.mark.parametrize("what", SLOW)
 def test_what_comes_too_slowly_is_given_up_at_the_deadline(
-    server: MediaServer, make_loader: Callable[..., MediaLoader], what: str
+    server: MediaServer, make_loader: Callable[..., BlockingLoader], what: str
 ) -> None:
     server.on("/", SLOW[what])
     loader = make_loader(deadline_s=DEADLINE_S)
@@ -310,7 +310,7 @@ def test_what_comes_too_slowly_is_given_up_at_the_deadline(
 
 
 def test_a_handshake_that_never_ends_is_given_up_at_the_deadline(
-    server: MediaServer, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.greeting = drip(b"\x16\x03\x03\x10\x00", b"\x02")
     loader = make_loader(deadline_s=DEADLINE_S)
@@ -386,7 +386,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_an_answer_that_is_no_picture_is_refused(
-    server: MediaServer, make_loader: Callable[..., MediaLoader], what: str
+    server: MediaServer, make_loader: Callable[..., BlockingLoader], what: str
 ) -> None:
     behaviour, text = BROKEN[what]
     server.on("/", behaviour)
@@ -395,7 +395,7 @@ def test_an_answer_that_is_no_picture_is_refused(
 
 
 def test_a_body_beyond_its_stated_length_is_not_read(
-    server: MediaServer, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/", reply(200, b"picture and more", Content_Length="7"))
     assert make_loader().load(f"http://{HOST}/", "image").data == b"picture"
@@ -403,7 +403,7 @@ def test_a_body_beyond_its_stated_length_is_not_read(
 
 @pytest.mark.parametrize("num_extra", [0, 1])
 def test_the_cap_is_exact_when_no_length_is_stated(
-    server: MediaServer, make_loader: Callable[..., MediaLoader], num_extra: int
+    server: MediaServer, make_loader: Callable[..., BlockingLoader], num_extra: int
 ) -> None:
     server.on("/", reply(200, b"x" * (100 + num_extra), Content_Length=""))
     loader = make_loader(max_bytes=100)
@@ -414,7 +414,7 @@ def test_the_cap_is_exact_when_no_length_is_stated(
 
 
 def test_tls_with_a_port_that_speaks_none_is_refused(
-    server: MediaServer, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.greeting = say(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     text = refuse(make_loader(), f"https://{HOST}/")
@@ -434,7 +434,7 @@ def test_a_host_that_nobody_listens_at_is_refused(server: MediaServer) -> None:
 
 
 def test_bad_neighbours_do_not_spoil_a_good_item(
-    server: MediaServer, make_loader: Callable[..., MediaLoader]
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/slow", SLOW["body"])
     server.on("/html", BROKEN["html"][0])

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from sensorium.multimodal.fetching.fetch import FetchShares
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.types.errors import CapacityError, MediaFetchError
 from tests.integration.media_hosts import (
@@ -28,6 +27,7 @@ from tests.integration.media_hosts import (
     be_silent,
     reply,
 )
+from tests.support.loading import BlockingLoader
 from tests.support.waiting import wait_until
 
 HOST = "media.example"
@@ -60,7 +60,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def loader(network: Network, clock: Clock) -> Iterator[MediaLoader]:
+def loader(network: Network, clock: Clock) -> Iterator[BlockingLoader]:
     loader = network.loader(clock=clock, deadline_s=WAIT_S)
     yield loader
     loader.close()
@@ -74,7 +74,7 @@ def head_of(visit: Visit) -> dict[str, str]:
 def test_a_request_says_no_more_than_it_must(
     server: MediaServer,
     network: Network,
-    loader: MediaLoader,
+    loader: BlockingLoader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("http_proxy", "all_proxy"):
@@ -113,7 +113,7 @@ def test_a_request_says_no_more_than_it_must(
     ],
 )
 def test_types_are_taken_by_modality(
-    server: MediaServer, loader: MediaLoader, content_type: str, modality: str, is_taken: bool
+    server: MediaServer, loader: BlockingLoader, content_type: str, modality: str, is_taken: bool
 ) -> None:
     server.on("/", reply(200, b"picture", Content_Type=content_type))
     if is_taken:
@@ -124,7 +124,7 @@ def test_types_are_taken_by_modality(
 
 
 def test_a_fresh_answer_is_reused_until_it_is_stale(
-    server: MediaServer, loader: MediaLoader, clock: Clock
+    server: MediaServer, loader: BlockingLoader, clock: Clock
 ) -> None:
     server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
     first = loader.load(URL, "image")
@@ -138,7 +138,7 @@ def test_a_fresh_answer_is_reused_until_it_is_stale(
     assert statistics.loaded_bytes == {"http": 21}
 
 
-def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: MediaLoader) -> None:
+def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: BlockingLoader) -> None:
     server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
     loader.load(URL, "image")
     with pytest.raises(MediaFetchError, match="not for audio"):
@@ -155,7 +155,7 @@ def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: MediaLo
     ],
 )
 def test_a_confirmed_answer_is_the_same_object(
-    server: MediaServer, loader: MediaLoader, headers: dict[str, str]
+    server: MediaServer, loader: BlockingLoader, headers: dict[str, str]
 ) -> None:
     server.on("/", reply(200, b"picture", **headers))
     first = loader.load(URL, "image")
@@ -170,7 +170,7 @@ def test_a_confirmed_answer_is_the_same_object(
 
 
 def test_a_confirmation_makes_it_fresh_again(
-    server: MediaServer, loader: MediaLoader, clock: Clock
+    server: MediaServer, loader: BlockingLoader, clock: Clock
 ) -> None:
     server.on("/", reply(200, b"picture", ETag='"v1"', Cache_Control="max-age=60", Age="59"))
     loader.load(URL, "image")
@@ -182,7 +182,7 @@ def test_a_confirmation_makes_it_fresh_again(
     assert len(server.visits) == 2
 
 
-def test_a_changed_answer_replaces_the_old_one(server: MediaServer, loader: MediaLoader) -> None:
+def test_a_changed_answer_replaces_the_old_one(server: MediaServer, loader: BlockingLoader) -> None:
     server.on("/", reply(200, b"picture", ETag='"v1"'))
     loader.load(URL, "image")
     server.on("/", reply(200, b"another", ETag='"v2"'))
@@ -204,7 +204,7 @@ def test_a_changed_answer_replaces_the_old_one(server: MediaServer, loader: Medi
     ],
 )
 def test_what_may_not_be_kept_is_asked_for_again(
-    server: MediaServer, loader: MediaLoader, headers: dict[str, str]
+    server: MediaServer, loader: BlockingLoader, headers: dict[str, str]
 ) -> None:
     server.on("/", reply(200, b"picture", **headers))
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_what_may_not_be_kept_is_asked_for_again(
 
 
 def test_a_redirect_is_asked_again_but_its_target_is_kept(
-    server: MediaServer, loader: MediaLoader
+    server: MediaServer, loader: BlockingLoader
 ) -> None:
     server.on("/", reply(302, Location="/target", Cache_Control="max-age=60"))
     server.on("/target", reply(200, b"picture", Cache_Control="max-age=60"))
@@ -234,7 +234,7 @@ def test_an_answer_above_the_capacity_is_not_kept(server: MediaServer, network: 
 class Crowd:
     """Several threads that ask; `answer_all` keeps the answer back until all of them wait."""
 
-    def __init__(self, loader: MediaLoader, num_threads: int) -> None:
+    def __init__(self, loader: BlockingLoader, num_threads: int) -> None:
         self._loader = loader
         self._threads = [threading.Thread(target=self._load) for _ in range(num_threads)]
         self.results: list[object] = []
@@ -262,7 +262,7 @@ class Crowd:
 
 
 def test_who_asks_at_the_same_time_shares_one_fetch(
-    server: MediaServer, loader: MediaLoader
+    server: MediaServer, loader: BlockingLoader
 ) -> None:
     crowd = Crowd(loader, 8)
     server.on("/", crowd.answer_all(reply(200, b"picture")))
@@ -276,7 +276,7 @@ def test_who_asks_at_the_same_time_shares_one_fetch(
 
 
 def test_who_asks_at_the_same_time_shares_a_refusal_too(
-    server: MediaServer, loader: MediaLoader
+    server: MediaServer, loader: BlockingLoader
 ) -> None:
     crowd = Crowd(loader, 4)
     server.on("/", crowd.answer_all(reply(404)))
@@ -339,7 +339,7 @@ def test_closing_gives_up_a_fetch_that_waits_for_its_host(
 
 
 def test_items_of_one_call_are_loaded_side_by_side(
-    server: MediaServer, loader: MediaLoader
+    server: MediaServer, loader: BlockingLoader
 ) -> None:
     """Each answer waits until all three have been asked for."""
     meeting = threading.Barrier(3, timeout=WAIT_S)
@@ -500,7 +500,7 @@ def test_a_checked_address_is_dialled_without_another_look_up(
 
     server.on("/", reply(200, b"picture"))
     limits = MediaLimits(allow_private_addresses=True, deadline_s=WAIT_S)
-    loader = MediaLoader(limits, resolve=lambda *_: ["127.0.0.1"])
+    loader = BlockingLoader(limits, resolve=lambda *_: ["127.0.0.1"])
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert loader.load(f"http://{HOST}:{server.port}/", "image").data == b"picture"
     loader.close()

@@ -109,7 +109,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "an item that is no mapping": (
         set_first("mm_kwargs", 3),
-        r"mm_kwargs.image\[0\]: tensors come by name",
+        r"mm_kwargs.image\[0\]: tensors must be a map from names",
     ),
     "another name": (
         set_first("mm_kwargs", {"pixels": torch.zeros(1, 3, 56, 56)}),

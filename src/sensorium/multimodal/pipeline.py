@@ -1,13 +1,13 @@
-"""From the media of a request to handles in a cache: every item is processed once.
+"""Turns the media of a request into handles in a cache, and processes every item once.
 
-Sources are fetched together, named before anything is decoded, and looked up. An item that no cache
-has is processed once, even if several requests ask for it meanwhile. Owns the flights of items that
-are being processed. Several threads may use it. A call blocks until all items of its request are
-there, but can give up its thread while sources are fetched (`utils.pausing`).
+Sources are fetched together, hashed before anything is decoded, and looked up. An item that no
+cache has is processed once, even if several requests ask for it meanwhile. Owns the flights of
+items that are being processed. Several threads may use it. A call blocks until all items of its
+request are processed, but can give up its thread while sources are fetched (`utils.pausing`).
 
 Invariants:
   1. A hit decodes nothing and calls no processor.
-  2. A call that fails holds nothing: its handles are released, its flights are left.
+  2. A call that fails holds nothing: its handles are released, and it leaves its flights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from dataclasses import dataclass, field, replace
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.shm import ShmSender
-from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
+from sensorium.multimodal.decoding.decoding import (
+    DecodeOptions,
+    resolve_options,
+)
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.media import MediaBytes, MediaItem, MediaLimits, PerceptionOptions
 from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
@@ -42,56 +45,42 @@ from sensorium.types.errors import (
 from sensorium.types.multimodal import ItemTimes, ProcessedItem
 from sensorium.utils.pausing import Pausing, run_through
 
-_MAX_ATTEMPTS = 3  # an item may be evicted between its processing and its first use
-_Result = FinishedItem | None  # None: the cache has it by now
+_MAX_RETRIES = 3  # an item may be evicted between its processing and its first use
+_Result = FinishedItem | None  # None: the cache has it already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceivedItem:
-    """A handle, and what it was made from, in case the core has lost the tensors."""
+    """A handle, and what it was made from, which is needed if the core loses the tensors."""
 
     handle: ItemHandle
-    path: FieldPath  # where the item stands in its prompt, for errors
+    path: FieldPath  # the place of the item in its prompt, for errors
     origin: MediaItem | None = None  # the item as the caller gave it
     options: PerceptionOptions = field(default_factory=PerceptionOptions)
-    brought: ProcessedItem | None = None  # tensors that the caller brought
-    given_hash: str | None = None  # the caller's own name for it
+    brought: ProcessedItem | None = None  # tensors that the caller sent
+    given_hash: str | None = None  # the hash that the caller sent
     times: ItemTimes = field(default_factory=dict)  # stage -> seconds, for this request
-    is_layout_only: bool = False  # there are no tensors, and the handle is of no cache
+    is_layout_only: bool = False  # there are no tensors, and the handle belongs to no cache
 
 
+@dataclass(kw_only=True, eq=False)
 class MediaPipeline:
-    """The way of media items from their sources to a cache.
+    """The steps of media items from their sources to a cache."""
 
-    With `layouts`, requests that need no tensors may get layouts alone.
-    """
-
-    def __init__(
-        self,
-        *,
-        cache: ProcessorCache,
-        shared: ShmSender | None = None,
-        hasher: MediaHasher,
-        loader: MediaLoader,
-        backend: ItemBackend,
-        uuids: UuidBindings,
-        limits: MediaLimits,
-        layouts: SizeLayouts | None = None,
-    ) -> None:
-        self.cache = cache
-        self.shared = shared
-        self.hasher = hasher
-        self.loader = loader
-        self.backend = backend
-        self.uuids = uuids
-        self.limits = limits
-        self.layouts = layouts
-        self.flights: SingleFlight[str, _Result] = SingleFlight()
+    cache: ProcessorCache
+    hasher: MediaHasher
+    loader: MediaLoader
+    backend: ItemBackend
+    uuids: UuidBindings
+    limits: MediaLimits
+    shared: ShmSender | None = None  # `cache`, if other processes put items into it
+    layouts: SizeLayouts | None = None  # for requests that need no tensors
+    flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
-        """Return a pipeline that does the same with a cache and names of its own.
+        """Return a pipeline that does the same with its own cache and uuids.
 
-        What it processes is neither kept nor counted in this one. The caller closes its `loader`.
+        What it processes is neither kept nor counted here. The caller closes its `loader`.
         """
         return MediaPipeline(
             cache=ItemTable(0),
@@ -102,19 +91,6 @@ class MediaPipeline:
             limits=self.limits,
         )
 
-    def perceive(
-        self,
-        items: Sequence[MediaItem],
-        options: PerceptionOptions,
-        *,
-        needs_tensors: bool = True,
-        cancelled: Future[None] | None = None,
-    ) -> list[PerceivedItem]:
-        """Do what `perceive_pausing` does, and wait for sources in this thread."""
-        return run_through(
-            self.perceive_pausing(items, options, needs_tensors=needs_tensors, cancelled=cancelled)
-        )
-
     def perceive_pausing(
         self,
         items: Sequence[MediaItem],
@@ -123,23 +99,20 @@ class MediaPipeline:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[PerceivedItem]]:
-        """Return one perceived item per item, in their order; pause while sources are fetched.
+        """Return one perceived item per item, in their order. Pause while sources are fetched.
 
-        `cancelled` completes when the result is no longer wanted. Without `needs_tensors`, what no
-        cache has may come without them.
+        `cancelled` completes when the result is no longer wanted. Without `needs_tensors`, items
+        that no cache has may be returned without them.
         """
-        calls = [_ItemCall(self, item, options, needs_tensors=needs_tensors) for item in items]
+        calls = [
+            _ItemCall(self, item, options, cancelled, needs_tensors=needs_tensors) for item in items
+        ]
         try:
-            for call in calls:
-                call.run(call.recognise)
+            _run(_ItemCall.recognise, calls)
             yield from self._load([call for call in calls if call.needs_source], cancelled)
-            for call in calls:
-                call.run(lambda call=call: call.start(cancelled))  # type: ignore[misc]
-            for call in calls:
-                call.run(lambda call=call: call.finish(cancelled))  # type: ignore[misc]
-            for call in calls:
-                call.run(call.bind)
-        except BaseException:  # a refusal, a cancellation or a bug: nothing is left behind
+            for stage in (_ItemCall.start, _ItemCall.finish, _ItemCall.bind):
+                _run(stage, calls)
+        except BaseException:  # nothing is held after an error, a cancellation or a bug
             for call in calls:
                 call.undo()
             raise
@@ -149,16 +122,14 @@ class MediaPipeline:
         """Let the items be evicted, if no other request holds them. Release each once."""
         self.cache.release([item.handle for item in items if not item.is_layout_only])
 
-    def perceive_again(
-        self, item: PerceivedItem, *, cancelled: Future[None] | None = None
-    ) -> PerceivedItem:
+    def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
         """Do what `perceive_again_pausing` does, and wait for sources in this thread."""
-        return run_through(self.perceive_again_pausing(item, cancelled=cancelled))
+        return run_through(self.perceive_again_pausing(item))
 
     def perceive_again_pausing(
         self, item: PerceivedItem, *, cancelled: Future[None] | None = None
     ) -> Pausing[PerceivedItem]:
-        """Return the same item, processed anew if the cache no longer leads to its tensors."""
+        """Return the same item, which is processed again if the cache has lost its tensors."""
         mm_hash = item.handle.mm_hash
         if item.brought is not None:
             handle = self.cache.get_and_update_item(mm_hash, item.brought)
@@ -170,7 +141,7 @@ class MediaPipeline:
             )
             if again.handle.mm_hash == mm_hash:
                 return replace(again, times=add_times(item.times, again.times))
-            self.cache.release([again.handle])  # the address has other content by now
+            self.cache.release([again.handle])  # the URL has other content now
         raise MissingMediaError(
             "it is in no cache any more: send it again", (item.given_hash or mm_hash,), item.path
         )
@@ -186,19 +157,28 @@ class MediaPipeline:
             call.source = loaded.outcome
 
 
+def _run(stage: Callable[[_ItemCall], None], calls: Sequence[_ItemCall]) -> None:
+    """Run one stage of all calls. An error gets the path of its item."""
+    for call in calls:
+        with at(*call.item.path):
+            stage(call)
+
+
 class _ItemCall:
-    """One item on its way: recognised by its uuid, or loaded, named, found or processed."""
+    """One item in its stages: recognised by its uuid, or loaded, hashed, found or processed."""
 
     def __init__(
         self,
         pipeline: MediaPipeline,
         item: MediaItem,
         options: PerceptionOptions,
+        cancelled: Future[None] | None,
         *,
         needs_tensors: bool,
     ) -> None:
         self._pipeline = pipeline
         self._options = options
+        self._cancelled = cancelled
         self._scope = UuidScope(client=options.uuid_scope, cache_salt=options.cache_salt)
         self._layouts = None if needs_tensors else pipeline.layouts
         self._is_layout_only = False
@@ -215,12 +195,8 @@ class _ItemCall:
     def needs_source(self) -> bool:
         return self._handle is None and self.source is None
 
-    def run(self, stage: Callable[[], None]) -> None:
-        with at(*self.item.path):
-            stage()
-
     def recognise(self) -> None:
-        """Find the item by its uuid, which spares the fetch if a cache has the item."""
+        """Find the item by its uuid. If a cache has the item, it is not fetched."""
         item, pipeline = self.item, self._pipeline
         if item.uuid is not None and (item.media is None or item.is_remote):
             source = pipeline.uuids.get(item.uuid, modality=item.modality, scope=self._scope)
@@ -236,7 +212,8 @@ class _ItemCall:
                 f"the media of uuid {item.uuid!r} is in no cache: send it", (item.uuid,)
             )
 
-    def start(self, cancelled: Future[None] | None) -> None:
+    def start(self) -> None:
+        """Hash the item, and begin to process it if no cache has it."""
         if self._handle is not None:
             return
         pipeline, item = self._pipeline, self.item
@@ -251,13 +228,13 @@ class _ItemCall:
             self._job = self._make_job(self._bound)
         self._handle = pipeline.cache.get_and_update_item(self._job.mm_hash)
         if self._handle is None and self._layouts is not None:
-            self._lay_out(self._layouts, self._job, cancelled)
+            self._lay_out(self._layouts, self._job)
         if self._handle is None:
             self._join()
 
-    def _lay_out(self, layouts: SizeLayouts, job: ItemJob, cancelled: Future[None] | None) -> None:
+    def _lay_out(self, layouts: SizeLayouts, job: ItemJob) -> None:
         """Use the layout alone, if it can be found without the tensors."""
-        layout = layouts.get(job, self.source, cancelled=cancelled)
+        layout = layouts.get(job, self.source, cancelled=self._cancelled)
         if layout is not None:
             self._is_layout_only = True
             self._handle = ItemHandle(
@@ -271,11 +248,11 @@ class _ItemCall:
     def _make_job(self, source: BoundSource) -> ItemJob:
         item, options = self.item, self._options
         processor_kwargs = dict(options.processor_kwargs)
-        decode_options = None
+        decode_options: DecodeOptions | None = None
         if source.is_encoded:
-            decode_options = resolve_decode_options(item.modality, options.media_io_kwargs)
-            if item.modality == "video":
-                processor_kwargs = take_sampling(processor_kwargs, decode_options)
+            processor_kwargs, decode_options = resolve_options(
+                item.modality, options.processor_kwargs, options.media_io_kwargs
+            )
         mm_hash = self._pipeline.hasher.name_item(
             source.digest,
             modality=item.modality,
@@ -294,39 +271,37 @@ class _ItemCall:
         pipeline, job, source = self._pipeline, self._get_job(), self.source
 
         def start() -> Flight:
-            if pipeline.cache.is_cached(job.mm_hash):  # since we looked
+            if pipeline.cache.is_cached(job.mm_hash):  # it came after the look-up
                 return FinishedFlight(None)
             return pipeline.backend.start(job, source)
 
         self._waiter = pipeline.flights.join(job.mm_hash, start)
 
-    def finish(self, cancelled: Future[None] | None) -> None:
-        """Wait for the flight; what it brings becomes a handle of this request's own."""
-        for _ in range(_MAX_ATTEMPTS):
+    def finish(self) -> None:
+        """Wait until the item is processed, and get a handle for this request."""
+        for attempt in range(1 + _MAX_RETRIES):
+            if attempt:
+                self._join()
             if self._waiter is not None:
-                self._take(self._waiter, cancelled)
+                self._take(self._waiter)
+            if self._handle is None:
+                self._handle = self._pipeline.cache.get_and_update_item(self._get_job().mm_hash)
             if self._handle is not None:
                 return
-            self._handle = self._pipeline.cache.get_and_update_item(self._get_job().mm_hash)
-            if self._handle is None:
-                self._join()
-        if self._waiter is not None:
-            self._take(self._waiter, cancelled)
-        if self._handle is None:
-            raise CapacityError("the cache of processed media is too busy to keep this item")
+        raise CapacityError("the cache of processed media is too busy to keep this item")
 
-    def _take(self, waiter: Waiter[str, _Result], cancelled: Future[None] | None) -> None:
-        """Take the result of the flight, and leave it when the cache has the result.
+    def _take(self, waiter: Waiter[str, _Result]) -> None:
+        """Put the result of the flight into the cache, and leave the flight afterwards.
 
-        So a later caller finds one or the other.
+        So a later caller finds the flight or the entry of the cache.
         """
         pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
         began = time.monotonic()
         try:
-            # A flight has a deadline of its own, but may begin anew.
+            # A flight has a deadline of its own, but it may be started again.
             timeout_s = pipeline.limits.flight_timeout_s
-            finished = waiter.result(timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:  # the one at fault can't be seen from here
+            finished = waiter.result(timeout_s=timeout_s, cancelled=self._cancelled)
+        except TimeoutError as error:  # the cause is not known here
             raise CapacityError("it could not be processed in time") from error
         if not waiter.is_leader:
             self.times.add({"wait": time.monotonic() - began})
@@ -337,17 +312,18 @@ class _ItemCall:
             self._handle = pipeline.cache.get_and_update_item(mm_hash, result)
         elif result is not None and pipeline.shared is not None and waiter.is_leader:
             self._handle = pipeline.shared.adopt(mm_hash, result)
-        # Else the cache has it, and the next look finds it.
+        # Otherwise the cache has it, and `finish` finds it there.
         waiter.leave()
         self._waiter = None
 
     def bind(self) -> None:
-        """Bind the uuid to its source, unless that was not decoded: it may be damaged."""
+        """Bind the uuid to its source, unless that was not decoded and may be damaged."""
         item, uuids = self.item, self._pipeline.uuids
         if item.uuid is not None and self._bound is not None and not self._is_layout_only:
             uuids.bind(item.uuid, self._bound, modality=item.modality, scope=self._scope)
 
     def undo(self) -> None:
+        """Leave the flight and release the handle, after an error."""
         if self._waiter is not None:
             self._waiter.leave()
         if self._handle is not None and not self._is_layout_only:

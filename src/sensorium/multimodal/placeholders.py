@@ -1,19 +1,20 @@
-"""Puts processed items into a prompt: expands the markers and finds where each item's tokens are.
+"""Puts processed items into a prompt: expands the markers and finds the tokens of each item.
 
-Text is expanded as text and tokenised once, because tokens may merge over the border of a
-replacement. A prompt that came as token ids is spliced: its caller has decided where the borders
-are.
+Text is expanded as text and tokenised once, because tokens may merge across the border of a
+replacement. In a prompt of token ids, the markers are replaced token by token, because its caller
+has decided where the borders are.
 
-Texts that can't fit into the context are refused before they are tokenised whole. Tokenising costs
-microseconds and hundreds of bytes for each character, so two bounds stand before it:
-  1. A text with more characters than the longest token has, times the context, can't fit.
+Texts that can't fit into the context are refused before they are tokenised whole. Tokenising takes
+microseconds and hundreds of bytes for each character, so there are two bounds:
+  1. A text can't fit if it has more characters than the context has tokens, times the length of the
+     longest token.
   2. A text that is shorter, but long, is counted in pieces, until they have more tokens than the
-     context holds. So a refusal costs no more than a prompt that fills the context.
+     context holds. So a refusal takes no more work than a prompt that fills the context.
 
 A text that would fit is not refused. A tokenizer may drop characters (spaces, accents, unknown
-ones), so the first bound never assumes a token shorter than `_MIN_LONGEST_TOKEN` characters. A cut
-may change the tokens beside it, so the count leaves out `_TOKENS_AT_CUTS` of each piece: a word of
-100 characters that a vocabulary lacks is one token as a whole, and up to 100 in pieces.
+ones), so the first bound takes the longest token for at least `_MIN_LONGEST_TOKEN` characters. A
+cut may change the tokens beside it, so the count leaves out `_TOKENS_AT_CUTS` of each piece: a word
+of 100 characters that a vocabulary lacks is one token as a whole, and up to 100 in pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange
 
 _SHORT_CHARACTERS = 2**16  # tokenised whole in a tenth of a second, whatever the context is
-_LIKELY_CHARACTERS = 8  # for each token of the context: below, most texts fit and few cost much
+_LIKELY_CHARACTERS = 8  # for each token of the context; most texts with fewer characters fit
 _MIN_LONGEST_TOKEN = 128
 _PIECE_CHARACTERS = 2**14
 _TOKENS_AT_CUTS = 128
@@ -45,7 +46,7 @@ class TextLength:
         self._tokenizer = tokenizer
 
     def check(self, text: str, max_tokens: int) -> None:
-        """Raise a `RequestError` if the text has more than `max_tokens` tokens for certain."""
+        """Raise a `RequestError` if the text certainly has more than `max_tokens` tokens."""
         if len(text) <= max(_SHORT_CHARACTERS, _LIKELY_CHARACTERS * max_tokens):
             return
         check_unicode(text)
@@ -62,9 +63,9 @@ class TextLength:
     def _longest_token(self) -> int:
         """Return the length of the longest token, in characters as the vocabulary writes them.
 
-        Vocabularies of bytes write one character for each byte, and no character of a text has less
-        than one byte, so that the length is never too small. It is computed when the first long
-        text comes, because a vocabulary takes a tenth of a second to read.
+        Vocabularies of bytes have one character for each byte, and every character of a text has at
+        least one byte, so that the length is never too small. It is computed for the first long
+        text, because reading a vocabulary takes a tenth of a second.
         """
         lengths = map(len, self._tokenizer.get_vocab())
         return max(_MIN_LONGEST_TOKEN, max(lengths, default=0))
@@ -85,7 +86,7 @@ class TextLength:
 
 
 def check_unicode(text: str) -> None:
-    """Raise a `RequestError` if the text has halves of characters, which have no bytes."""
+    """Raise a `RequestError` if the text has lone surrogates, which can't be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -95,7 +96,7 @@ def check_unicode(text: str) -> None:
 
 
 class LaidOutItem(Protocol):
-    """All that a prompt needs of an item, which is no pixels."""
+    """All that is needed of an item to expand a prompt."""
 
     @property
     def modality(self) -> str: ...
@@ -119,14 +120,13 @@ def expand_text(
     add_special_tokens: bool = True,
     check_length: Callable[[str], None] = check_unicode,
 ) -> ExpandedPrompt:
-    """Return token ids and features of a prompt.
+    """Return the token ids and the features of a prompt.
 
     Its n-th marker of a modality stands for the n-th item of that modality. `check_length` raises a
     `RequestError` if the expanded text is too long to be tokenised.
     """
     check_unicode(text)
-    pieces, spans = _replace_markers(processor, text, items)
-    expanded = "".join(pieces)
+    expanded, spans = _replace_markers(processor, text, items)
     check_length(expanded)
     token_ids, find_token = tokenize(
         processor.tokenizer, expanded, add_special_tokens=add_special_tokens
@@ -151,78 +151,68 @@ def expand_token_ids(
 
     A prompt that grows beyond `max_tokens` is refused before its other items are tokenised.
     """
-    queues = _make_queues(processor, items)
-    markers = {
+    modality_of = {
         processor.tokenizer.convert_tokens_to_ids(processor.get_marker(modality)): modality
-        for modality in queues
+        for modality in processor.modalities
     }
+    queues = _make_queues(processor, [modality_of[t] for t in token_ids if t in modality_of], items)
     expanded: list[int] = []
     ranges: list[_Span] = []
-    counts = dict.fromkeys(queues, 0)
     for token_id in token_ids:
-        modality = markers.get(token_id)
-        if modality is None:
+        if token_id not in modality_of:
             expanded.append(token_id)
             continue
-        counts[modality] += 1
-        item = next(queues[modality], None)
-        if item is not None:
-            start = len(expanded)
-            expanded.extend(tokenize_fragment(processor.tokenizer, _get_layout(item).text))
-            ranges.append((item, start, len(expanded)))
-            if max_tokens is not None and len(expanded) > max_tokens:
-                raise RequestError(
-                    f"the prompt has more than the {max_tokens} tokens that it may have, with "
-                    "those of its media",
-                    path=("prompt",),
-                )
-    _check_counts(processor, counts, items)
+        item = next(queues[modality_of[token_id]])
+        start = len(expanded)
+        expanded.extend(tokenize_fragment(processor.tokenizer, _get_layout(item).text))
+        ranges.append((item, start, len(expanded)))
+        if max_tokens is not None and len(expanded) > max_tokens:
+            raise RequestError(
+                f"the prompt has more than the {max_tokens} tokens that it may have, with "
+                "those of its media",
+                path=("prompt",),
+            )
     return expanded, _make_features(processor, expanded, ranges)
 
 
 def _replace_markers(
     processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
-) -> tuple[list[str], list[_Span]]:
-    """Return the expanded text in pieces, and the characters of each item in it."""
-    queues = _make_queues(processor, items)
-    modality_of = {processor.get_marker(modality): modality for modality in queues}
-    pieces: list[str] = []
-    spans: list[_Span] = []
-    counts = dict.fromkeys(queues, 0)
-    length = 0
+) -> tuple[str, list[_Span]]:
+    """Return the expanded text, and the range of characters of each item in it."""
+    modality_of = {processor.get_marker(modality): modality for modality in processor.modalities}
     pattern = "|".join(f"({re.escape(marker)})" for marker in modality_of) or "(?!)"
-    for piece in filter(None, re.split(pattern, text)):
-        modality = modality_of.get(piece)
-        if modality is not None:
-            counts[modality] += 1
-            item = next(queues[modality], None)
-            if item is not None:
-                piece = _get_layout(item).text
-                spans.append((item, length, length + len(piece)))
-        pieces.append(piece)
-        length += len(piece)
-    _check_counts(processor, counts, items)
-    return pieces, spans
+    pieces = [piece for piece in re.split(pattern, text) if piece]
+    queues = _make_queues(processor, [modality_of[p] for p in pieces if p in modality_of], items)
+    spans: list[_Span] = []
+    length = 0
+    for index, piece in enumerate(pieces):
+        if piece in modality_of:
+            item = next(queues[modality_of[piece]])
+            pieces[index] = _get_layout(item).text
+            spans.append((item, length, length + len(pieces[index])))
+        length += len(pieces[index])
+    return "".join(pieces), spans
 
 
 def _make_queues(
-    processor: MultiModalProcessor, items: Sequence[LaidOutItem]
+    processor: MultiModalProcessor, found: Sequence[str], items: Sequence[LaidOutItem]
 ) -> dict[str, Iterator[LaidOutItem]]:
-    return {m: iter([item for item in items if item.modality == m]) for m in processor.modalities}
+    """Return the items of each modality, in their order.
 
-
-def _check_counts(
-    processor: MultiModalProcessor, counts: dict[str, int], items: Sequence[LaidOutItem]
-) -> None:
-    for modality, num_markers in counts.items():
-        num_items = sum(item.modality == modality for item in items)
-        if num_markers != num_items:
-            marker = processor.get_marker(modality)
+    Raise a `RequestError` unless there is one item for each marker. `found` has the modality of
+    each marker in the prompt.
+    """
+    queues = {}
+    for modality in processor.modalities:
+        own = [item for item in items if item.modality == modality]
+        if found.count(modality) != len(own):
             raise RequestError(
-                f"the prompt has {num_markers} {marker!r} marker(s), "
-                f"but {num_items} {modality} item(s) came with it",
+                f"the prompt has {found.count(modality)} {processor.get_marker(modality)!r} "
+                f"marker(s), but {len(own)} {modality} item(s) came with it",
                 path=("prompt",),
             )
+        queues[modality] = iter(own)
+    return queues
 
 
 def _make_features(
@@ -232,9 +222,7 @@ def _make_features(
     features: list[MultiModalFeatureSpec] = []
     end_of_last = 0
     for item, first, end in ranges:
-        start = max(
-            first, end_of_last
-        )  # neighbours may share a token that merges over their border
+        start = max(first, end_of_last)  # neighbours may share a token across their border
         _check_no_placeholder(token_ids[end_of_last:start], placeholder_ids)
         layout = _get_layout(item)
         is_embed = tuple(token_id == layout.token_id for token_id in token_ids[start:end])

@@ -20,7 +20,9 @@ FRAMES = np.zeros((4, 8, 8, 3), dtype=np.uint8)
 
 
 def check(modality: str, media: object) -> tuple[Any, Any]:
-    return check_media(modality, media, sampling_rate=RATE, is_scaled_already=False)
+    return check_media(
+        modality, media, sampling_rate=RATE, is_scaled_already=False, limits=MediaLimits()
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,9 @@ def test_pixels_from_0_to_255_are_taken_as_they_are(dtype: type) -> None:
 
 def test_scaled_pixels_may_be_anything_when_they_are_said_to_be() -> None:
     pixels = np.linspace(-2, 2, 192).reshape(8, 8, 3)
-    checked, _ = check_media("image", pixels, sampling_rate=RATE, is_scaled_already=True)
+    checked, _ = check_media(
+        "image", pixels, sampling_rate=RATE, is_scaled_already=True, limits=MediaLimits()
+    )
     np.testing.assert_array_equal(checked, pixels)
 
 

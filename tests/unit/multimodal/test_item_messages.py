@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sensorium.multimodal.media import MediaBytes
-from sensorium.multimodal.processing.item_handler import decode_job, encode_job
+from sensorium.multimodal.processing.item_backend import decode_job, encode_job
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.types.errors import RequestError
 

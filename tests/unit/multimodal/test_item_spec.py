@@ -105,7 +105,7 @@ BAD: dict[str, tuple[str, str, str, Change, str]] = {
     "a place beyond the table": (
         *("gemma4", "image", "image_position_ids"),
         lambda t: t + 10**6,
-        "places among",
+        "positions below",
     ),
     "more frames than are counted": (
         *("gemma4", "video", "num_frames_per_video"),

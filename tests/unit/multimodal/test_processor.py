@@ -84,7 +84,7 @@ def test_frames_are_sampled_only_if_that_was_asked_for(
     qwen: MultiModalProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spy = Spy()
-    monkeypatch.setattr(qwen, "_processor", spy)
+    monkeypatch.setattr(qwen, "hf_processor", spy)
     frames = np.stack([PIXELS] * 2)
     qwen.process_item("video", frames, {})
     qwen.process_item("video", frames, {"do_sample_frames": True})

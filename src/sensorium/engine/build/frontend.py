@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -35,15 +35,16 @@ from sensorium.multimodal.processing.item_backend import (
     InProcessBackend,
     ItemBackend,
     PoolBackend,
+    PoolSettings,
+    encode_plain,
 )
-from sensorium.multimodal.processing.item_handler import make_settings
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.families import FAMILIES
 from sensorium.utils.process import report_step
 
-_HANDLER = "sensorium.multimodal.processing.item_handler:make_handler"
+_HANDLER = "sensorium.multimodal.processing.item_backend:make_handler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,18 +225,19 @@ def _build_pool(
     if not options.mm_processor_pool_size:
         return None
     shm_fd = None if store is None else store.fd
-    settings = make_settings(
-        str(checkpoint.directory),
+    settings = PoolSettings(
+        directory=str(checkpoint.directory),
         trust_remote_code=loading.trust_remote_code,
-        limits=options.get_limits(),
+        # These processes fetch nothing, so that they need no places to fetch from.
+        limits=replace(options.get_limits(), allowed_domains=frozenset(), allowed_local_path=None),
         shm_fd=shm_fd,
-        warm_modalities=warm_modalities,
+        warm_modalities=tuple(warm_modalities),
         own_options=own,
         allow_larger_media=options.allow_larger_media,
     )
     return ProcessPool(
         options.mm_processor_pool_size,
         handler=_HANDLER,
-        settings=settings,
+        settings=encode_plain(settings),
         inherited_fds=() if shm_fd is None else (shm_fd,),
     )

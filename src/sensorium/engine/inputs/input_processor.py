@@ -21,7 +21,10 @@ from sensorium.engine.inputs.rendered_prompt import (
 )
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
-from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
+from sensorium.multimodal.decoding.decoding import (
+    resolve_decode_options,
+    resolve_options,
+)
 from sensorium.multimodal.media import PerceptionOptions
 from sensorium.multimodal.names import UuidScope
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
@@ -331,9 +334,7 @@ class InputProcessor:
         processor_kwargs = {**self._mm_processor_kwargs, **own}
         for modality in {item.modality for item in prompt.media if item.is_encoded}:
             # Checked before the items, so that an error names the options and not an item.
-            decode_options = resolve_decode_options(modality, media_io_kwargs)
-            if modality == "video":
-                take_sampling(processor_kwargs, decode_options)
+            resolve_options(modality, processor_kwargs, media_io_kwargs)
         return PerceptionOptions(
             processor_kwargs=processor_kwargs,
             media_io_kwargs=media_io_kwargs,

@@ -1,7 +1,7 @@
 """Decodes sounds to what feature extractors take: mono float32 samples at the model's rate.
 
-A sound is decoded, mixed down and resampled piece by piece. So no more is in memory than one piece
-and the result, whatever the rate and the channels of the file.
+A sound is decoded, mixed down and resampled piece by piece. So only one piece and the result are in
+memory, even if the file has a high rate or many channels.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from sensorium.multimodal.decoding.guards import (
     SOUND_FRAME_S,
     WorkBudget,
-    check_codec,
     check_duration,
     estimate_sound_s,
+    get_first_stream,
     open_container,
     refuse_if_longer,
 )
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from av.audio.frame import AudioFrame
 
 Samples = npt.NDArray[np.float32]
-_KIND = "a sound"
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
-_COVER_PIXELS = 16_000_000  # of a cover picture in a sound file, which is never used
-_PIECE = 1 << 16  # samples; short frames are gathered, since each resampling call costs
+_COVER_PIXELS = 16_000_000  # of a cover picture in a sound file, which is not decoded here
+_PIECE = 1 << 16  # samples; short frames are joined, because each call of the resampler takes time
 
 
 def decode_audio(
@@ -41,26 +40,21 @@ def decode_audio(
 ) -> Samples:
     """Return the samples of the first track."""
     budget = budget or WorkBudget()
-    with open_container(data, _KIND, max_pixels=_COVER_PIXELS) as container:
-        if not container.streams.audio:
-            raise RequestError("there is no sound in this file")
-        stream = container.streams.audio[0]
-        check_codec(stream)
-        stream.codec_context.thread_count = 1
+    with open_container(data, "a sound", max_pixels=_COVER_PIXELS) as container:
+        stream = get_first_stream(container.streams.audio, "there is no sound in this file")
         budget.expect(estimate_sound_s(check_duration(container, stream, limits.max_duration_s)))
-        rate = stream.rate
-        check_rate(rate)
+        check_rate(rate := stream.rate)
         mono = _read_mono(container.decode(stream), rate, limits.max_duration_s, budget)
         if container.format.name == "ogg" and stream.duration is not None:
             mono = _trim_end(mono, stream.duration * (stream.time_base or 0) * rate)
-        mono = _gather(mono)
-        pieces = list(_resample_pieces(mono, rate, sampling_rate))
+        pieces = list(_resample_pieces(_gather(mono), rate, sampling_rate))
         samples = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32)
     check_samples(samples)
     return samples
 
 
 def check_rate(rate: object) -> None:
+    """Raise `RequestError` if this is not a usual number of samples a second."""
     is_rate = isinstance(rate, int) and not isinstance(rate, bool)
     if not is_rate or not _MIN_RATE <= rate <= _MAX_RATE:  # type: ignore[operator]
         raise RequestError(
@@ -69,6 +63,7 @@ def check_rate(rate: object) -> None:
 
 
 def check_samples(samples: Samples) -> None:
+    """Raise `RequestError` for an empty sound, or one with samples that are not finite."""
     if not samples.size:
         raise RequestError("this sound is empty")
     if not np.isfinite(samples).all():
@@ -86,7 +81,7 @@ def _read_mono(
     num_samples = 0
     for frame in frames:
         if frame.sample_rate != rate:
-            raise RequestError("the sampling rate of this sound changes on its way")
+            raise RequestError("the sampling rate of this sound changes in the middle")
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
         # The number of frames is not limited by the duration: one may have a single sample.
@@ -108,31 +103,31 @@ def _read_samples(frame: AudioFrame) -> npt.NDArray[Any]:
 
 def mix_down(channels: Samples) -> Samples:
     """Return the mean of the channels, which come as rows."""
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused later
+    with np.errstate(over="ignore", invalid="ignore"):  # results that are not finite: refused later
         mixed: Samples = channels[0] if len(channels) == 1 else channels.mean(axis=0)
     return mixed
 
 
 def scale_samples(values: npt.NDArray[Any]) -> Samples:
-    """Return samples as float32. Full scale of an integer type becomes 1; fractions stay."""
+    """Return samples as float32. The full scale of an integer type becomes 1; floats stay."""
     if values.dtype == np.uint8:  # FFmpeg's only unsigned samples: silence is 128
         return (values.astype(np.float32) - 128) / np.float32(128)
     if values.dtype.kind == "i":
         scaled: Samples = (values / -float(np.iinfo(values.dtype).min)).astype(np.float32)
         return scaled
-    with np.errstate(over="ignore"):  # too large becomes infinite, which is refused
+    with np.errstate(over="ignore"):  # too large values become infinite, which is refused later
         return values.astype(np.float32)
 
 
 def _trim_end(pieces: Iterator[Samples], length: Fraction | int) -> Iterator[Samples]:
-    """Yield the pieces without what comes behind the end of the sound.
+    """Yield the pieces without the samples behind the end of the sound.
 
-    The last packet of an Ogg file is whole, and the sound may end inside it.
+    The last packet of an Ogg file is always a whole one, and the sound may end inside it.
     """
     left = round(length)
     held = np.zeros(0, dtype=np.float32)
     for piece in pieces:
-        if len(held):  # it goes on, so the length that was given is wrong
+        if len(held):  # the sound continues, so the given length is wrong
             yield held
             left = sys.maxsize
         yield piece[:left]

@@ -1,7 +1,7 @@
-"""Decodes media to what processors take, by options that are part of an item's name.
+"""Decodes media to what processors take, by options that are part of an item's hash.
 
-Owns the names and defaults of the options. A change to the decoded pixels or samples of a file has
-to raise `_VERSION`, so that results of the old way are not found under new names.
+Owns the names and defaults of the options. A change of the code that changes decoded pixels or
+samples has to raise `_VERSION`, so that older results are no longer found in caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sensorium.types.errors import InvariantError, RequestError, at
 
 _VERSION = 1
 _SAMPLING = ("fps", "num_frames")
-# Names that clients of this field send, and ours.
+# Names of options that clients send -> the names here.
 _ALIASES = {"rgba_background_color": "background"}
 DecodeOptions = dict[str, Any]
 
@@ -27,9 +27,9 @@ DecodeOptions = dict[str, Any]
 def resolve_decode_options(
     modality: str, media_io_kwargs: Mapping[str, object] | None
 ) -> DecodeOptions:
-    """Return the complete options of one modality.
+    """Return the complete options of the decoder for one modality.
 
-    `media_io_kwargs` has the options of a request for each modality: `{"image": {"background": [r,
+    `media_io_kwargs` maps each modality to the options of a request: `{"image": {"background": [r,
     g, b]}, "video": {"fps": 2.0}}` (or `num_frames`).
     """
     given = media_io_kwargs if media_io_kwargs is not None else {}
@@ -56,11 +56,23 @@ def resolve_decode_options(
         return _complete(modality, resolved)
 
 
-def take_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
-    """Return the options that the processor gets for a video that is sampled here.
+def resolve_options(
+    modality: str,
+    processor_kwargs: Mapping[str, Any],
+    media_io_kwargs: Mapping[str, object] | None,
+) -> tuple[dict[str, Any], DecodeOptions]:
+    """Return the complete options of the processor and of the decoder, for an encoded item."""
+    decode_options = resolve_decode_options(modality, media_io_kwargs)
+    if modality == "video":
+        return _move_sampling(processor_kwargs, decode_options), decode_options
+    return dict(processor_kwargs), decode_options
 
-    How many frames it has is decided before decoding, by `options`. If only the processor was given
-    a rate or a number of frames, `options` take that over.
+
+def _move_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
+    """Return the options of the processor for a video that is sampled here.
+
+    The number of frames is decided before decoding, by `options`. If only the processor was given a
+    rate or a number of frames, these are moved to `options`.
     """
     kwargs = dict(processor_kwargs)
     kwargs.pop("do_sample_frames", None)
@@ -88,10 +100,9 @@ def decode(
 ) -> tuple[object, dict[str, Any] | None]:
     """Return the item, and for a video also the metadata of its frames.
 
-    `options` are resolved ones. A sound needs `sampling_rate`, a video `choose_frames`. Without a
-    `budget` decoding may take any time.
+    `options` come from `resolve_options`. A sound needs `sampling_rate`, a video `choose_frames`.
+    Without a `budget` decoding may take any time.
     """
-    budget = budget or WorkBudget()
     if len(data) > limits.max_bytes:
         raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
     if modality == "image":
@@ -102,7 +113,7 @@ def decode(
         return samples, None
     if modality == "video" and choose_frames is not None:
         return decode_video(data, choose_frames=choose_frames, limits=limits, budget=budget)
-    raise InvariantError(f"{modality} can't be decoded without being told how")
+    raise InvariantError(f"{modality} can't be decoded without a sampling rate or a frame chooser")
 
 
 def _complete(modality: str, options: DecodeOptions) -> DecodeOptions:

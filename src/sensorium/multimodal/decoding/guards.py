@@ -1,14 +1,14 @@
-"""What keeps decoding safe: bounded memory, bounded work, files that reach nothing else.
+"""Keeps decoding safe: bounds memory and work, and lets FFmpeg read nothing but the given file.
 
-Messages name neither addresses nor paths nor another library's words, because they go to clients.
+Messages contain no addresses, no paths and no texts of other libraries, because clients read them.
 
 Decoders call `WorkBudget.expect` with what a header promises, before they decode anything, and
-`spend` for what they have really decoded. So a false header changes nothing but the moment at which
-the work is seen to be long. The constants are one core's speed, measured on server CPUs of the
-2020s. They order items by their work and need no more than the right order of magnitude.
+`spend` for what they have really decoded. So with a false header the work is only found to be long
+at a later moment. The constants are the speed of one core, measured on server CPUs of the 2020s.
+They only order items by their work, so that the right order of magnitude is enough.
 
-Playlists and manifests (HLS, DASH, concat, ...) name other files and addresses. No such format is
-on the list for FFmpeg, and no protocol is either.
+Playlists and manifests (HLS, DASH, concat, ...) refer to other files and addresses. FFmpeg may use
+none of these formats, and no protocol.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ import io
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sensorium.types.errors import RequestError, SensoriumError
 
 if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
     from av.container import InputContainer
     from av.stream import Stream
+    from av.video.stream import VideoStream
+
+S = TypeVar("S", "AudioStream", "VideoStream")
 
 
 @contextmanager
 def refuse_damaged(kind: str, *decoder_errors: type[Exception]) -> Iterator[None]:
-    """Raise a `RequestError` if the block fails in a way in which a decoder reports a bad file.
+    """Raise a `RequestError` if the block raises one of the errors that mean a damaged file.
 
-    `kind` is what was expected, as in "an image". Errors of any other type pass through: they are
-    bugs, not damaged files, and have to reach the log and the client as such.
+    `kind` is what was expected, as in "an image". Errors of any other type pass through, because
+    they are bugs and not damaged files.
     """
     try:
         yield
@@ -50,34 +54,33 @@ _STATUS = Path("/proc/self/status")
 
 
 def limit_memory_growth(num_bytes: int) -> None:
-    """Allow this process to take that much more memory than it has now.
+    """Allow this process to take `num_bytes` more memory than it has now.
 
     Limits on pixels and seconds are checked before anything is allocated for them, but some
     containers need memory before that: a file of a kilobyte can list a hundred million samples, and
-    FFmpeg makes a table of them. Below a ceiling that is a refused file. Any allocation beyond it
-    fails, not only a decoder's, so this is for processes that only decode. Without Linux' accounts
-    it does nothing.
+    FFmpeg makes a table of them. With a limit on memory, such a file is refused. Above the limit
+    every allocation fails, not only a decoder's, so this is for processes that only decode. It does
+    nothing on systems without Linux's /proc.
     """
     if not _STATUS.exists():
         return
     fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
     num_used = int(fields["VmData"].split()[0]) * 1024
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = num_used + num_bytes
-    resource.setrlimit(
-        resource.RLIMIT_DATA,
-        (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most),
-    )
+    limit = num_used + num_bytes
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 _PIXELS_PER_S = 100e6  # real pictures: 50 to 150 million; frames of videos: 100 to 500 million
-_FRAME_S = 50e-6  # what a frame costs, however small it is
+_FRAME_S = 50e-6  # the least time that a frame takes
 _SOUND_S_PER_S = 300.0  # seconds of sound that are decoded and processed in one second
-SOUND_FRAME_S = 100e-6  # what a frame of a sound costs, however short it is
+SOUND_FRAME_S = 100e-6  # the least time that a frame of a sound takes
 
 
 class CostlyItemError(SensoriumError):
-    """An item is more work than this attempt may take. It is not the item's fault."""
+    """An item is more work than this attempt may do. The item may be processed elsewhere."""
 
     def __init__(self, cost_s: float) -> None:
         super().__init__(f"about {cost_s:.1f} s of work")
@@ -85,7 +88,7 @@ class CostlyItemError(SensoriumError):
 
 
 class WorkBudget:
-    """The work and the time that one attempt to decode an item may take. Used by one thread."""
+    """The work and the time that one attempt to decode an item may take, for one thread."""
 
     def __init__(self, *, max_cost_s: float = math.inf, deadline_s: float = math.inf) -> None:
         """Start the clock: `deadline_s` counts from here."""
@@ -112,7 +115,7 @@ class WorkBudget:
 
 
 def estimate_frames_s(num_frames: int, width: int, height: int) -> float:
-    """Estimate the seconds that it takes to decode so many frames, or one picture."""
+    """Estimate the seconds that it takes to decode frames of this size, or one picture."""
     return num_frames * (width * height / _PIXELS_PER_S + _FRAME_S)
 
 
@@ -131,14 +134,14 @@ _MAX_STREAMS = 32
 
 @contextmanager
 def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[InputContainer]:
-    """Open the file, and refuse as damaged what FFmpeg can't read inside the block."""
+    """Open the file. Raise `RequestError` if FFmpeg can't read it, here or inside the block."""
     import av
 
     options = {
         "format_whitelist": _FORMATS,
         "protocol_whitelist": "none",
         "max_streams": str(_MAX_STREAMS),
-        **get_decoder_options(max_pixels),  # the container is probed by decoding, too
+        **get_decoder_options(max_pixels),  # FFmpeg may decode frames to find out what they are
         "threads": "1",
     }
     with refuse_damaged(kind, av.error.FFmpegError):
@@ -166,16 +169,26 @@ def _get_metadata_options() -> dict[str, Any]:
     return {"metadata_errors": "replace"} if major_version < 19 else {}
 
 
-def check_codec(stream: Stream) -> None:
-    """Raise a `RequestError` if FFmpeg has no decoder for the stream."""
+def get_first_stream(streams: Sequence[S], missing: str) -> S:
+    """Return the first stream, which FFmpeg will decode in one thread.
+
+    Raise `RequestError`, with the text `missing` if there is none, or because FFmpeg has no decoder
+    for it.
+    """
+    if not streams:
+        raise RequestError(missing)
+    stream = streams[0]
     if stream.codec_context is None:
         raise RequestError("it is encoded in a way that can't be decoded here")
+    stream.codec_context.thread_count = 1  # processes decode several files at once
+    return stream
 
 
 def get_decoder_options(max_pixels: int) -> dict[str, str]:
-    """Return options with which FFmpeg allocates no larger frame.
+    """Return options with which FFmpeg allocates no much larger frame.
 
-    Decoders round sizes up to whole blocks. So the exact limit has to be checked with each frame.
+    Decoders round sizes up to whole blocks, so that the limit here is twice as large. The caller
+    checks the exact limit with each frame.
     """
     return {"max_pixels": str(2 * max_pixels)}
 
@@ -196,5 +209,6 @@ def check_duration(container: InputContainer, stream: Stream, max_duration_s: fl
 
 
 def refuse_if_longer(duration_s: float, max_duration_s: float) -> None:
+    """Raise `RequestError` for a sound or a video that is too long."""
     if duration_s > max_duration_s:
         raise RequestError(f"it is longer than {max_duration_s:g} seconds, which is the limit")

@@ -1,22 +1,23 @@
 """Decodes images to pixels: red, green and blue, upright, on a plain background.
 
-Owns the list of formats and what becomes of each colour mode. The size is checked before a pixel is
-allocated. Files are opened by the formats' own functions, not by `Image.open`, which has a global
-limit.
+Owns the list of formats and the conversion of each colour mode. The size is checked before a pixel
+is allocated. Files are opened by the formats' own functions, not by `Image.open`, which has a
+global limit.
 
-There are two looks at the size of a file that is not decoded. `read_header_size` needs bounded time
-and no decoder, for the process that serves requests: an image library may follow millions of
-chunks, or allocate a canvas. It is good for estimates and for refusals. `read_image_size` gives the
-size that `decode_image` would give, or `None` where that can't be found out before decoding: in
-other formats, in animations, and where notes on the orientation may stand behind the pixels. It
-does not see damage behind the header.
+Two functions find the size of a file that is not decoded. `read_header_size` needs bounded time and
+no decoder, for the process that serves requests: an image library may follow millions of chunks, or
+allocate a canvas. It is good for estimates and for refusals. `read_image_size` gives the size that
+`decode_image` would give, or `None` where that can't be found out before decoding: in other
+formats, in animations, and where the orientation may be stored behind the pixels. It does not
+detect damage behind the header.
 """
 
 from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ from sensorium.types.errors import RequestError
 Size = tuple[int, int]  # width and height, as stored: not turned upright
 _MAX_JPEG_SEGMENTS = 1_000
 _MAX_TIFF_TAGS = 1_000
-_AVIF_PREFIX_BYTES = 1 << 16  # in which the boxes with the properties of an image stand
+_AVIF_PREFIX_BYTES = 1 << 16  # the boxes with the properties of an image are in this part
 # Markers of JPEG that begin a frame: C0 to CF without those for tables.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
@@ -38,7 +39,7 @@ _TIFF_SHORT, _TIFF_LONG = 3, 4
 
 
 def read_header_size(data: bytes) -> Size | None:
-    """Return the size that the header claims; `None` where it can't be found in a few steps."""
+    """Return the size that the header claims, or `None` if it can't be found in a few steps."""
     try:
         return _read_size(data)
     except struct.error:  # the file ends within its header
@@ -55,7 +56,7 @@ def _read_size(data: bytes) -> Size | None:
     if data.startswith(b"\xff\xd8"):
         return _read_jpeg(data)
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return read_webp_size(data)
+        return _read_webp(data)
     if data.startswith((b"II*\0", b"MM\0*")):
         return _read_tiff(data)
     if data[4:8] == b"ftyp":
@@ -63,8 +64,8 @@ def _read_size(data: bytes) -> Size | None:
     return None
 
 
-def read_webp_size(data: bytes) -> Size | None:
-    """Return the size of the canvas that a WebP file asks for; `None` if it is cut short."""
+def _read_webp(data: bytes) -> Size | None:
+    """Return the size of the canvas that a WebP file claims, or `None` if it is truncated."""
     kind, header = data[12:16], data[20:30]
     if len(header) < 10:
         return None
@@ -83,7 +84,7 @@ def _read_bmp(data: bytes) -> Size:
     if header_bytes == 12:
         return _unpack("<HH", data, 18)
     width, height = _unpack("<ii", data, 18)
-    return abs(width), abs(height)  # a negative height is stored from the top
+    return abs(width), abs(height)  # a negative height means that the top row comes first
 
 
 def _read_jpeg(data: bytes) -> Size | None:
@@ -129,13 +130,13 @@ def _unpack(layout: str, data: bytes, place: int) -> Size:
     return first, second
 
 
-# Formats whose decoders read nothing but the bytes they are given and start no other program.
-# AVIF and WebP as Pillow was built.
+# The decoders of these formats read nothing but the given bytes, and start no other program. Some
+# builds of Pillow lack AVIF or WebP.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP")
 _KIND = "an image"
-# What Pillow raises for damaged files, by its sources and by a hundred thousand damaged files.
-# `RuntimeError` is what its AVIF decoder raises. `TypeError` and `AttributeError` are not among
-# them on purpose: they would hide mistakes of ours. `load_pixels` makes an exception.
+# What Pillow raises for damaged files, found in its sources and by trying a hundred thousand files.
+# `RuntimeError` comes from its AVIF decoder. `TypeError` and `AttributeError` are left out on
+# purpose, because they would hide our own bugs. `load_pixels` has one exception to this rule.
 DECODER_ERRORS = (
     OSError,
     SyntaxError,
@@ -146,7 +147,7 @@ DECODER_ERRORS = (
     struct.error,
     Image.DecompressionBombError,
 )
-_PREFIX_BYTES = 16  # what Pillow's formats recognise a file by
+_PREFIX_BYTES = 16  # by which Pillow's formats recognise a file
 _DEEP_GREY_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _TO_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -169,26 +170,39 @@ def decode_image(
     budget: WorkBudget | None = None,
 ) -> Image.Image:
     """Return an RGB image of the first frame, turned as its EXIF data demands."""
+    with _open_checked(data, limits) as image:
+        if budget is not None:
+            budget.expect(estimate_frames_s(1, *image.size))
+        try:
+            load_pixels(image)
+        except Image.DecompressionBombError as error:
+            raise RequestError(_too_many_pixels(limits)) from error
+        turn = _get_turn(image.getexif)
+        upright = to_rgb(image if turn is None else image.transpose(turn), background=background)
+        upright.info = {}  # so that no reader turns it again
+        return upright
+
+
+@contextmanager
+def _open_checked(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
+    """Open the image without decoding it. Raise `RequestError` if it is damaged or too large."""
     with refuse_damaged(_KIND, *DECODER_ERRORS):
-        check_webp_size(data, limits)
+        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            # WebP's decoder allocates its canvas when it is made, so the header is read before.
+            size = _read_webp(data)
+            if size is None:
+                raise ValueError("the header is truncated")
+            check_num_pixels(*size, limits)
         with open_image(data) as image:
             check_num_pixels(*image.size, limits)
-            if budget is not None:
-                budget.expect(estimate_frames_s(1, *image.size))
-            try:
-                load_pixels(image)
-            except Image.DecompressionBombError as error:
-                raise RequestError(_too_many_pixels(limits)) from error
-            upright = to_rgb(_turn_upright(image), background=background)
-            upright.info = {}  # so that no reader turns it again
-            return upright
+            yield image
 
 
 def load_pixels(image: Image.Image) -> None:
     """Decode an image that was opened. Errors are those in `DECODER_ERRORS`."""
     try:
         image.load()
-    except TypeError as error:  # Pillow takes tags of any type from a TIFF, and computes with them
+    except TypeError as error:  # Pillow computes with the tags of a TIFF, whatever type they have
         raise ValueError("a field of the file has a wrong type") from error
     _drop_texts(image)
 
@@ -213,7 +227,7 @@ def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
         image = _scale_deep_grey(image)
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
-    if image.mode == "La":  # premultiplied grey, which has one way out
+    if image.mode == "La":  # premultiplied grey, which Pillow converts only to LA
         image = image.convert("LA")
     colours = image.convert("RGBA")
     plain = Image.new("RGBA", colours.size, (*background, 255))
@@ -241,54 +255,37 @@ def open_image(data: bytes) -> Image.Image:
 def _drop_texts(image: Image.Image) -> None:
     """Remove texts of a PNG from where Pillow expects something else.
 
-    A PNG may have texts of any name. Pillow stores them beside its own values, so that a text can
-    stand where it looks for a transparent colour, or for the bytes of notes.
+    A PNG may have texts of any name. Pillow stores them beside its own values, so that there can be
+    a text where it expects a transparent colour, or the bytes of EXIF data.
     """
     for name in ("transparency", "exif", "xmp"):
         if isinstance(image.info.get(name), str):
             del image.info[name]
 
 
-def check_webp_size(data: bytes, limits: MediaLimits) -> None:
-    """Raise `RequestError` if a WebP file is too large.
-
-    WebP's decoder allocates its canvas when it is made, so the header is read here.
-    """
-    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
-        return
-    size = read_webp_size(data)
-    if size is None:
-        raise RequestError(f"this is not {_KIND} that can be read: truncated or damaged")
-    check_num_pixels(*size, limits)
-
-
 def _too_many_pixels(limits: MediaLimits) -> str:
     return f"it has more than {limits.max_pixels} pixels, which is the limit"
 
 
-def get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
-    """Return what makes an image upright by its EXIF data, or `None` if it is upright."""
+def _get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
+    """Return the transposition that makes an image upright, or `None` if it is upright."""
     try:
         orientation = read_exif().get(ExifTags.Base.Orientation)
-    except DECODER_ERRORS:  # damaged notes beside good pixels
+    except DECODER_ERRORS:  # damaged EXIF data beside good pixels
         return None
     return _TO_UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-
-
-def _turn_upright(image: Image.Image) -> Image.Image:
-    turn = get_turn(image.getexif)
-    return image if turn is None else image.transpose(turn)
 
 
 def _scale_deep_grey(image: Image.Image) -> Image.Image:
     """Convert grey of 16 bits, of integers (I) and of fractions (F), to grey of 8 bits.
 
-    I and F do not define how bright white is. Their values show it: up to 1 (only F), 255 or 65535.
+    I and F do not define which value is white. The largest value decides between 1 (only F), 255
+    and 65535.
     """
     values: npt.NDArray[Any] = np.asarray(image)
     grey = Image.fromarray(_to_bytes(values, _find_white(image.mode, values)))
     transparent = image.info.get("transparency")
-    if isinstance(transparent, int):  # the one value that is seen through
+    if isinstance(transparent, int):  # the one grey that is transparent
         grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
     return grey
 
@@ -297,7 +294,7 @@ def _find_white(mode: str, values: npt.NDArray[Any]) -> int:
     if mode.startswith("I;16"):
         return 65535
     least, most = float(values.min()), float(values.max())
-    if not (least >= 0 and most <= 65535):  # also true of values that are no numbers
+    if not (least >= 0 and most <= 65535):  # NaN is refused, too
         raise RequestError("its grey values are not between 0 and 65535")
     if mode == "F" and most <= 1:
         return 1
@@ -316,12 +313,7 @@ _SIZED_FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
 _PNG_SIGNATURE_BYTES = 8
 _PNG_HEADER = struct.Struct(">I4s")  # a chunk's length and name
 _PNG_CRC_BYTES = 4
-_SWAPPING = (
-    Image.Transpose.TRANSPOSE,
-    Image.Transpose.ROTATE_270,
-    Image.Transpose.TRANSVERSE,
-    Image.Transpose.ROTATE_90,
-)
+_SWAPPING = [_TO_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)]  # width and height
 
 
 def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | None:
@@ -331,18 +323,14 @@ def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | No
     """
     if len(data) > limits.max_bytes:
         raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
-    with refuse_damaged("an image", *DECODER_ERRORS):
-        check_webp_size(data, limits)
-        with open_image(data) as image:
-            check_num_pixels(*image.size, limits)
-            if image.format not in _SIZED_FORMATS or (
-                image.format == "PNG" and not _is_plain_png(data)
-            ):
-                return None
-            # Not the image's own method: a PNG decodes itself to look behind its pixels.
-            turn = get_turn(lambda: Image.Image.getexif(image))
-            width, height = image.size
-            return (height, width) if turn in _SWAPPING else (width, height)
+    with _open_checked(data, limits) as image:
+        is_plain = image.format != "PNG" or _is_plain_png(data)
+        if image.format not in _SIZED_FORMATS or not is_plain:
+            return None
+        # Not the image's own method, because a PNG decodes itself to look behind its pixels.
+        turn = _get_turn(lambda: Image.Image.getexif(image))
+        width, height = image.size
+        return (height, width) if turn in _SWAPPING else (width, height)
 
 
 def _is_plain_png(data: bytes) -> bool:

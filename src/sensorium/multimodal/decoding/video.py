@@ -3,13 +3,13 @@
 The processor's own rule is asked before anything is decoded. Processors that sample nothing by
 themselves would take every frame of a clip: they get a bounded number, spread by that same rule.
 
-The clip is looked through once without decoding, to count its frames, and then decoded in order up
-to the last chosen frame. How many pixels that will be is checked before the first one is decoded.
-Only chosen frames are kept, in an array that is allocated once after its size was checked.
+The clip is read once without decoding, to count its frames, and then decoded in order up to the
+last chosen frame. The number of pixels to decode is checked before the first one is decoded. Only
+chosen frames are kept, in an array that is allocated once after its size was checked.
 
-A clip may end earlier than its packets promised (hidden frames, a cut file). Then the frames are
-chosen again among those that are there, and decoded again. So the result is that of a clip of the
-real length. An error in the middle is refused.
+A clip may have fewer frames than packets (hidden frames, a truncated file). Then the frames are
+chosen again among those that exist, and decoded again. So the result is that of a clip of the real
+length. A clip with an error in the middle is refused.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from sensorium.multimodal.decoding.guards import (
     WorkBudget,
-    check_codec,
     check_duration,
     estimate_frames_s,
     get_decoder_options,
+    get_first_stream,
     open_container,
     refuse_if_longer,
 )
@@ -44,12 +44,12 @@ _DEFAULT_NUM_FRAMES = 32
 
 
 def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
-    """Return the choice of frames for a request.
+    """Return a function that chooses the frames of a video for a request.
 
-    `options` may hold its `fps` or `num_frames`. The rule is asked as the processor itself would
-    ask it, with its own settings beside those of the request. Where it fails (for a clip of fewer
-    frames than it wants, or if it can't have both a rate and a number) it is asked for a number of
-    frames that there are. If that fails too, the frames are spread evenly.
+    `options` may have the `fps` or `num_frames` of the request. The rule is called as the processor
+    itself calls it, with its own settings beside those of the request. If that fails (for a clip of
+    fewer frames than it needs, or because it can't have both a rate and a number), the rule is
+    asked for a number of frames that the clip has. If that fails too, the frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -60,23 +60,19 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
     def choose_frames(metadata: Mapping[str, Any]) -> Sequence[int]:
         num_frames = _count_frames(metadata, **(asked or own))
-        if _takes(video_processor.sample_frames, asked):
+        # A rule ignores arguments that it takes only as `**kwargs`.
+        if inspect.signature(video_processor.sample_frames).parameters.keys() >= asked.keys():
             for arguments in ({**own, **_limit(metadata, asked)}, {"num_frames": num_frames}):
                 indices = _ask(video_processor, metadata, arguments)
                 if indices is not None:
                     return indices
-        return _spread(metadata["total_num_frames"], num_frames)
+        return [n * metadata["total_num_frames"] // num_frames for n in range(num_frames)]
 
     return choose_frames
 
 
-def _takes(sample_frames: Callable[..., object], asked: Mapping[str, object]) -> bool:
-    """Return True if the rule has these arguments by name. It ignores those in `**kwargs`."""
-    return inspect.signature(sample_frames).parameters.keys() >= asked.keys()
-
-
 def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Limit the request to the clip: some rules would list as many frames as they are asked for."""
+    """Limit the request to the clip. Some rules would list as many frames as they are asked for."""
     most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
     return {name: min(value, most[name]) for name, value in asked.items()}
 
@@ -84,7 +80,7 @@ def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
 def _ask(
     video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> list[int] | None:
-    """Return the frames that the rule chooses, or `None` if it can't choose so."""
+    """Return the frames that the rule chooses, or `None` if it fails with these arguments."""
     from transformers.video_utils import VideoMetadata
 
     try:
@@ -107,16 +103,25 @@ def _count_frames(
     return max(1, int(min(metadata["duration"] * fps, total)))
 
 
-def _spread(total_num_frames: int, num_frames: int) -> list[int]:
-    return [index * total_num_frames // num_frames for index in range(num_frames)]
-
-
 _KIND = "a video"
 _UNKNOWN_FPS = 24.0  # what Transformers assumes
 Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]
 Metadata = dict[str, Any]  # the fields of Transformers' `VideoMetadata`
 # Indices in rising order, each below `total_num_frames`; one may come several times.
 ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
+
+
+def make_metadata(num_frames: int, fps: float, width: int, height: int) -> Metadata:
+    """Return the metadata of a clip before its frames are chosen."""
+    return {
+        "total_num_frames": num_frames,
+        "fps": fps,
+        "width": width,
+        "height": height,
+        "duration": num_frames / fps,
+        "video_backend": "pyav",
+        "frames_indices": None,
+    }
 
 
 def decode_video(
@@ -138,7 +143,9 @@ def decode_video(
             return frames, {**metadata, "width": width, "height": height, "frames_indices": indices}
         if not num_decoded:
             break
-        metadata = _correct_length(metadata, num_decoded)
+        metadata = make_metadata(
+            num_decoded, metadata["fps"], metadata["width"], metadata["height"]
+        )
     raise RequestError("there are no frames in this video that can be read")
 
 
@@ -162,33 +169,13 @@ def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Meta
         fps = float(rate) if rate and rate > 0 else _UNKNOWN_FPS
         width, height = stream.width, stream.height
     refuse_if_longer(num_frames / fps, limits.max_duration_s)
-    return {
-        "total_num_frames": num_frames,
-        "fps": fps,
-        "width": width,
-        "height": height,
-        "duration": num_frames / fps,
-        "video_backend": "pyav",
-        "frames_indices": None,
-    }
+    return make_metadata(num_frames, fps, width, height)
 
 
 def _get_stream(container: InputContainer, limits: MediaLimits) -> VideoStream:
-    if not container.streams.video:
-        raise RequestError("there are no pictures in this file")
-    stream = container.streams.video[0]
-    check_codec(stream)
-    stream.codec_context.thread_count = 1  # several clips are decoded at once, in processes
+    stream = get_first_stream(container.streams.video, "there are no pictures in this file")
     stream.codec_context.options = get_decoder_options(limits.max_pixels)
     return stream
-
-
-def _correct_length(metadata: Metadata, num_frames: int) -> Metadata:
-    return {
-        **metadata,
-        "total_num_frames": num_frames,
-        "duration": num_frames / metadata["fps"],
-    }
 
 
 def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimits) -> list[int]:
@@ -201,7 +188,7 @@ def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimit
 
 
 def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
-    """Raise `RequestError` if so many frames of that size are too much to keep."""
+    """Raise `RequestError` if `num_frames` frames of that size are too many to keep."""
     if num_frames > limits.max_frames:
         raise RequestError(f"{num_frames} frames would be used, {limits.max_frames} is the limit")
     if num_frames * width * height > limits.max_video_pixels:
@@ -214,10 +201,10 @@ def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimi
 def _check_work(
     num_frames: int, metadata: Metadata, limits: MediaLimits, budget: WorkBudget
 ) -> None:
-    """Raise an error if the frames that have to be decoded are too much work.
+    """Raise an error if decoding the first `num_frames` frames is too much work.
 
-    It is a `RequestError` for too many pixels in all, by the sizes in the container, and a
-    `CostlyItemError` for more work than the budget has.
+    It is a `RequestError` if they have too many pixels in all, by the sizes in the container, and a
+    `CostlyItemError` if the budget does not allow the work.
     """
     width, height = metadata["width"], metadata["height"]
     if num_frames * width * height > limits.max_decoded_pixels:
@@ -231,18 +218,17 @@ def _check_work(
 def _read_frames(
     data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
 ) -> tuple[Frames | None, int]:
-    """Return the frames, and how many were decoded.
+    """Return the frames with these indices, and how many were decoded.
 
-    The frames are `None` if the clip ended too early; then all were decoded.
+    The frames are `None` if the clip ended too early. Then all its frames were decoded.
     """
     kept: Frames | None = None
     num_kept = num_decoded = num_pixels = 0
     with open_container(data, _KIND, max_pixels=limits.max_pixels) as container:
         for frame in container.decode(_get_stream(container, limits)):
             check_num_pixels(frame.width, frame.height, limits)
-            num_pixels += (
-                frame.width * frame.height
-            )  # a frame may be larger than the container claims
+            # A frame may be larger than the container claims.
+            num_pixels += frame.width * frame.height
             if num_pixels > limits.max_decoded_pixels:
                 raise RequestError(
                     f"its frames have more than {limits.max_decoded_pixels} pixels in all, "
@@ -264,11 +250,11 @@ def _read_frames(
 
 
 def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
-    """Return an upright frame of the size of those before it.
+    """Return the pixels of a frame, upright and of the size of the frames before it.
 
-    A clip may change its size on its way.
+    The frames of a clip may have different sizes.
     """
-    # A matrix without an angle gives the lowest or another integer, depending on the processor.
+    # A matrix without an angle gives an integer beyond all angles, which one depends on the CPU.
     num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0
     size: dict[str, int] = {}
     if kept is not None:

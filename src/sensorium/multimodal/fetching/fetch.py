@@ -1,16 +1,16 @@
-"""What the fetches of all requests share: deadlines, memory, turns, counters and refusals.
+"""What the fetches of all requests share: refusals, counters, memory, turns and results.
 
 All but the counters are used on one event loop only.
 
 Memory: the bodies that a request has received count until all its fetches have ended. When too many
-bytes are held, the request that holds most of them is refused, so that a request with a small
-picture never pays for one with a hundred large videos.
+bytes are held, the request that holds most of them is refused. So a request with a small picture
+never suffers from one with a hundred large videos.
 
-Turns: a request always has a fetch under way if it wants one. What it wants beyond that comes out
-of a room that all requests share. The server bounds the number of requests.
+Turns: a request can always run one fetch. Further fetches take turns from a number that all
+requests share. The server bounds the number of requests.
 
-Texts of refusals may repeat what the client itself sent. They never hold a resolved address, the
-target of a redirect, a path on disk or another library's words.
+Texts of refusals may repeat what the client itself sent. They never contain a resolved address, the
+target of a redirect, a path on disk or the message of another library.
 
 Invariants:
   1. `FetchMemory.num_bytes` is the sum over all requests, including those that were refused but
@@ -25,15 +25,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
-from sensorium.types.errors import MediaFetchError
+from sensorium.multimodal.media import MediaBytes
+from sensorium.types.errors import MediaFetchError, RequestError
 
 RefusalReason = Literal[
     "malformed",
@@ -64,12 +65,13 @@ class RefusedMediaError(MediaFetchError):
 
 
 def refuse_above(max_bytes: int, num_bytes: int) -> None:
+    """Raise `RefusedMediaError` if media of `num_bytes` is larger than `max_bytes`."""
     if num_bytes > max_bytes:
-        raise RefusedMediaError(f"the media is larger than {max_bytes} bytes", "size")
+        raise RefusedMediaError(f"it is larger than {max_bytes} bytes, which is the limit", "size")
 
 
-SourceKind = Literal["bytes", "data", "file", "http"]  # given in process; by the kind of a URL
-_Event = Literal["fetch", "response_cache_hit", "revalidation"]
+SourceKind = Literal["bytes", "data", "file", "http"]  # bytes in process, or the kind of a URL
+_Event = Literal["fetch", "received_byte", "response_cache_hit", "revalidation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,9 @@ class FetchStatistics:
     """Counts of what loading media cost since the start."""
 
     num_fetches: int  # requests to hosts, including those after redirects
-    num_bytes: int  # of the bodies that came
-    num_response_cache_hits: int  # answers that needed no request
-    num_revalidations: int  # answers that a host confirmed without sending them again
+    num_bytes: int  # of all bodies that were received
+    num_response_cache_hits: int  # responses that were used again without a request
+    num_revalidations: int  # responses that a host confirmed without sending them again
     refusals: Mapping[RefusalReason, int]  # reason -> items
     # kind of source -> bytes of all items, including those of responses that were kept
     loaded_bytes: Mapping[SourceKind, int]
@@ -92,16 +94,11 @@ class FetchCounters:
         self._events: Counter[_Event] = Counter()
         self._refusals: Counter[RefusalReason] = Counter()
         self._loaded_bytes: Counter[SourceKind] = Counter()
-        self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def add(self, event: _Event) -> None:
+    def add(self, event: _Event, count: int = 1) -> None:
         with self._lock:
-            self._events[event] += 1
-
-    def add_bytes(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes += num_bytes
+            self._events[event] += count
 
     def add_loaded(self, kind: SourceKind, num_bytes: int) -> None:
         with self._lock:
@@ -115,7 +112,7 @@ class FetchCounters:
         with self._lock:
             return FetchStatistics(
                 num_fetches=self._events["fetch"],
-                num_bytes=self._num_bytes,
+                num_bytes=self._events["received_byte"],
                 num_response_cache_hits=self._events["response_cache_hit"],
                 num_revalidations=self._events["revalidation"],
                 refusals=dict(self._refusals),
@@ -132,113 +129,67 @@ class FetchMemory:
         self._requests: dict[RequestBytes, None] = {}
 
     def join(self, end: Callable[[], object]) -> RequestBytes:
-        """Return the account of a new request. `end` is called if the request has to give way."""
+        """Return the account of a new request. `end` is called if the request is refused."""
         request = RequestBytes(self, end)
         self._requests[request] = None
         return request
 
     def leave(self, request: RequestBytes) -> None:
-        """Forget a request, with all that it held."""
+        """Forget a request with all bytes that it held. Call this once for each request."""
         del self._requests[request]
         self.num_bytes -= request.num_bytes
 
     def make_room(self) -> None:
-        """Refuse the largest requests until the rest holds no more than it may."""
+        """Refuse the largest requests until the others hold no more than `max_bytes`."""
         staying = [request for request in self._requests if not request.is_refused]
         num_bytes = sum(request.num_bytes for request in staying)
         for request in sorted(staying, key=lambda each: each.num_bytes, reverse=True):
             if num_bytes <= self.max_bytes:
                 return
             num_bytes -= request.num_bytes
-            request.refuse()
+            request.is_refused = True
+            request.end()
 
 
+@dataclass(eq=False)
 class RequestBytes:
     """The bytes that one request holds."""
 
-    def __init__(self, memory: FetchMemory, end: Callable[[], object]) -> None:
-        self.num_bytes = 0
-        self.is_refused = False
-        self._memory = memory
-        self._end = end
+    memory: FetchMemory
+    end: Callable[[], object]  # ends the fetches of this request
+    num_bytes: int = 0
+    is_refused: bool = False
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have come for this request."""
+        """Count bytes that this request has received."""
         self.num_bytes += num_bytes
-        self._memory.num_bytes += num_bytes
-        if self._memory.num_bytes > self._memory.max_bytes:
-            self._memory.make_room()
-
-    def refuse(self) -> None:
-        """End the fetches of this request."""
-        self.is_refused = True
-        self._end()
-
-    def release(self) -> None:
-        """Count nothing of this request any more. Call this once."""
-        self._memory.leave(self)
+        self.memory.num_bytes += num_bytes
+        if self.memory.num_bytes > self.memory.max_bytes:
+            self.memory.make_room()
 
 
-class RequestDeadline:
-    """The end of the time in which all media of one request must have come."""
+class Deadline:
+    """A time limit that starts when this object is made."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.ends_at = time.monotonic() + seconds
+    def __init__(self, seconds: float, scope: str = "") -> None:
+        self._ends_at = time.monotonic() + seconds
+        self._text = f"not delivered within {seconds:g} s{scope}"
 
     def remaining_s(self) -> float:
         """Return the seconds that are left, or 0."""
-        return max(0.0, self.ends_at - time.monotonic())
-
-
-class Fetch:
-    """A fetch of one item, from the first look-up to the last byte, over all redirects.
-
-    Texts name the host that the client sent, never one that a redirect led to.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        deadline_s: float,
-        *,
-        request: RequestDeadline | None = None,
-        held: RequestBytes | None = None,
-    ) -> None:
-        self.host = host
-        self._held = held  # what the whole request holds
-        self._deadline_s = deadline_s
-        self._ends_at = time.monotonic() + deadline_s
-        self._request = request if request and request.ends_at < self._ends_at else None
-
-    def remaining_s(self) -> float:
-        """Return the seconds that are left to the item and to its request, or 0."""
-        if self._request is not None:
-            return self._request.remaining_s()
         return max(0.0, self._ends_at - time.monotonic())
 
-    def add_bytes(self, num_bytes: int) -> None:
-        """Count bytes of the item that have come."""
-        if self._held is not None:
-            self._held.add(num_bytes)
-
     def expired(self) -> RefusedMediaError:
-        """Return the refusal of an item that did not come in its time or in that of its request."""
-        if self._request is not None:
-            return refuse_late_request(self.host, self._request)
-        return self.refusal(f"not delivered within {self._deadline_s:g} s", "deadline")
-
-    def refusal(self, why: str, reason: RefusalReason) -> RefusedMediaError:
-        return RefusedMediaError(f"media from {self.host}: {why}", reason)
+        """Return the refusal of an item that was not received in time."""
+        return RefusedMediaError(self._text, "deadline")
 
 
-def refuse_late_request(host: str, deadline: RequestDeadline) -> RefusedMediaError:
-    """Return the refusal of an item that did not come in the time of its whole request."""
-    return RefusedMediaError(
-        f"media from {host}: not delivered within {deadline.seconds:g} s, the limit for all media "
-        "of one request together",
-        "deadline",
-    )
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What a fetch of one item may use, from the first look-up to the last byte."""
+
+    deadline: Deadline
+    held: RequestBytes  # what the whole request holds
 
 
 class FetchShares:
@@ -248,11 +199,7 @@ class FetchShares:
         self.max_per_request = max_per_request
         self.max_shared = max_shared
         self.num_shared = 0  # fetches under way beyond the first of each request
-        self._waiting: dict[RequestShare, None] = {}  # requests that wait, the longest first
-
-    def join(self) -> RequestShare:
-        """Return the share of a new request."""
-        return RequestShare(self)
+        self.waiting: dict[RequestShare, None] = {}  # requests that wait, the longest first
 
     def may_begin(self, share: RequestShare) -> bool:
         """Return True if the request may begin another fetch now."""
@@ -260,16 +207,9 @@ class FetchShares:
             return True
         return share.num_active < self.max_per_request and self.num_shared < self.max_shared
 
-    def set_waiting(self, share: RequestShare, *, is_waiting: bool) -> None:
-        """Note whether any fetch of the request waits for its turn."""
-        if is_waiting:
-            self._waiting.setdefault(share)
-        else:
-            self._waiting.pop(share, None)
-
     def give_turns(self) -> None:
-        """Begin the fetches that may begin now, of those that wait."""
-        while ready := [share for share in self._waiting if self.may_begin(share)]:
+        """Begin all waiting fetches that may begin now."""
+        while ready := [share for share in self.waiting if self.may_begin(share)]:
             # `min` takes the first of equals, which has waited longest.
             min(ready, key=lambda share: share.num_active).begin_next()
 
@@ -280,7 +220,8 @@ class RequestShare:
     def __init__(self, shares: FetchShares) -> None:
         self.num_active = 0
         self._shares = shares
-        self._queue: deque[asyncio.Future[None]] = deque()  # its fetches that wait
+        # The fetches that wait. Cancelled ones stay until their turn would have come.
+        self._queue: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
         if self._shares.may_begin(self):
@@ -288,40 +229,76 @@ class RequestShare:
             return
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
-        self._shares.set_waiting(self, is_waiting=True)
+        self._shares.waiting.setdefault(self)
         try:
             await turn
         except BaseException:
             if turn.done() and not turn.cancelled():  # the turn came together with the end
-                self._end()
-            elif turn in self._queue:
-                self._queue.remove(turn)
-                self._shares.set_waiting(self, is_waiting=bool(self._queue))
+                await self.__aexit__()
             raise
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end()
+    async def __aexit__(self, *_: object) -> None:
+        self._add(-1)
+        self._shares.give_turns()
 
     def begin_next(self) -> None:
         """Give a turn to the fetch that has waited longest."""
         turn = self._queue.popleft()
-        # Behind the others: the next free turn is theirs first.
-        self._shares.set_waiting(self, is_waiting=False)
-        self._shares.set_waiting(self, is_waiting=bool(self._queue))
-        if not turn.done():  # else it was cancelled, and its task has not run since
+        del self._shares.waiting[self]
+        if self._queue:  # behind the others, which come first when the next turn is free
+            self._shares.waiting[self] = None
+        if not turn.done():  # otherwise it was cancelled
             self._add(1)
             turn.set_result(None)
-
-    def _end(self) -> None:
-        self._add(-1)
-        self._shares.give_turns()
 
     def _add(self, change: int) -> None:
         before = max(0, self.num_active - 1)
         self.num_active += change
         self._shares.num_shared += max(0, self.num_active - 1) - before
+
+
+Address = tuple[str, str]  # a URL and a modality
+
+
+class SharedFetches:
+    """The fetches that run at this moment: one per URL and modality.
+
+    A request that comes while a fetch runs waits for its result. The fetch belongs to the request
+    that began it and ends with it. Then one of the requests that waited begins another fetch. So no
+    request is bound to the deadline of another. Used on one event loop only.
+    """
+
+    def __init__(self) -> None:
+        self.num_waiting = 0  # callers of `get`, including those that fetch
+        self._running: dict[Address, asyncio.Future[MediaBytes]] = {}
+
+    async def get(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
+        """Return the result of the running fetch of `key`, or that of `start` if none runs."""
+        self.num_waiting += 1
+        try:
+            while (running := self._running.get(key)) is not None:
+                await asyncio.wait([running])
+                if not running.cancelled():  # otherwise its owner gave up before there was a result
+                    if (error := running.exception()) is not None:
+                        raise copy.copy(error)  # for each caller, because tracebacks grow
+                    return running.result()
+            return await self._lead(key, start)
+        finally:
+            self.num_waiting -= 1
+
+    async def _lead(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
+        running = self._running[key] = asyncio.get_running_loop().create_future()
+        try:
+            media = await start()
+        except RequestError as error:
+            # A copy, because the error itself holds this frame, and this frame the future.
+            running.set_exception(copy.copy(error))
+            running.exception()  # asyncio warns of an exception that no caller has looked at
+            raise
+        except BaseException:
+            running.cancel()
+            raise
+        finally:
+            del self._running[key]
+        running.set_result(media)
+        return media

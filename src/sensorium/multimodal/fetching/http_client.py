@@ -1,8 +1,12 @@
-"""Gets media over http(s): follows redirects, keeps responses, and trusts no host.
+"""Fetches the media of requests over http(s), on an event loop in a thread of its own.
 
-It is used on one event loop. The caller cancels a fetch when its time is over, so that waits need
-no timeouts of their own. Nothing of the environment, no cookie, no credential and no proxy has a
-part in a request. httpcore bounds the head of an answer (100 KiB), and the reader its body.
+A fetch that waits needs a socket and a coroutine, but no thread. However many hosts are slow, the
+threads that render, decode and tokenise are free for other requests.
+
+The client follows redirects, keeps responses, and trusts no host. A fetch is cancelled when its
+time is over, so that its single waits need no timeouts. Requests contain nothing from the
+environment: no cookie, no credential, no proxy. httpcore bounds the head of a response (100 KiB),
+and `read_body` its body.
 
 Invariants:
   1. Every hop of a redirect passes the same checks as the first: spelling, domain, address.
@@ -10,41 +14,75 @@ Invariants:
      differ.
   3. Only checked addresses are connected to: httpcore asks `PinnedBackend` for each connection. TLS
      keeps the name of the URL, because only the dialled address is replaced.
-  4. A fetch holds no more than `max_bytes` of an answer.
-  5. An answer is only reused for the URL that gave it, while its host's headers allow it. Redirects
-     are always asked again.
+  4. A fetch holds no more than `max_bytes` of a response.
+  5. A response is only used again for its own URL, while its host's headers allow it. Redirects are
+     always asked again.
+  6. The fetches of one request end within its deadline, and each item within its own.
+  7. A cancelled request has no fetch under way.
+  8. A request never waits, nor is refused, because of what other requests fetch, unless it holds
+     more bytes than any of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import ssl
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import httpcore
 import httpx
 
-from sensorium.multimodal.fetching.addresses import (
+from sensorium.multimodal.fetching.fetch import (
+    Address,
+    Deadline,
+    Fetch,
+    FetchCounters,
+    FetchMemory,
+    FetchShares,
+    RefusedMediaError,
+    RequestBytes,
+    RequestShare,
+    SharedFetches,
+)
+from sensorium.multimodal.fetching.hosts import (
     AddressGuard,
     AllowedDomains,
-    Resolve,
-    canonical_host,
-)
-from sensorium.multimodal.fetching.fetch import Fetch, FetchCounters
-from sensorium.multimodal.fetching.responses import (
     CachedResponse,
+    Headers,
+    Resolve,
     ResponseCache,
-    SharedFetches,
+    canonical_host,
     check_before_body,
     check_content_type,
     read_body,
 )
-from sensorium.multimodal.media import MediaBytes, MediaLimits
-from sensorium.types.errors import RequestError
+from sensorium.multimodal.media import LoadedMedia, MediaBytes, MediaLimits
+from sensorium.types.errors import CapacityError, RequestError
+
+T = TypeVar("T")
+Connect = Callable[[str, int, float], Awaitable[httpcore.AsyncNetworkStream]]
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MAX_ADDRESSES = 8
+_MAX_HEAD_BYTES = 256 * 1024
+_CONNECT_ERRORS = (OSError, httpcore.ConnectError, httpcore.ConnectTimeout)
+# They are the same for every request and modality, so that a cached response serves all of them.
+_HEADERS = {
+    "User-Agent": "sensorium",
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
+# While requests fetch, they may hold as many bytes in memory as this number of the largest items.
+_NUM_LARGEST_ITEMS = 32
 
 
 def parse_media_url(source: str | httpx.URL) -> httpx.URL:
@@ -55,7 +93,8 @@ def parse_media_url(source: str | httpx.URL) -> httpx.URL:
     try:
         url = httpx.URL(source)
         host = canonical_host(url.raw_host.decode("ascii"))
-        if url.scheme not in ("http", "https") or url.userinfo or not _is_port(url.port):
+        is_port = url.port is None or 0 < url.port < 2**16
+        if url.scheme not in _DEFAULT_PORTS or url.userinfo or not is_port:
             raise ValueError
         return url.copy_with(host=host, fragment=None)
     except (httpx.InvalidURL, ValueError):  # ValueError: also of idna and of encodings
@@ -64,53 +103,38 @@ def parse_media_url(source: str | httpx.URL) -> httpx.URL:
         ) from None
 
 
-def _is_port(port: int | None) -> bool:
-    return port is None or 0 < port < 2**16
-
-
-Connect = Callable[[str, int, float], Awaitable[httpcore.AsyncNetworkStream]]
-_MAX_ADDRESSES = 8
-_MAX_HEAD_BYTES = 256 * 1024
-_CONNECT_ERRORS = (OSError, httpcore.ConnectError, httpcore.ConnectTimeout)
-
-
 async def connect_socket(address: str, port: int, timeout_s: float) -> httpcore.AsyncNetworkStream:
-    """Connect to an address, which is dialled as it is: no name is looked up."""
+    """Connect to an address. It is dialled as it is, and no name is looked up."""
     return await httpcore.AnyIOBackend().connect_tcp(address, port, timeout=timeout_s)
 
 
 class PinnedBackend(httpcore.AsyncNetworkBackend):
     """The network of one exchange, which makes one connection at most."""
 
-    def __init__(self, *, guard: AddressGuard, connect: Connect, fetch: Fetch) -> None:
+    def __init__(self, guard: AddressGuard, connect: Connect, deadline: Deadline) -> None:
         self._guard = guard
         self._connect = connect
-        self._fetch = fetch
+        self._deadline = deadline
         self._stream: httpcore.AsyncNetworkStream | None = None
 
     async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ARG002
-        local_address: str | None = None,  # noqa: ARG002
-        socket_options: Iterable[Any] | None = None,  # noqa: ARG002
+        self, host: str, port: int, *_: object, **__: object
     ) -> httpcore.AsyncNetworkStream:
-        addresses = (await self._guard.look_up(host, port, self._fetch))[:_MAX_ADDRESSES]
-        for num_left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        addresses = (await self._guard.look_up(host, port))[:_MAX_ADDRESSES]
+        for index, address in enumerate(addresses):
             # A dead address may not use up the time of those behind it.
-            timeout_s = self._fetch.remaining_s() / num_left
+            timeout_s = self._deadline.remaining_s() / (len(addresses) - index)
             try:
                 self._stream = await self._connect(address, port, timeout_s)
             except _CONNECT_ERRORS:
                 continue
-            return PinnedStream(self._stream, self._fetch)
-        if not self._fetch.remaining_s():
-            raise self._fetch.expired()
-        raise self._fetch.refusal("no connection could be made", "connection")
+            return PinnedStream(self._stream)
+        if not self._deadline.remaining_s():
+            raise TimeoutError
+        raise RefusedMediaError("no connection could be made", "connection")
 
     async def close(self) -> None:
-        """Close the connection, also one that httpcore has no hold of yet or no longer."""
+        """Close the connection, even if httpcore does not have it yet or has dropped it."""
         if self._stream is not None:
             await self._stream.aclose()
 
@@ -118,12 +142,11 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
 class PinnedStream(httpcore.AsyncNetworkStream):
     """A stream that gives a bounded number of bytes until `expect_body` is called.
 
-    httpcore bounds the head of an answer, but not how many interim answers may come before it.
+    httpcore bounds the head of a response, but not the number of interim responses before it.
     """
 
-    def __init__(self, stream: httpcore.AsyncNetworkStream, fetch: Fetch) -> None:
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
-        self._fetch = fetch
         self._num_head_bytes_left: float = _MAX_HEAD_BYTES
 
     def expect_body(self) -> None:
@@ -132,7 +155,7 @@ class PinnedStream(httpcore.AsyncNetworkStream):
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002
         if self._num_head_bytes_left <= 0:
             raise httpcore.RemoteProtocolError
-        # Also yields to other fetches when the bytes are there already.
+        # Other fetches may run here, even if the bytes have been received already.
         received = await self._stream.read(max_bytes)
         self._num_head_bytes_left -= len(received)
         return received
@@ -144,16 +167,17 @@ class PinnedStream(httpcore.AsyncNetworkStream):
         self,
         ssl_context: ssl.SSLContext,
         server_hostname: str | None = None,
-        timeout: float | None = None,  # noqa: ARG002
+        *_: object,
+        **__: object,
     ) -> httpcore.AsyncNetworkStream:
         try:
             encrypted = await self._stream.start_tls(ssl_context, server_hostname)
         except (httpcore.ConnectError, OSError, ValueError) as error:
             # ValueError: a name that TLS can't carry.
             if isinstance(error.__cause__, ssl.SSLCertVerificationError):
-                raise self._fetch.refusal("its certificate can't be verified", "tls") from None
-            raise self._fetch.refusal("no TLS connection could be made", "tls") from None
-        return PinnedStream(encrypted, self._fetch)
+                raise RefusedMediaError("its certificate can't be verified", "tls") from None
+            raise RefusedMediaError("no TLS connection could be made", "tls") from None
+        return PinnedStream(encrypted)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -162,102 +186,22 @@ class PinnedStream(httpcore.AsyncNetworkStream):
         return self._stream.get_extra_info(info)
 
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-# The same for every request and modality, which is what makes a cached answer good for all.
-_HEADERS = {
-    "User-Agent": "sensorium",
-    "Accept": "*/*",
-    "Accept-Encoding": "identity",
-    "Connection": "close",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """An answer with its body still to come."""
-
-    status: int
-    headers: Mapping[str, str]  # by lower-case name, repeated ones joined by commas
-    chunks: AsyncIterable[bytes]
-
-
-@asynccontextmanager
-async def open_exchange(
-    url: httpx.URL,
-    validators: Mapping[str, str],
-    *,
-    backend: PinnedBackend,
-    ssl_context: ssl.SSLContext | None,
-    fetch: Fetch,
-) -> AsyncIterator[Answer]:
-    """Send one request over a connection of its own, and give its answer.
-
-    Raise a refusal for what goes wrong on the wire, also while the body is read inside the block.
-    """
-    host, port = url.raw_host, url.port or _DEFAULT_PORTS[url.scheme]
-    origin = httpcore.Origin(scheme=url.raw_scheme, host=host, port=port)
-    target = httpcore.URL(scheme=url.raw_scheme, host=host, port=port, target=url.raw_path)
-    headers = {"Host": url.netloc.decode("ascii"), **_HEADERS, **validators}
-    sent = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
-    try:
-        async with (
-            httpcore.AsyncHTTPConnection(
-                origin, ssl_context=ssl_context, network_backend=backend
-            ) as connection,
-            connection.stream("GET", target, headers=sent) as response,
-        ):
-            response.extensions["network_stream"].expect_body()
-            yield Answer(
-                status=response.status,
-                headers=_join_headers(response.headers),
-                chunks=response.aiter_stream(),
-            )
-    except (httpcore.NetworkError, httpcore.TimeoutException):
-        raise fetch.refusal("the connection broke", "connection") from None
-    except httpcore.ProtocolError:
-        raise fetch.refusal("the answer is not complete, valid HTTP", "protocol") from None
-    finally:
-        await backend.close()
-
-
-def _join_headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for raw_name, raw_value in pairs:
-        name, value = raw_name.decode("ascii").lower(), raw_value.decode("latin-1")
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    return headers
-
-
-_REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
-
+@dataclass(kw_only=True, eq=False)
 class HttpClient:
-    """A client for media over http(s).
+    """A client for media over http(s)."""
 
-    Without an `ssl_context` it trusts certificates of the system and of certifi.
-    """
+    limits: MediaLimits
+    domains: AllowedDomains
+    resolve: Resolve
+    connect: Connect
+    cache: ResponseCache
+    counters: FetchCounters
+    clock: Callable[[], float]
+    given_ssl_context: ssl.SSLContext | None  # None: trust the system's and certifi's certificates
+    shared: SharedFetches = field(default_factory=SharedFetches)
 
-    def __init__(
-        self,
-        limits: MediaLimits,
-        *,
-        domains: AllowedDomains,
-        resolve: Resolve,
-        connect: Connect,
-        cache: ResponseCache,
-        counters: FetchCounters,
-        clock: Callable[[], float],
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
-        self._limits = limits
-        self._connect = connect
-        self._cache = cache
-        self._counters = counters
-        self._clock = clock
-        self._given_ssl_context = ssl_context
-        self._domains = domains
-        self._guard = AddressGuard(resolve, allow_private=limits.allow_private_addresses)
-        self.shared = SharedFetches()
+    def __post_init__(self) -> None:
+        self._guard = AddressGuard(self.resolve, allow_private=self.limits.allow_private_addresses)
 
     async def fetch(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes:
         """Return the media at `url`. Requests that ask for it at the same time share one fetch."""
@@ -267,66 +211,206 @@ class HttpClient:
 
     @cached_property
     def _ssl_context(self) -> ssl.SSLContext:
-        return self._given_ssl_context or httpcore.default_ssl_context()
+        return self.given_ssl_context or httpcore.default_ssl_context()
 
     async def _follow(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes:
-        for _ in range(self._limits.max_redirects + 1):
-            if not self._domains.has(url.raw_host.decode("ascii")):
-                raise fetch.refusal("leads to a domain that may not be asked", "domain")
+        for _ in range(self.limits.max_redirects + 1):
+            if not self.domains.has(url.raw_host.decode("ascii")):
+                raise RefusedMediaError("leads to a domain that may not be asked", "domain")
             found = await self._ask(url, modality, fetch)
             if isinstance(found, MediaBytes):
                 return found
             url = found
-        raise fetch.refusal(f"more than {self._limits.max_redirects} redirects", "redirects")
+        raise RefusedMediaError(f"more than {self.limits.max_redirects} redirects", "redirects")
 
     async def _ask(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes | httpx.URL:
         """Return the content of `url`, or the URL to ask instead."""
-        cached = self._cache.get(str(url))
-        if cached is not None and cached.fresh_until > self._clock():
-            check_content_type(cached.headers, modality, fetch)
-            self._counters.add("response_cache_hit")
+        cached = self.cache.get(str(url))
+        if cached is not None and cached.fresh_until > self.clock():
+            check_content_type(cached.headers, modality)
+            self.counters.add("response_cache_hit")
             return cached.media
-        backend = PinnedBackend(guard=self._guard, connect=self._connect, fetch=fetch)
-        async with open_exchange(
-            url,
-            cached.validators if cached is not None else {},
-            backend=backend,
-            ssl_context=self._ssl_context if url.scheme == "https" else None,
-            fetch=fetch,
-        ) as answer:
-            self._counters.add("fetch")
-            if answer.status in _REDIRECTS:
-                return _redirect(url, answer, fetch)
-            if answer.status == 304 and cached is not None:
-                return self._confirm(url, cached, answer, modality, fetch)
-            return await self._receive(url, answer, modality, fetch)
+        validators = {} if cached is None else cached.validators
+        async with self._open_exchange(url, validators, fetch.deadline) as response:
+            self.counters.add("fetch")
+            headers = httpx.Headers(response.headers, encoding="latin-1")
+            now = self.clock()
+            if response.status in _REDIRECTS:
+                return _redirect(url, headers)
+            if response.status == 304 and cached is not None:
+                received = cached.confirm(headers, now)
+                check_content_type(received.headers, modality)
+                self.counters.add("revalidation")
+            else:
+                media = await self._receive(response, headers, modality, fetch.held)
+                received = CachedResponse.receive(media, headers, now)
+            self.cache.replace(str(url), received, now)
+            return received.media
 
-    def _confirm(
-        self, url: httpx.URL, cached: CachedResponse, answer: Answer, modality: str, fetch: Fetch
-    ) -> MediaBytes:
-        now = self._clock()
-        confirmed = cached.confirm(answer.headers, now)
-        check_content_type(confirmed.headers, modality, fetch)
-        self._counters.add("revalidation")
-        self._cache.replace(str(url), confirmed, now)
-        return cached.media
+    @asynccontextmanager
+    async def _open_exchange(
+        self, url: httpx.URL, validators: Mapping[str, str], deadline: Deadline
+    ) -> AsyncIterator[httpcore.Response]:
+        """Send one request over a connection of its own, and give its response.
+
+        Raise a refusal for what goes wrong on the wire, also while the body is read inside the
+        block.
+        """
+        host, port = url.raw_host, url.port or _DEFAULT_PORTS[url.scheme]
+        backend = PinnedBackend(self._guard, self.connect, deadline)
+        connection = httpcore.AsyncHTTPConnection(
+            httpcore.Origin(scheme=url.raw_scheme, host=host, port=port),
+            ssl_context=self._ssl_context if url.scheme == "https" else None,
+            network_backend=backend,
+        )
+        target = httpcore.URL(scheme=url.raw_scheme, host=host, port=port, target=url.raw_path)
+        headers = {"Host": url.netloc.decode("ascii"), **_HEADERS, **validators}
+        sent = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
+        try:
+            async with connection, connection.stream("GET", target, headers=sent) as response:
+                response.extensions["network_stream"].expect_body()
+                yield response
+        except (httpcore.NetworkError, httpcore.TimeoutException):
+            raise RefusedMediaError("the connection broke", "connection") from None
+        except httpcore.ProtocolError:
+            raise RefusedMediaError("the answer is not complete, valid HTTP", "protocol") from None
+        finally:
+            await backend.close()
 
     async def _receive(
-        self, url: httpx.URL, answer: Answer, modality: str, fetch: Fetch
+        self, response: httpcore.Response, headers: Headers, modality: str, held: RequestBytes
     ) -> MediaBytes:
-        if answer.status != 200:
-            raise fetch.refusal(f"the host answered with status {answer.status}", "status")
-        check_content_type(answer.headers, modality, fetch)
-        check_before_body(answer.headers, self._limits.max_bytes, fetch)
-        now = self._clock()
-        media = MediaBytes(await read_body(answer.chunks, self._limits.max_bytes, fetch))
-        self._counters.add_bytes(len(media.data))
-        self._cache.replace(str(url), CachedResponse.receive(media, answer.headers, now), now)
-        return media
+        if response.status != 200:
+            raise RefusedMediaError(f"the host answered with status {response.status}", "status")
+        check_content_type(headers, modality)
+        check_before_body(headers, self.limits.max_bytes)
+        body = await read_body(response.aiter_stream(), self.limits.max_bytes, held)
+        self.counters.add("received_byte", len(body))
+        return MediaBytes(body)
 
 
-def _redirect(url: httpx.URL, answer: Answer, fetch: Fetch) -> httpx.URL:
+def _redirect(url: httpx.URL, headers: Headers) -> httpx.URL:
     try:
-        return parse_media_url(url.join(answer.headers["location"]))
+        return parse_media_url(url.join(headers["location"]))
     except (KeyError, httpx.InvalidURL, ValueError, RequestError):
-        raise fetch.refusal("a redirect leads to no http(s) address", "scheme") from None
+        raise RefusedMediaError("a redirect leads to no http(s) address", "scheme") from None
+
+
+class FetchLoop:
+    """A running event loop that takes coroutines from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._stop: asyncio.Event | None = None
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(started)), name="media-fetch", daemon=True
+        )
+        self._thread.start()
+        self._loop = started.result()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start the coroutine on the loop. Cancelling the future cancels it there.
+
+        Raise `RuntimeError` if the loop was closed.
+        """
+        with self._lock:  # so that `close` cancels everything that was submitted before it
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("the loop for fetches was closed")
+
+    def close(self) -> None:
+        """Cancel everything that runs on the loop, and wait until the thread has ended."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            if is_first and self._stop is not None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        self._stop = asyncio.Event()
+        started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()  # then `asyncio.run` cancels what is left, and waits for its end
+
+
+class Fetcher:
+    """A thread with an event loop, on which `client` fetches for all requests."""
+
+    def __init__(self, client: HttpClient, shares: FetchShares) -> None:
+        self.client = client
+        self._limits = client.limits
+        self._shares = shares
+        self._memory = FetchMemory(_NUM_LARGEST_ITEMS * self._limits.max_bytes)
+        self._loop = FetchLoop()
+
+    def start(self, addresses: Sequence[Address]) -> Future[list[LoadedMedia]]:
+        """Start to fetch all media of one request. The results are in the order of `addresses`.
+
+        Cancelling the future ends the fetches. Raise `RuntimeError` if the fetcher was closed.
+        """
+        return self._loop.submit(self._fetch_all(addresses))
+
+    def close(self) -> None:
+        """End all fetches and the thread. Futures that are not done are cancelled."""
+        self._loop.close()
+
+    async def _fetch_all(self, addresses: Sequence[Address]) -> list[LoadedMedia]:
+        deadline = Deadline(
+            self._limits.get_request_deadline_s(),
+            scope=", the limit for all media of one request together",
+        )
+        share = RequestShare(self._shares)
+        own = asyncio.current_task()
+        held = self._memory.join(lambda: own is not None and own.cancel())
+        tasks = [
+            asyncio.ensure_future(self._try_to_fetch(address, share, Fetch(deadline, held)))
+            for address in addresses
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            if held.is_refused:
+                raise CapacityError(
+                    "Too much media is being fetched at once, most of it for this request "
+                    f"(limit {self._memory.max_bytes} bytes). Retry later."
+                ) from None
+            raise
+        finally:
+            for task in tasks:  # a bug in one of them ends the others
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._memory.leave(held)
+
+    async def _try_to_fetch(
+        self, address: Address, share: RequestShare, fetch: Fetch
+    ) -> LoadedMedia:
+        """Fetch one item. The time of the result counts from the moment at which its turn came."""
+        source, modality = address
+        began = time.monotonic()
+        outcome: MediaBytes | RequestError
+        try:
+            url = parse_media_url(source)
+            try:
+                async with asyncio.timeout(fetch.deadline.remaining_s()) as timer, share:
+                    began = time.monotonic()
+                    fetch = self._begin(fetch, timer)
+                    outcome = await self.client.fetch(url, modality, fetch)
+            except TimeoutError:
+                raise fetch.deadline.expired() from None
+        except RefusedMediaError as error:
+            # The text names the host that the client sent, never one that a redirect led to.
+            host = url.raw_host.decode("ascii")
+            outcome = RefusedMediaError(f"media from {host}: {error.message}", error.reason)
+        except RequestError as error:
+            outcome = error
+        return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
+
+    def _begin(self, fetch: Fetch, timer: asyncio.Timeout) -> Fetch:
+        """Start the item's own time, if that ends before the time of its request."""
+        own = Deadline(self._limits.deadline_s)
+        if own.remaining_s() >= fetch.deadline.remaining_s():
+            return fetch
+        timer.reschedule(asyncio.get_running_loop().time() + own.remaining_s())
+        return Fetch(own, fetch.held)

@@ -1,42 +1,61 @@
-"""Loads the encoded bytes of media items, wherever they come from. Nothing is decoded here.
+"""Loads the encoded bytes of media items from all kinds of sources. Nothing is decoded here.
 
-Raw bytes and `data:` URLs are taken at once in the caller's thread. http(s) URLs are fetched on an
-event loop, and `file:` URLs are read in a bounded number of threads that serve nothing else. The
-caller's thread is not needed meanwhile.
+Raw bytes and `data:` URLs are read at once in the caller's thread. http(s) URLs are fetched on an
+event loop, and `file:` URLs are read in a bounded number of threads that do nothing else. The
+caller's thread is free meanwhile.
+
+In a `data:` URL, strict base64 is decoded straight from the string. Other forms that browsers and
+clients send (line breaks, the URL-safe alphabet, missing padding, percent-encoded `+`, `/` and `=`)
+are normalised only after the strict decoding has failed.
+
+Invariants of files:
+  1. Only regular files below the allowed directory are read. Symbolic links are resolved first and
+     the result is checked. The resolved path is then opened part by part without following links,
+     so that a link made in between leads nowhere.
+  2. A client can't learn what else exists on the disk: all failures have one text.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
+from urllib.parse import unquote_to_bytes, urlsplit
 
-from sensorium.multimodal.fetching.addresses import AllowedDomains, Resolve, resolve_host
+import pybase64
+
 from sensorium.multimodal.fetching.fetch import (
+    Address,
     FetchCounters,
+    FetchShares,
     FetchStatistics,
     RefusedMediaError,
     SourceKind,
     refuse_above,
 )
-from sensorium.multimodal.fetching.local_media import decode_data_url, read_local_file
-from sensorium.multimodal.fetching.responses import MODALITIES, ResponseCache
+from sensorium.multimodal.fetching.hosts import (
+    MODALITIES,
+    AllowedDomains,
+    Resolve,
+    ResponseCache,
+    resolve_host,
+)
 from sensorium.multimodal.media import LoadedMedia, MediaBytes, MediaLimits
 from sensorium.types.errors import RequestError, StoppingError
-from sensorium.utils.pausing import Pausing, run_through, when_all_end
+from sensorium.utils.pausing import Pausing, when_all_end
 
 if TYPE_CHECKING:
     import ssl
 
-    from sensorium.multimodal.fetching.fetch import FetchShares
-    from sensorium.multimodal.fetching.fetcher import Fetcher
-    from sensorium.multimodal.fetching.http_client import Connect
+    from sensorium.multimodal.fetching.http_client import Connect, Fetcher
 
 MediaSource = bytes | bytearray | memoryview | str
-_Address = tuple[str, str]  # a URL and a modality
 _CLOSED = "media can't be loaded: the server is stopping"
 _NUM_FILE_THREADS = 16
 
@@ -44,7 +63,7 @@ _NUM_FILE_THREADS = 16
 class MediaLoader:
     """A loader that several threads may use.
 
-    `resolve` and `connect` stand between it and the network, and every address that is connected to
+    All network traffic goes through `resolve` and `connect`, and every address that is connected to
     has been checked. An item has `limits.deadline_s` from the moment at which its turn comes,
     within the time of its request.
     """
@@ -61,36 +80,35 @@ class MediaLoader:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._limits = limits
-        self._domains = AllowedDomains(limits.allowed_domains)
-        self._resolve = resolve
-        self._connect = connect
-        self._ssl_context = ssl_context
-        self._clock = clock
-        self._shares = shares
-        self._counters = FetchCounters()
-        self._cache = ResponseCache(response_cache_bytes)
+        counters = self._counters = FetchCounters()
+        cache = self._cache = ResponseCache(response_cache_bytes)
         self._file_threads = ThreadPoolExecutor(_NUM_FILE_THREADS, thread_name_prefix="media-file")
         self._fetcher: Fetcher | None = None
         self._fetcher_lock = threading.Lock()
         self._is_closed = False
+        domains = AllowedDomains(limits.allowed_domains)
 
-    def load(
-        self, source: MediaSource, modality: str, *, cancelled: Future[None] | None = None
-    ) -> MediaBytes:
-        """Return the bytes of one item, or raise what is wrong with it."""
-        (loaded,) = self.load_all([(source, modality)], cancelled=cancelled)
-        if isinstance(loaded.outcome, RequestError):
-            raise loaded.outcome
-        return loaded.outcome
+        def make_fetcher() -> Fetcher:
+            # Imported when it is first needed, because httpx takes long to import.
+            from sensorium.multimodal.fetching.http_client import (
+                Fetcher,
+                HttpClient,
+                connect_socket,
+            )
 
-    def load_all(
-        self,
-        items: Sequence[tuple[MediaSource, str]],
-        *,
-        cancelled: Future[None] | None = None,
-    ) -> list[LoadedMedia]:
-        """Do what `load_pausing` does, and wait for it in this thread."""
-        return run_through(self.load_pausing(items, cancelled=cancelled))
+            client = HttpClient(
+                limits=limits,
+                domains=domains,
+                resolve=resolve,
+                connect=connect or connect_socket,
+                cache=cache,
+                counters=counters,
+                clock=clock,
+                given_ssl_context=ssl_context,
+            )
+            return Fetcher(client, shares or FetchShares())
+
+        self._make_fetcher = make_fetcher
 
     def load_pausing(
         self,
@@ -98,24 +116,18 @@ class MediaLoader:
         *,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[LoadedMedia]]:
-        """Load the items of one request; pause while hosts and disks are waited for.
+        """Load the items of one request, and pause while hosts and disks are waited for.
 
-        Return one result per item, in their order; a URL that is named twice is loaded once. Raise
+        Return one result per item, in their order. A URL that is named twice is loaded once. Raise
         `CancelledError` soon after `cancelled` completes, if anything is waited for.
         """
-        remote = list(
-            dict.fromkeys(
-                (source, modality)
-                for source, modality in items
-                if _is_remote(source) and modality in MODALITIES
-            )
-        )
-        started = self._start(remote, cancelled)
+        remote = [(s, m) for s, m in items if _is_remote(s) and m in MODALITIES]
+        started = self._start(list(dict.fromkeys(remote)), cancelled)
         try:
             if started:
                 yield when_all_end(started.values())
-            found = {
-                address: entry
+            loaded = {
+                address: self._account(address[0], entry)
                 for addresses, future in started.items()
                 for address, entry in zip(addresses, future.result(), strict=True)
             }
@@ -126,11 +138,10 @@ class MediaLoader:
         finally:  # also when the work is closed while it pauses
             for future in started.values():
                 future.cancel()
-        loaded = {address: self._account(address[0], entry) for address, entry in found.items()}
         return [
             loaded[source, modality]
             if _is_remote(source) and (source, modality) in loaded
-            else self._load_here(source, modality)
+            else self._account(source, self._load_here(source, modality)[0])
             for source, modality in items
         ]
 
@@ -151,17 +162,17 @@ class MediaLoader:
         self._cache.clear()
 
     def _start(
-        self, remote: Sequence[_Address], cancelled: Future[None] | None
-    ) -> dict[tuple[_Address, ...], Future[list[LoadedMedia]]]:
-        """Start to load what has to be waited for; cancel it when `cancelled` completes."""
-        urls = tuple(address for address in remote if _get_scheme(address[0]) != "file")
+        self, remote: Sequence[Address], cancelled: Future[None] | None
+    ) -> dict[tuple[Address, ...], Future[list[LoadedMedia]]]:
+        """Start to load what has to be waited for, and cancel it when `cancelled` completes."""
         files = [address for address in remote if _get_scheme(address[0]) == "file"]
-        started: dict[tuple[_Address, ...], Future[list[LoadedMedia]]] = {}
+        urls = tuple(address for address in remote if _get_scheme(address[0]) != "file")
+        started: dict[tuple[Address, ...], Future[list[LoadedMedia]]] = {}
         try:
             if urls:
                 started[urls] = self._get_fetcher().start(urls)
             for file in files:
-                started[(file,)] = self._file_threads.submit(self._read_file, file[0])
+                started[(file,)] = self._file_threads.submit(self._load_here, *file)
         except RuntimeError as error:  # executors and the loop raise this after they were closed
             raise StoppingError(_CLOSED) from error
         if cancelled is not None:
@@ -169,29 +180,15 @@ class MediaLoader:
                 cancelled.add_done_callback(_make_cancel(future))
         return started
 
-    def _load_here(self, source: MediaSource, modality: str) -> LoadedMedia:
-        """Load an item that needs no waiting."""
+    def _load_here(self, source: MediaSource, modality: str) -> list[LoadedMedia]:
+        """Load one item in this thread. The list has one entry."""
         began = time.monotonic()
         outcome: MediaBytes | RequestError
         try:
-            outcome = self._take(source, modality)
+            outcome = MediaBytes(self._read(source, modality))
         except RequestError as error:
             outcome = error
-        return self._account(source, _finish(outcome, began))
-
-    def _read_file(self, source: str) -> list[LoadedMedia]:
-        began = time.monotonic()
-        limits = self._limits
-        outcome: MediaBytes | RequestError
-        try:
-            outcome = MediaBytes(
-                read_local_file(
-                    source, allowed_path=limits.allowed_local_path, max_bytes=limits.max_bytes
-                )
-            )
-        except RequestError as error:
-            outcome = error
-        return [_finish(outcome, began)]
+        return [LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)]
 
     def _account(self, source: MediaSource, loaded: LoadedMedia) -> LoadedMedia:
         """Count what was loaded or refused. Media without a byte is refused here."""
@@ -200,29 +197,35 @@ class MediaLoader:
             outcome = RefusedMediaError("the media is empty", "empty")
             loaded = LoadedMedia(outcome=outcome, fetch_s=loaded.fetch_s)
         if isinstance(outcome, MediaBytes):
-            self._counters.add_loaded(_get_kind(source), len(outcome.data))
+            kind: SourceKind = "bytes"
+            if isinstance(source, str):
+                kind = _KINDS[_get_scheme(source)]
+            self._counters.add_loaded(kind, len(outcome.data))
         else:
             reason = outcome.reason if isinstance(outcome, RefusedMediaError) else "malformed"
             self._counters.add_refusal(reason)
         return loaded
 
-    def _take(self, source: MediaSource, modality: str) -> MediaBytes:
+    def _read(self, source: MediaSource, modality: str) -> bytes:
+        limits = self._limits
         if modality not in MODALITIES:
             raise RequestError(f"media is an image, a video or audio, not {modality!r}")
         if isinstance(source, str):
             if _get_scheme(source) == "data":
-                return MediaBytes(decode_data_url(source, self._limits.max_bytes))
+                return decode_data_url(source, limits.max_bytes)
+            if _get_scheme(source) == "file":
+                return read_local_file(source, limits.allowed_local_path, limits.max_bytes)
             raise RequestError(
                 "media URLs start with data:, http:, https: or file: (for a path: give the file's "
                 "bytes, or a file: URL below allowed_local_media_path)"
             )
         if not isinstance(source, bytes | bytearray | memoryview):
             raise RequestError(f"media is bytes or a URL, not {type(source).__name__}")
-        refuse_above(self._limits.max_bytes, memoryview(source).nbytes)
-        return MediaBytes(source if isinstance(source, bytes) else bytes(source))
+        refuse_above(limits.max_bytes, memoryview(source).nbytes)
+        return source if isinstance(source, bytes) else bytes(source)
 
     def _get_fetcher(self) -> Fetcher:
-        """Return the fetcher, which is made when it is first needed because it imports httpx.
+        """Return the fetcher, which is made when it is first needed.
 
         Raise `RuntimeError` if the loader was closed.
         """
@@ -230,42 +233,21 @@ class MediaLoader:
             if self._is_closed:
                 raise RuntimeError(_CLOSED)
             if self._fetcher is None:
-                from sensorium.multimodal.fetching.fetcher import Fetcher
-                from sensorium.multimodal.fetching.http_client import HttpClient, connect_socket
-
-                client = HttpClient(
-                    self._limits,
-                    domains=self._domains,
-                    resolve=self._resolve,
-                    connect=self._connect or connect_socket,
-                    cache=self._cache,
-                    counters=self._counters,
-                    clock=self._clock,
-                    ssl_context=self._ssl_context,
-                )
-                self._fetcher = Fetcher(self._limits, client, shares=self._shares)
+                self._fetcher = self._make_fetcher()
             return self._fetcher
+
+
+# Scheme of a URL -> the kind under which it is counted.
+_KINDS: dict[str, SourceKind] = {"data": "data", "file": "file", "http": "http", "https": "http"}
 
 
 def _get_scheme(source: str) -> str:
     return source[:8].partition(":")[0].lower()
 
 
-def _get_kind(source: MediaSource) -> SourceKind:
-    """Return the kind under which a loaded source is counted."""
-    if not isinstance(source, str):
-        return "bytes"
-    scheme = source[:4].lower()
-    return "data" if scheme == "data" else "file" if scheme == "file" else "http"
-
-
 def _is_remote(source: MediaSource) -> TypeGuard[str]:
     """Return True if loading the source may have to wait."""
-    return isinstance(source, str) and _get_scheme(source) in ("http", "https", "file")
-
-
-def _finish(outcome: MediaBytes | RequestError, began: float) -> LoadedMedia:
-    return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
+    return isinstance(source, str) and _KINDS.get(_get_scheme(source)) in ("file", "http")
 
 
 def _make_cancel(future: Future[list[LoadedMedia]]) -> Callable[[object], None]:
@@ -277,3 +259,117 @@ def _make_cancel(future: Future[list[LoadedMedia]]) -> Callable[[object], None]:
             found.cancel()
 
     return cancel
+
+
+_MAX_HEADER_CHARACTERS = 1024
+# Percent-decoding takes many times the memory of its input, and is meant for short texts.
+_MAX_PERCENT_ENCODED = 4 * 2**20
+# They are replaced one after the other, because several passes of `bytes.replace` are faster than
+# one `translate`.
+_ESCAPES = {b"%2b": b"+", b"%2f": b"/", b"%3d": b"=", b"%20": b"", b"%0a": b"", b"%0d": b""}
+_SPELLINGS = {b"\n": b"", b"\r": b"", b" ": b"", b"\t": b"", b"\f": b"", b"-": b"+", b"_": b"/"}
+
+
+def decode_data_url(source: str, max_bytes: int) -> bytes:
+    """Return the bytes of `data:[type][;parameters][;base64],payload`, for any type."""
+    comma = source.find(",", 5, 5 + _MAX_HEADER_CHARACTERS)
+    if comma < 0:
+        raise RequestError("the data URL has no comma between its type and its content")
+    parameters = [word.strip().lower() for word in source[5:comma].split(";")[1:]]
+    num_characters = len(source) - comma - 1
+    if "base64" in parameters:
+        refuse_above(max_bytes, num_characters * 3 // 4 - 2)
+        media = _decode_base64(source[comma + 1 :])
+    else:
+        refuse_above(max_bytes, num_characters // 3)
+        if num_characters > _MAX_PERCENT_ENCODED:
+            raise RefusedMediaError("a data URL of this size has to be base64", "size")
+        try:
+            media = unquote_to_bytes(source[comma + 1 :])
+        except UnicodeEncodeError:
+            raise RequestError("the content of the data URL is not valid text") from None
+    refuse_above(max_bytes, len(media))
+    return media
+
+
+def _decode_base64(payload: str) -> bytes:
+    try:
+        return pybase64.b64decode(payload, validate=True)
+    except ValueError:  # also `binascii.Error`
+        pass
+    try:
+        return pybase64.b64decode(_normalise(payload), validate=True)
+    except ValueError:
+        raise RequestError("the content of the data URL is not base64") from None
+
+
+def _normalise(payload: str) -> bytes:
+    encoded = payload.encode("ascii")
+    if b"%" in encoded:
+        for escape, character in _ESCAPES.items():
+            encoded = encoded.replace(escape, character).replace(escape.upper(), character)
+    for spelling, character in _SPELLINGS.items():
+        encoded = encoded.replace(spelling, character)
+    encoded = encoded.rstrip(b"=")
+    return encoded + b"=" * (-len(encoded) % 4)
+
+
+_MAX_CHARACTERS = 16 * 1024  # a path of PATH_MAX bytes, percent-encoded
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+_UNREADABLE = (
+    "the local file can't be read: it is missing, not a file, or not in the allowed directory"
+)
+
+
+def read_local_file(source: str, allowed_path: Path | None, max_bytes: int) -> bytes:
+    """Return the content of a `file:` URL. No file is allowed if `allowed_path` is `None`."""
+    if allowed_path is None:
+        raise RefusedMediaError("this server reads no local files", "local_file")
+    path = _parse_path(source)
+    try:
+        descriptor = _open_below(allowed_path, path)
+        try:
+            return _read_regular(descriptor, max_bytes)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        raise RefusedMediaError(_UNREADABLE, "local_file") from None
+
+
+def _parse_path(source: str) -> str:
+    try:
+        if len(source) > _MAX_CHARACTERS:
+            raise ValueError
+        url = urlsplit(source)
+        path = os.fsdecode(unquote_to_bytes(url.path))
+        host = url.netloc.lower()
+    except ValueError:
+        raise RequestError("the file URL is malformed") from None
+    if host not in ("", "localhost") or not path.startswith("/"):
+        raise RequestError("a file URL looks like file:///directory/name, without a host")
+    return path
+
+
+def _open_below(allowed_path: Path, path: str) -> int:
+    root = Path(os.path.realpath(allowed_path))
+    *directories, name = Path(os.path.realpath(path)).relative_to(root).parts or (".",)
+    parent = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for directory in directories:
+            child = os.open(directory, _OPEN_FLAGS | os.O_DIRECTORY, dir_fd=parent)
+            os.close(parent)
+            parent = child
+        return os.open(name, _OPEN_FLAGS, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def _read_regular(descriptor: int, max_bytes: int) -> bytes:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError
+    refuse_above(max_bytes, status.st_size)
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
+        return file.read(status.st_size)

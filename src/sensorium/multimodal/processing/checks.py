@@ -1,7 +1,7 @@
 """Checks media that are given in process: PIL images, arrays and tensors.
 
-Paths and addresses are not followed here. Images are taken as they are, without a look at their
-EXIF data: the caller has decided how they stand.
+Nothing is read from paths or addresses here. Images are taken as they are, and their EXIF data is
+ignored, because the caller has decided on their orientation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sensorium.multimodal.decoding.video import check_num_frames
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 
-_NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}
-_MAX_CHANNELS = 64  # of a sound; more are no channels
-# Those that processors compute with. With larger unsigned numbers they do so wrongly.
+NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}
+_MAX_CHANNELS = 64  # of a sound; a longer dimension can't be that of the channels
+# Processors compute with these types. With larger unsigned integers their results are wrong.
 _INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 _PIXEL_TYPES = _INTEGERS | {"float16", "bfloat16", "float32", "float64"}
 # The fields of Transformers' `VideoMetadata`, which a caller may give for frames.
@@ -46,10 +46,12 @@ def check_media(
     *,
     sampling_rate: int | None,
     is_scaled_already: bool,
-    limits: MediaLimits | None = None,
+    limits: MediaLimits,
 ) -> tuple[object, Metadata | None]:
-    """Return the item as processors understand it, and the metadata of a video's frames."""
-    limits = MediaLimits() if limits is None else limits
+    """Return the item in a form that processors understand, and the metadata of a video's frames.
+
+    `is_scaled_already` is True for pixel values that the processor does not divide by 255.
+    """
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None
     metadata = None
@@ -66,7 +68,7 @@ def check_media(
 def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
     """Raise `RequestError` for a form or a size that can be refused before any value is read."""
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: a rate, or the metadata of frames
+        media = media[0]  # the second entry is a rate, or the metadata of frames
     if isinstance(media, list | tuple) and modality == "video":
         for frame in media:
             check_unread("image", frame, limits)
@@ -83,7 +85,7 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
 
 
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
-    """Return frames and their metadata, from frames or a pair of both."""
+    """Return the frames of a video, and their metadata if the media is a pair with a mapping."""
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
     return media if is_pair else (media, None)  # type: ignore[return-value]
 
@@ -127,7 +129,7 @@ def _check_audio(
 ) -> np.ndarray[Any, Any]:
     """Return mono samples as float32 at the model's rate, from samples or a pair with their rate.
 
-    Of two dimensions the smaller one is that of the channels, or the first if they are equal.
+    If there are two dimensions, the smaller one has the channels, or the first if they are equal.
     """
     rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:
@@ -138,8 +140,9 @@ def _check_audio(
         kind = str(media.dtype).removeprefix("torch.")
         if kind not in _PIXEL_TYPES:
             raise RequestError(f"samples are numbers from -1 to 1, or signed integers, not {kind}")
-        is_rare = media.dtype is torch.bfloat16  # which numpy does not have
-        media = (media.float() if is_rare else media).detach().cpu().resolve_neg().numpy()
+        if media.dtype is torch.bfloat16:  # which numpy does not have
+            media = media.float()
+        media = media.detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
         raise RequestError(f"expected an array of samples, not {type(media).__name__}")
     _check_shape("audio", media)
@@ -184,9 +187,9 @@ def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
     if isinstance(media, torch.Tensor):
         _check_plain(media)
     else:
-        # Flipped views and foreign byte orders have no tensor form.
+        # Views with negative strides and other byte orders can't become tensors.
         media = np.ascontiguousarray(media, dtype=media.dtype.newbyteorder("="))
-        if not media.flags.writeable:  # torch would warn of it
+        if not media.flags.writeable:  # torch warns of arrays that can't be written to
             media = media.copy()
     if modality == "image" and media.ndim == 2:
         if isinstance(media, np.ndarray):
@@ -205,13 +208,19 @@ def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any
     return np.stack(frames)
 
 
+def get_array_shape(modality: str, media: np.ndarray[Any, Any] | torch.Tensor) -> tuple[int, ...]:
+    """Return height and width of a picture; number, height and width of a video's frames."""
+    frame = tuple(media.shape[1:] if modality == "video" else media.shape)
+    # The colours are the first or the last dimension.
+    size = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
+    return (len(media), *size) if modality == "video" else size
+
+
 def _check_size(modality: str, media: Any, limits: MediaLimits) -> None:
-    frame = media.shape[1:] if modality == "video" else media.shape
-    # Colours come first or last.
-    height, width = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
+    *num_frames, height, width = get_array_shape(modality, media)
     check_num_pixels(width, height, limits)
-    if modality == "video":
-        check_num_frames(len(media), width, height, limits)
+    if num_frames:
+        check_num_frames(num_frames[0], width, height, limits)
 
 
 def _check_plain(media: torch.Tensor) -> None:
@@ -221,8 +230,8 @@ def _check_plain(media: torch.Tensor) -> None:
 
 
 def _check_shape(modality: str, media: Any) -> None:
-    if media.ndim not in _NUM_DIMENSIONS[modality] or 0 in media.shape:
-        counts = " or ".join(map(str, _NUM_DIMENSIONS[modality]))
+    if media.ndim not in NUM_DIMENSIONS[modality] or 0 in media.shape:
+        counts = " or ".join(map(str, NUM_DIMENSIONS[modality]))
         raise RequestError(
             f"expected {counts} non-empty dimensions, not shape {tuple(media.shape)}"
         )

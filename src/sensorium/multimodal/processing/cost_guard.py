@@ -1,17 +1,17 @@
 """Refuses options of a request that ask too much of the model's processor.
 
 A processor enlarges a picture to any size that its options ask for: a small picture with a large
-number beside it would take all memory of a machine. Names and numbers of options are checked before
-anything is done.
+number in an option could take all memory of a machine. Names and numbers of options are checked
+before anything else is done.
 
-Then items are refused that a request's options make larger than the server's own options can. That
-does not depend on what an option is called. Only the result counts: an item may cost what the
-server's own options make of it, or what they make of the largest item that is allowed. The cost is
-estimated from the item's size before decoding, and checked again when the item is there.
+Then items are refused that a request's options make larger than the server's own options can. The
+names of options do not matter for this, only the result: an item may cost what the server's own
+options make of it, or what they make of the largest item that is allowed. The cost is estimated
+from the item's size before decoding, and checked again after processing.
 
 For the estimate the model's own processor is run on tensors of the meta device, which have a shape
-and no content. So no pixel is computed, and it costs milliseconds even where the tensors would not
-fit into memory. A processor that reads values gets a blank item, if that is small enough.
+and no content. So no pixel is computed, and it takes milliseconds even if the tensors would not fit
+into memory. A processor that reads values gets a blank item, if that is small enough.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ from typing import Any
 import msgspec
 import torch
 
-from sensorium.multimodal.decoding.decoding import resolve_decode_options, take_sampling
-from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
+from sensorium.multimodal.decoding.decoding import (
+    resolve_options,
+)
+from sensorium.multimodal.decoding.video import (
+    ChooseFrames,
+    Metadata,
+    make_frame_chooser,
+    make_metadata,
+)
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
 
-# Ours to set: where results go and what comes with them.
+# Arguments of a processor that the server sets itself: media, and the form of results.
 _RESERVED = frozenset(
     {
         "text",
@@ -53,8 +60,9 @@ _RESERVED = frozenset(
 )
 MAX_EDGE = 8192
 MAX_PIXELS = 2**25  # twice the largest picture of the Qwen-VL families
-# What else a number may be at most, by a part of its name: some are edges too, each of some means a
-# picture of its own. The processor's own value is always allowed.
+# Part of an option's name -> the largest number that it may have. Some of these options are lengths
+# of edges, and some are numbers of pictures that are made of one. The processor's own value is
+# always allowed.
 _MOST = {
     "pinpoints": MAX_EDGE,
     "crops": 64,
@@ -65,7 +73,7 @@ _MOST = {
     "multiple": MAX_PIXELS,
     "rate": 2**20,
 }
-_MOST_OF_OTHERS = 256  # for example of colours
+_MOST_OF_OTHERS = 256  # for example for values of colours
 _MAX_DEPTH = 8
 _PATH = ("mm_processor_kwargs",)
 
@@ -83,12 +91,12 @@ def check_processor_kwargs(
             raise RequestError(f"unknown option {name!r} (known: {takes})", path=_PATH)
         for path, number in _walk(name, value, depth=0):
             most = _get_most(path, processor)
-            if not abs(number) <= most:  # nor is what is no number
+            if not abs(number) <= most:  # NaN is refused, too
                 raise RequestError(f"{path} may be {most} at most", path=_PATH)
 
 
 def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
-    """Yield all numbers in a value, with their names."""
+    """Yield all numbers in the value of an option, each with its path: `size.longest_edge`."""
     if depth > _MAX_DEPTH:
         raise RequestError(f"{path} is nested too deep", path=_PATH)
     if isinstance(value, Mapping):
@@ -121,7 +129,7 @@ _FPS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCost:
-    """What an encoder has to compute for an item, and what the prompt has to hold of it."""
+    """The size of an item: its embeddings in a prompt, and the values that an encoder reads."""
 
     num_embeds: int = 0
     num_values: int = 0  # in all tensors of the item together
@@ -150,20 +158,23 @@ def measure(
 ) -> ItemCost | None:
     """Return what a picture or video of this shape would cost with these options.
 
-    Return `None` if the processor can't find out: its options may be wrong, the item may be too
-    thin, or a processor that reads values would have to read too many.
+    Return `None` if the processor fails: its options may be wrong, the item may be too thin, or a
+    processor that reads values would have to read too many.
     """
-    num_pixels = math.prod(shape)
+    *frames, height, width = shape
+    metadata: Metadata | None = None
+    if frames:
+        metadata = make_metadata(frames[0], _FPS, width, height)
+        metadata["frames_indices"] = list(range(frames[0]))
     for device in ("meta", "cpu"):
-        if device == "cpu" and num_pixels > _MAX_BLANK_PIXELS:
+        if device == "cpu" and math.prod(shape) > _MAX_BLANK_PIXELS:
             return None
-        *frames, height, width = shape
         media = torch.zeros((*frames, 3, height, width), dtype=torch.uint8, device=device)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the item itself will be warned about
+                warnings.simplefilter("ignore")  # the same warnings come with the item itself
                 num_embeds, num_values = processor.count_item(
-                    modality, media, _make_metadata(shape), processor_kwargs
+                    modality, media, metadata, processor_kwargs
                 )
         except Exception:  # odd options make processors raise anything; they are refused later
             continue
@@ -171,24 +182,10 @@ def measure(
     return None
 
 
-def _make_metadata(shape: Shape) -> dict[str, object] | None:
-    if len(shape) == 2:
-        return None
-    num_frames, height, width = shape
-    return {
-        "total_num_frames": num_frames,
-        "fps": _FPS,
-        "width": width,
-        "height": height,
-        "duration": num_frames / _FPS,
-        "frames_indices": list(range(num_frames)),
-    }
+def _iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
+    """Yield small, usual and the largest sizes of images, flat and tall.
 
-
-def iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
-    """Yield sizes of images, one of them the most costly of all.
-
-    They are small, usual and the largest, flat and tall.
+    One of them is the most costly of all sizes.
     """
     for edge in _USUAL_EDGES:
         if edge**2 <= limits.max_pixels:
@@ -196,8 +193,8 @@ def iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
     yield from (_fit(ratio, limits.max_pixels) for ratio in _RATIOS)
 
 
-def iter_video_shapes(num_frames: int, limits: MediaLimits) -> Iterator[Shape]:
-    """Yield sizes for a number of frames, in the same manner."""
+def _iter_video_shapes(num_frames: int, limits: MediaLimits) -> Iterator[Shape]:
+    """Yield small and the largest sizes of frames, for videos with this number of frames."""
     most = max(1, min(limits.max_pixels, limits.max_video_pixels // num_frames))
     edge = min(336, math.isqrt(most))
     yield num_frames, edge, edge
@@ -211,7 +208,7 @@ def _fit(ratio: float, max_pixels: int) -> tuple[int, int]:
 
 _CLIP_FPS = 30.0
 _CLIP_SECONDS = (1.0, 20.0, 600.0)  # and the longest that is allowed
-# What an item would be in process: decoded media, and options.
+# Processes the item of a check with other options.
 ProcessOwn = Callable[[Mapping[str, Any]], ProcessedItem]
 
 
@@ -224,14 +221,10 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
     def resolve(
         self, modality: str, *, is_encoded: bool
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return what a job without options of its own has: for the processor and the decoder."""
-        processor_kwargs = dict(self.processor_kwargs)
+        """Return the options of a job without options of its own, for processor and decoder."""
         if not is_encoded:
-            return processor_kwargs, None
-        decode_options = resolve_decode_options(modality, self.media_io_kwargs)
-        if modality == "video":
-            processor_kwargs = take_sampling(processor_kwargs, decode_options)
-        return processor_kwargs, decode_options
+            return dict(self.processor_kwargs), None
+        return resolve_options(modality, self.processor_kwargs, self.media_io_kwargs)
 
 
 class CostGuard:
@@ -262,8 +255,8 @@ class CostGuard:
         if not names:
             return None
         return CostCheck(
-            self,
-            modality,
+            guard=self,
+            modality=modality,
             names=names,
             processor_kwargs=processor_kwargs,
             own_kwargs=own_kwargs,
@@ -271,25 +264,26 @@ class CostGuard:
         )
 
     def get_ceiling(self, modality: str) -> ItemCost:
-        """Return the most that the server's own options make of any item; found once.
+        """Return the most that the server's own options make of any item. It is computed once.
 
-        Nothing for a sound: processors of sounds read values, and the longest one is hours long.
+        It is nothing for a sound, because processors of sounds read values, and the longest sound
+        has hours.
         """
         if modality not in self._ceilings:
-            shapes: list[Shape] = []
-            if modality == "image":
-                shapes = list(iter_image_shapes(self._limits))
-            elif modality == "video":
-                shapes = [
-                    s for n in self._count_frames() for s in iter_video_shapes(n, self._limits)
-                ]
             own_kwargs, _ = self.own.resolve(modality, is_encoded=True)
             ceiling = ItemCost()
-            for shape in shapes:
+            for shape in self._iter_shapes(modality):
                 cost = measure(self.processor, modality, shape, own_kwargs)
                 ceiling = ceiling if cost is None else ceiling.join(cost)
             self._ceilings[modality] = ceiling
         return self._ceilings[modality]
+
+    def _iter_shapes(self, modality: str) -> Iterator[Shape]:
+        if modality == "image":
+            yield from _iter_image_shapes(self._limits)
+        elif modality == "video":
+            for num_frames in self._count_frames():
+                yield from _iter_video_shapes(num_frames, self._limits)
 
     def _count_frames(self) -> list[int]:
         """Return how many frames are taken of clips of different lengths."""
@@ -297,21 +291,13 @@ class CostGuard:
         choose_frames = make_frame_chooser(self.processor.video_processor, options or {})
         counts = set()
         for seconds in (*_CLIP_SECONDS, self._limits.max_duration_s):
-            duration_s = min(seconds, self._limits.max_duration_s)
-            total = max(1, int(duration_s * _CLIP_FPS))
-            metadata = {
-                "total_num_frames": total,
-                "fps": _CLIP_FPS,
-                "width": 640,
-                "height": 360,
-                "duration": duration_s,
-                "video_backend": "pyav",
-                "frames_indices": None,
-            }
-            counts.add(min(len(choose_frames(metadata)), self._limits.max_frames))
+            total = max(1, int(min(seconds, self._limits.max_duration_s) * _CLIP_FPS))
+            chosen = choose_frames(make_metadata(total, _CLIP_FPS, width=640, height=360))
+            counts.add(min(len(chosen), self._limits.max_frames))
         return sorted(counts)
 
 
+@dataclass(slots=True, kw_only=True)
 class CostCheck:
     """The check of one item with options of its own.
 
@@ -319,42 +305,32 @@ class CostCheck:
     the numbers.
     """
 
-    def __init__(
-        self,
-        guard: CostGuard,
-        modality: str,
-        *,
-        names: list[str],
-        processor_kwargs: Mapping[str, Any],
-        own_kwargs: Mapping[str, Any],
-        own_decode: Mapping[str, Any],
-    ) -> None:
-        self._guard = guard
-        self._modality = modality
-        self._names = names
-        self._processor_kwargs = processor_kwargs
-        self._own_kwargs = own_kwargs
-        self._own_decode = own_decode
-        self._own: ItemCost | None = None  # what the server's own options make of this item
+    guard: CostGuard
+    modality: str
+    names: list[str]  # of options that the server would set otherwise
+    processor_kwargs: Mapping[str, Any]
+    own_kwargs: Mapping[str, Any]  # the server's own options for the processor
+    own_decode: Mapping[str, Any]  # the server's own options for the decoder
+    own_cost: ItemCost | None = None  # what the server's own options make of this item
 
     def check_shape(self, shape: Shape, own_shape: Shape | None = None) -> None:
         """Refuse an item of this shape before it is decoded or processed.
 
-        `own_shape` is the shape that it would have with the server's own options, where they
-        choose other frames.
+        `own_shape` is the shape that it would have with the server's own options, which may choose
+        other frames.
         """
-        processor = self._guard.processor
-        self._own = measure(processor, self._modality, own_shape or shape, self._own_kwargs)
-        cost = measure(processor, self._modality, shape, self._processor_kwargs)
+        processor = self.guard.processor
+        self.own_cost = measure(processor, self.modality, own_shape or shape, self.own_kwargs)
+        cost = measure(processor, self.modality, shape, self.processor_kwargs)
         if cost is not None:
-            self._refuse_if_beyond(cost, self._own or ItemCost())
+            self._refuse_if_beyond(cost, self.own_cost or ItemCost())
 
     def check_frames(self, choose_frames: ChooseFrames, lock: Lock) -> ChooseFrames:
         """Return the same choice of frames, checked before any of them is decoded.
 
         The processor is used under `lock`.
         """
-        own_choice = make_frame_chooser(self._guard.processor.video_processor, self._own_decode)
+        own_choice = make_frame_chooser(self.guard.processor.video_processor, self.own_decode)
 
         def choose(metadata: Mapping[str, Any]) -> Any:
             indices = choose_frames(metadata)
@@ -367,25 +343,26 @@ class CostCheck:
         return choose
 
     def check_result(self, item: ProcessedItem, process_own: ProcessOwn) -> None:
-        """Refuse an item that came out too large.
+        """Refuse an item that is too large after processing.
 
-        `process_own` processes it with other options, for processors that can't be asked before.
+        `process_own` processes it with other options, for processors that could not be measured
+        before.
         """
-        if self._own is None:
+        if self.own_cost is None:
             try:
-                self._own = get_cost(process_own(self._own_kwargs))
-            except RequestError:  # the server's own options make nothing of it
-                self._own = ItemCost()
-        self._refuse_if_beyond(get_cost(item), self._own)
+                self.own_cost = get_cost(process_own(self.own_kwargs))
+            except RequestError:  # it can't be processed with the server's own options
+                self.own_cost = ItemCost()
+        self._refuse_if_beyond(get_cost(item), self.own_cost)
 
     def _refuse_if_beyond(self, cost: ItemCost, own: ItemCost) -> None:
         if cost.is_within(own):
             return
-        limit = own.join(self._guard.get_ceiling(self._modality))
+        limit = own.join(self.guard.get_ceiling(self.modality))
         if cost.is_within(limit):
             return
         raise RequestError(
-            f"with the option(s) {', '.join(self._names)} this {self._modality} would become "
+            f"with the option(s) {', '.join(self.names)} this {self.modality} would become "
             f"{_describe(cost)}; without them this server makes at most {_describe(limit)}: ask "
             "for less, or start the server with --allow-larger-media"
         )
@@ -396,8 +373,8 @@ def _describe(cost: ItemCost) -> str:
 
 
 def _list_changes(given: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> list[str]:
-    """Return the names of options that the server would set otherwise."""
+    """Return the names of options that differ from the server's own."""
     given, own = given or {}, own or {}
-    # Compared as text: arrays have no single answer to whether they are equal.
+    # They are compared as text, because comparing arrays gives an array.
     changed = [name for name, value in given.items() if repr(value) != repr(own.get(name))]
     return sorted(changed + [name for name in own if name not in given])

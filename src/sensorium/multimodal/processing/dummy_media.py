@@ -1,4 +1,4 @@
-"""Small items of any modality: decoded for trials, and as files for warm-up."""
+"""Makes small items of any modality: decoded ones for trials, and files for warm-up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from sensorium.multimodal.media import MediaLimits
 
-# Seconds of sound, and height and width of pictures: two items differ in both.
+# Seconds of sound, and heights and widths of pictures, for the items of index 0 and 1.
 _DURATIONS_S = (1.0, 1.4)
 _SHAPES = ((112, 168), (140, 84))
-_NUM_FRAMES = 4  # some processors stack the frames of several videos
+_NUM_FRAMES = 4  # the same for all, because some processors stack the frames of several videos
 
 
 def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> object:
@@ -31,8 +31,8 @@ def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> ob
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
     """Yield items of different lengths and shapes.
 
-    What a processor makes of all of them alike, it makes of every item. One sound is longer than
-    the usual window of an encoder.
+    What is equal in the results for all of them is taken to be equal for every item. One sound is
+    longer than the usual window of an encoder.
     """
     generator = np.random.default_rng(0)
     if modality == "audio":
@@ -45,7 +45,7 @@ def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
         yield generator.integers(0, 256, (*frames, height, width, 3), dtype=np.uint8)
 
 
-# Few models take sounds of this rate: a file of it is resampled, as most files are.
+# Few models take sounds of this rate, so that the file is resampled, as most files are.
 _RATE = 24_000
 _FPS = 4
 
@@ -59,7 +59,7 @@ def make_dummy_file(modality: str) -> bytes:
 
 
 def exceeds_limits(modality: str, limits: MediaLimits) -> bool:
-    """Return whether limits on media refuse the dummy, which then shows nothing of other items."""
+    """Return True if limits on media refuse the dummy. Then its failure is no sign of a problem."""
     media: Any = make_dummy_media(modality, _RATE)
     if len(make_dummy_file(modality)) > limits.max_bytes:
         return True

@@ -1,46 +1,225 @@
-"""Where items are processed: in the thread that asks, or in a pool of processes.
+"""Processes items in the thread that asks, or in a pool of processes.
 
 Before an item goes to the pool, its work is estimated from a few bytes at most, because that runs
-in the process that serves requests. What only FFmpeg can see (how many frames a video has, how long
-a sound is) is found by the process that decodes it.
+in the process that serves requests. What only FFmpeg can find out (how many frames a video has, how
+long a sound is) is found by the process that decodes it. A job and its result are msgpack beside
+blocks of raw memory. `make_handler` is what a process of the pool runs.
 
-Embeddings are taken only if the operator allows it, because the sender decides what the decoder
-sees. They need a family in which the number of an item's embeddings fixes its place in a prompt.
-Where positions follow from a grid, or text stands among the placeholders, they are refused.
+Embeddings are taken only if the operator allows it, because their sender decides what the decoder
+of the model reads. They need a family in which the number of an item's embeddings alone fixes its
+place in a prompt. Where positions depend on a grid, or text comes between the placeholders, they
+are refused.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+import numpy as np
 import torch
 from PIL import Image
 
+from sensorium.models.loading import load_config
+from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.decoding.guards import (
     CostlyItemError,
     estimate_frames_s,
     estimate_sound_s,
+    limit_memory_growth,
 )
 from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
-from sensorium.multimodal.item_codec import PrecomputedEmbeds
+from sensorium.multimodal.item_codec import (
+    PrecomputedEmbeds,
+    as_bytes,
+    decode_block,
+    encode_header,
+)
 from sensorium.multimodal.media import MediaBytes, MediaLimits
+from sensorium.multimodal.pool.channel import CostlyJobError
 from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply
 from sensorium.multimodal.pool.pool import ProcessPool
-from sensorium.multimodal.processing.item_handler import decode_reply, encode_job
+from sensorium.multimodal.processing.cost_guard import OwnOptions
+from sensorium.multimodal.processing.dummy_media import make_dummy_file
 from sensorium.multimodal.processing.item_worker import ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.single_flight import FinishedFlight, Flight
-from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import PRECOMPUTED, ItemTimes, ProcessedItem, ShmReference
+from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.multimodal import (
+    PRECOMPUTED,
+    ItemLayout,
+    ItemTimes,
+    MultiModalKwargsItem,
+    ProcessedItem,
+    ShmReference,
+)
 
-_UNKNOWN_RATE = 16_000  # samples a second; the rate does not matter for an estimate
+_logger = logging.getLogger(__name__)
+EARLY_COST_S = SHORT_S  # a frontend itself processes shorter items until its pool is ready
+_KILL_DELAY_S = 5.0
+_UNKNOWN_RATE = 16_000  # samples a second; the exact rate does not matter for an estimate
+
+
+class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A job for a process of the pool. Its block has the media."""
+
+    job: ItemJob
+    keep: bool  # put the result into shared memory
+    # What the block is: the "bytes" of a file, or the pixels or samples of a "pil" image, a "numpy"
+    # array or a "torch" tensor.
+    form: str
+    header: bytes = b""
+    metadata: dict[str, Any] | None = None
+
+
+class _ItemReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a job. Its tensors may be sent beside it."""
+
+    layout: ItemLayout
+    reference: ShmReference | None  # where the tensors are, if they are not beside it
+    times: ItemTimes  # stage -> seconds
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of the pool needs to process items."""
+
+    directory: str  # of the model
+    trust_remote_code: bool
+    limits: MediaLimits
+    shm_fd: int | None
+    warm_modalities: tuple[str, ...]  # an item of each is processed before the first job
+    own_options: OwnOptions  # which the server gives to processor and decoders
+    allow_larger_media: bool  # a request may ask for more than these options make of an item
+
+
+def _as_plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_as_plain)
+_message_decoder = msgspec.msgpack.Decoder(_ItemMessage)
+_reply_decoder = msgspec.msgpack.Decoder(_ItemReply)
+
+
+def encode_job(
+    job: ItemJob, media: object, *, processor: MultiModalProcessor, keep: bool
+) -> tuple[bytes, list[Any]]:
+    """Return the message, and the blocks that go with it.
+
+    Raise `RequestError` for media in process that no processor understands.
+    """
+    if isinstance(media, MediaBytes):
+        return encode_plain(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
+    checked, metadata = processor.check_media(job.modality, media, job.processor_kwargs)
+    form, tensor = _as_tensor(checked)
+    header = encode_header({"media": tensor})
+    message = _ItemMessage(job=job, keep=keep, form=form, header=header, metadata=metadata)
+    return encode_plain(message), [as_bytes(tensor).numpy().data]
+
+
+def encode_plain(message: msgspec.Struct) -> bytes:
+    """Return the bytes of a message, or raise a `RequestError` if an option in it is an object."""
+    try:
+        return _encoder.encode(message)
+    except (TypeError, UnicodeEncodeError, OverflowError) as error:
+        raise RequestError("options of media are plain numbers, texts, lists and maps") from error
+
+
+def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
+    if isinstance(media, torch.Tensor):
+        return "torch", media
+    if isinstance(media, np.ndarray):
+        return "numpy", torch.from_numpy(media)
+    if isinstance(media, Image.Image):
+        return "pil", torch.from_numpy(np.array(media))
+    raise InvariantError(f"checked media can't be a {type(media).__name__}")
+
+
+def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool]:
+    """Return the job, its media, and whether to keep the result."""
+    decoded = _message_decoder.decode(message)
+    if decoded.form == "bytes":
+        return decoded.job, bytes(block), decoded.keep
+    tensor = decode_block(decoded.header, block)["media"]
+    media: object = tensor
+    if decoded.form == "numpy":
+        media = tensor.numpy()
+    elif decoded.form == "pil":
+        media = Image.fromarray(tensor.numpy())
+    if decoded.metadata is not None:
+        media = media, decoded.metadata
+    return decoded.job, media, decoded.keep
+
+
+def make_handler(settings: bytes) -> ItemHandler:
+    """Return the handler of a process of the pool, from encoded `PoolSettings`."""
+    given = msgspec.msgpack.decode(settings, type=PoolSettings)
+    config = load_config(given.directory, trust_remote_code=given.trust_remote_code)
+    processor = MultiModalProcessor(
+        given.directory, config, limits=given.limits, trust_remote_code=given.trust_remote_code
+    )
+    own = given.own_options
+    worker = ItemWorker(processor, given.limits, None if given.allow_larger_media else own)
+    _warm_up(worker, own, [m for m in processor.modalities if m in given.warm_modalities])
+    store = None if given.shm_fd is None else ShmStore.attach(given.shm_fd)
+    limit_memory_growth(given.limits.max_process_bytes)
+    return ItemHandler(worker, store)
+
+
+def _warm_up(worker: ItemWorker, own: OwnOptions, modalities: Collection[str]) -> None:
+    for modality in modalities:
+        processor_kwargs, decode_options = own.resolve(modality, is_encoded=True)
+        job = ItemJob(
+            mm_hash="",
+            modality=modality,
+            decode_options=decode_options,
+            processor_kwargs=processor_kwargs,
+        )
+        try:
+            worker.process(job, make_dummy_file(modality))
+        except Exception:  # a failed warm-up must not stop a worker, which can work without it
+            _logger.warning("a worker's warm-up failed for %s", modality, exc_info=True)
+
+
+class ItemHandler:
+    """A function for the jobs of one process of the pool, with its parts."""
+
+    def __init__(self, worker: ItemWorker, store: ShmStore | None) -> None:
+        self._worker = worker
+        self._store = store
+
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
+        """Return the reply to a job, and the tensors to send beside it."""
+        item_job, media, keep = decode_job(job, block)
+        try:
+            item, times = self._worker.process(item_job, media, max_cost_s=max_cost_s)
+        except CostlyItemError as error:
+            raise CostlyJobError(error.cost_s) from error
+        if item.layout is None:
+            raise InvariantError("an item was processed and has no layout")
+        reference = None if self._store is None or not keep else self._store.put(item)
+        reply = _encoder.encode(_ItemReply(layout=item.layout, reference=reference, times=times))
+        if self._store is None or reference is None:
+            return reply, item.kwargs
+        # It has no lease until it is used. If it is evicted before that, it is processed again.
+        self._store.release(reference)
+        return reply, {}
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
 
 def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float | None:
-    """Return the seconds of work that an item will be; `None` if only a decoder can see it.
+    """Return the seconds of work that an item will be, or `None` if only a decoder can find out.
 
     Raise `RequestError` for a picture that is larger than the limits allow, by its header.
     """
@@ -51,7 +230,7 @@ def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float 
         check_num_pixels(*size, limits)
         return estimate_frames_s(1, *size)
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: a rate, or the metadata of frames
+        media = media[0]  # the second entry is a rate, or the metadata of frames
     num_values = _count_values(media)
     if modality == "audio":
         return estimate_sound_s(num_values / _UNKNOWN_RATE)
@@ -59,7 +238,7 @@ def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float 
 
 
 def _count_values(media: Any) -> int:
-    """Count the numbers that media in process consists of; 0 for what is no such media."""
+    """Return how many numbers decoded media consists of, or 0 if it is no such media."""
     if isinstance(media, list | tuple):
         return sum(map(_count_values, media))
     if isinstance(media, Image.Image):
@@ -68,23 +247,21 @@ def _count_values(media: Any) -> int:
     return math.prod(shape) if isinstance(shape, tuple) else 0
 
 
-EARLY_COST_S = SHORT_S  # of items that a frontend processes itself before its pool is there
-_KILL_DELAY_S = 5.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedItem:
     """An item that was processed."""
 
     result: ProcessedItem | ShmReference
-    times: ItemTimes  # how long its stages took, wherever they ran
+    times: ItemTimes  # how long its stages took, in any process
 
 
 class ItemBackend(Protocol):
-    def start(self, job: ItemJob, media: object) -> Flight:
-        """Begin with an item, which will be a `FinishedItem`.
+    """A place where items are processed."""
 
-        The media is `MediaBytes`, or what a caller in process may give.
+    def start(self, job: ItemJob, media: object) -> Flight:
+        """Begin with an item. The result of the flight is a `FinishedItem`.
+
+        The media is `MediaBytes`, or decoded media of a caller in process.
         """
         ...
 
@@ -128,22 +305,20 @@ class PoolBackend:
         message, blocks = encode_job(job, media, processor=self._processor, keep=self._keep)
 
         def as_result(reply: PoolReply) -> FinishedItem:
-            decoded = decode_reply(reply.reply)
-            if decoded.reference is not None:
-                return FinishedItem(result=decoded.reference, times=decoded.times)
-            item = ProcessedItem(
+            decoded = _reply_decoder.decode(reply.reply)
+            result = decoded.reference or ProcessedItem(
                 modality=job.modality,
                 mm_hash=job.mm_hash,
                 kwargs=reply.kwargs,
                 layout=decoded.layout,
             )
-            return FinishedItem(result=item, times=decoded.times)
+            return FinishedItem(result=result, times=decoded.times)
 
         return self._pool.submit(
             message,
             blocks,
             wait_s=self._limits.process_wait_s,
-            # A decoder ends by itself at its deadline; it is killed only if it does not.
+            # A decoder ends by itself at its deadline. It is killed only if it does not.
             deadline_s=self._limits.process_deadline_s + _KILL_DELAY_S,
             cost_s=cost_s,
             on_reply=as_result,
@@ -151,12 +326,12 @@ class PoolBackend:
 
 
 class EarlyBackend:
-    """A backend in the caller's thread until the pool is ready, and in the pool then.
+    """A backend that works in the caller's thread until the pool is ready, and then in the pool.
 
-    It is for frontends that serve before their pool has a worker, so that no request waits for its
-    imports. Long work waits for the pool all the same. In the caller's thread limits on size hold,
-    but a processor's work that has begun can't be cut off by a deadline, and a crash of a decoder
-    is not the worker's alone.
+    It is for frontends that serve before their pool has a worker, so that no request waits for the
+    worker's imports. Long work waits for the pool all the same. In the caller's thread limits on
+    size hold, but a deadline can't stop a processor that has begun, and a crash of a decoder ends
+    the frontend and not only a worker.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -168,54 +343,43 @@ class EarlyBackend:
         if self._pool.is_starting:
             try:
                 return self._early.start(job, media)
-            except CostlyItemError:  # the pool starts with this job, if it has not yet
+            except CostlyItemError:  # the job starts the pool, if that has not started yet
                 pass
         return self._late.start(job, media)
 
 
+@dataclass(frozen=True, slots=True)
 class EmbedsBackend:
-    """A backend that takes embeddings itself and leaves other items to another backend.
+    """A backend that takes embeddings itself and passes other items to another backend."""
 
-    Embeddings are taken of `modalities`, and have the `width` of the model's decoder.
-    """
-
-    def __init__(
-        self,
-        backend: ItemBackend,
-        processor: MultiModalProcessor,
-        *,
-        is_enabled: bool,
-        modalities: Collection[str],
-        width: int,
-    ) -> None:
-        self._backend = backend
-        self._processor = processor
-        self._is_enabled = is_enabled
-        self._modalities = frozenset(modalities)
-        self._width = width
+    backend: ItemBackend
+    processor: MultiModalProcessor
+    is_enabled: bool
+    modalities: Collection[str]  # embeddings of these are taken
+    width: int  # of an embedding in the model's decoder
 
     def start(self, job: ItemJob, media: object) -> Flight:
         if not isinstance(media, PrecomputedEmbeds):
-            return self._backend.start(job, media)
+            return self.backend.start(job, media)
         self._check(job.modality, media.tensor)
-        # A copy: the caller may go on with its own.
+        # A copy, because the caller may change its own tensor later.
         embeds = media.tensor.detach().to("cpu", copy=True).contiguous()
         item = ProcessedItem(
             modality=job.modality,
             mm_hash=job.mm_hash,
             kwargs={PRECOMPUTED: embeds},
-            layout=self._processor.make_plain_layout(job.modality, len(embeds)),
+            layout=self.processor.make_plain_layout(job.modality, len(embeds)),
         )
         return FinishedFlight(FinishedItem(result=item, times={}))
 
     def _check(self, modality: str, tensor: torch.Tensor) -> None:
-        if not self._is_enabled:
+        if not self.is_enabled:
             raise RequestError("embeddings are not taken here: start with enable_mm_embeds")
-        if modality not in self._modalities:
+        if modality not in self.modalities:
             raise RequestError(
                 f"this model takes no embeddings of {modality}: it needs more than their number"
             )
-        if tensor.shape[1] != self._width:
-            raise RequestError(f"embeddings have the width {self._width}, not {tensor.shape[1]}")
+        if tensor.shape[1] != self.width:
+            raise RequestError(f"embeddings have the width {self.width}, not {tensor.shape[1]}")
         if not bool(torch.isfinite(tensor).all()):
             raise RequestError("some of the embeddings are not finite numbers")

@@ -1,8 +1,8 @@
-"""What the tensors of an item must look like, learned from the processor itself.
+"""Rules for the tensors of an item, found by running the model's processor.
 
-Tensors that were made elsewhere are held against it before they reach a cache or an encoder. What
-an encoder believes of an item (its sizes, masks and positions) must be true of its tensors:
-otherwise one item could take any amount of memory, or read beyond a table.
+Tensors that were made elsewhere are checked against them before they reach a cache or an encoder.
+An encoder relies on the sizes, masks and positions that describe an item. If these do not fit its
+tensors, the item could take any amount of memory, or read beyond a table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
 
-_Dimension = tuple[str, int]  # the n-th of a tensor
+_Dimension = tuple[str, int]  # the name of a tensor, and the index of one of its dimensions
 _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 
@@ -30,7 +30,7 @@ class TensorRule:
     dtype: torch.dtype
     sizes: tuple[int | None, ...]  # of each dimension; None: any size from 1 on
     is_mask: bool = False  # it holds zeros and ones
-    # It holds places among as many as the dimension before the last has, or -1 for none.
+    # It holds positions below the size of the dimension before the last, or -1 for none.
     is_position: bool = False
 
     def check(self, name: str, tensor: object) -> None:
@@ -46,7 +46,7 @@ class TensorRule:
         if self.is_mask and not bool(((tensor == 0) | (tensor == 1)).all()):
             raise RequestError(f"{name} must hold zeros and ones")
         if self.is_position and not bool(((tensor >= -1) & (tensor < tensor.shape[-2])).all()):
-            raise RequestError(f"{name} must hold places among {tensor.shape[-2]}, or -1")
+            raise RequestError(f"{name} must hold positions below {tensor.shape[-2]}, or -1")
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
         return len(shape) == len(self.sizes) and all(
@@ -63,10 +63,11 @@ class ItemSpec:
     """What the tensors of an item must look like together."""
 
     tensors: Mapping[str, TensorRule]
-    links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions of two tensors that are equal
-    grids: tuple[tuple[str, str], ...] = ()  # a tensor of sizes, and that with their rows
+    links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions that must have equal sizes
+    # Pairs of tensors: the product of the numbers in the first one counts the rows of the second.
+    grids: tuple[tuple[str, str], ...] = ()
     merge_size: int = 1  # heights and widths of a grid are multiples of it
-    # Tensor -> how many embeddings come of how many of its numbers.
+    # Tensor -> (embeddings, numbers): an encoder makes so many embeddings of so many numbers.
     yields: Mapping[str, tuple[int, int]]
 
     def check(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int | None) -> None:
@@ -111,10 +112,10 @@ class ItemSpecs:
     def check(self, modality: str, kwargs: object, num_embeds: int | None = None) -> None:
         """Raise `RequestError` with the name of a tensor that does not fit.
 
-        `num_embeds` is the number for which the item's placeholders have room, if that is given.
+        `num_embeds` is the number of the item's placeholders, if that is known.
         """
         if not isinstance(kwargs, Mapping):
-            raise RequestError(f"tensors come by name, not as {type(kwargs).__name__}")
+            raise RequestError(f"tensors must be a map from names, not {type(kwargs).__name__}")
         if modality not in self._processor.modalities:
             raise RequestError(f"this model takes no {modality}")
         self._get_spec(modality).check(modality, kwargs, num_embeds)
@@ -127,9 +128,9 @@ class ItemSpecs:
             return self._specs[modality]
 
     def _make_samples(self, modality: str) -> list[ProcessedItem]:
-        """Return what the processor makes of different media.
+        """Return items that the processor makes of different media.
 
-        Some media may be too long or too thin for a processor, but not all.
+        A processor may refuse some media as too long or too thin, but not all.
         """
         samples: list[ProcessedItem] = []
         refusal: RequestError | None = None
@@ -146,7 +147,7 @@ class ItemSpecs:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """Return what all samples, which are of different sizes, have in common."""
+    """Return the rules that all samples fulfil. The samples are items of different sizes."""
     first = samples[0].kwargs
     tensors = {
         name: _make_rule(samples[0].modality, name, [s.kwargs[name] for s in samples])
@@ -187,8 +188,8 @@ def _make_rule(modality: str, name: str, tensors: Sequence[torch.Tensor]) -> Ten
 def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
     """Return how many of the last dimensions do not depend on the size of an item.
 
-    These are the features of a patch, a tile of colours, bands and frames of a window of sound.
-    Those ahead count tiles, frames and windows.
+    These are the features of a patch, the colours, height and width of a tile, or the bands and
+    frames of a window of sound. The dimensions before them count patches, tiles or windows.
     """
     if tensor.numel() <= _MAX_SIZES:
         return tensor.ndim
@@ -202,7 +203,7 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
 def _find_links(
     samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
 ) -> tuple[tuple[_Dimension, _Dimension], ...]:
-    """Return the equal dimensions of masks or positions and what they describe."""
+    """Return pairs of equal dimensions, of a mask or positions and of the tensor they describe."""
     described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
     return tuple(
         ((name, index), (other, other_index))
@@ -236,9 +237,9 @@ def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
-    """Return the share of embeddings in the largest tensor, if all samples have the same.
+    """Return the ratio of embeddings to numbers in the largest tensor, if all samples share it.
 
-    An encoder that packs patches gives such a share.
+    It exists for encoders that pack patches.
     """
     first = samples[0]
     name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())

@@ -1,12 +1,12 @@
-"""Decodes and processes one item at a time, wherever that runs: in the frontend or in a pool.
+"""Decodes and processes one item at a time, in the frontend or in a process of the pool.
 
-Owns the model's processor there, which is not safe to use from two threads. Refuses items that a
-request's options make too large, and sounds that are longer than the model listens.
+Owns the model's processor, which is not safe to use from two threads. Refuses items that a
+request's options make too large, and sounds that are longer than the model's window.
 
-Processors cut off what is longer than their window, without an error. How long that window is
-stands in no common place, so the processor is tried: if the end of a sound may change without any
-change in the result, that end is cut off. The sounds of such trials are our own, so that no
-client's sound decides about another's.
+Processors cut off what is longer than their window, without an error. The length of the window has
+no common name among their settings, so it is found by trials: if a change at the end of a sound
+does not change the result, that end was cut off. The sounds of these trials are our own, so that no
+client's sound influences another client's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sensorium.multimodal.decoding.guards import WorkBudget
 from sensorium.multimodal.decoding.images import read_image_size
 from sensorium.multimodal.decoding.video import ChooseFrames, make_frame_chooser
 from sensorium.multimodal.media import MediaLimits
+from sensorium.multimodal.processing.checks import NUM_DIMENSIONS, get_array_shape
 from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions, Shape
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
@@ -46,6 +47,7 @@ class StageTimes:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
+        """Add the time of the block to the stage, even if the block fails."""
         began = time.monotonic()
         try:
             yield
@@ -61,11 +63,12 @@ class StageTimes:
 
 
 def add_times(first: ItemTimes, second: ItemTimes) -> dict[str, float]:
+    """Return the sum of the seconds of each stage."""
     stages = {**first, **second}
     return {stage: first.get(stage, 0.0) + second.get(stage, 0.0) for stage in stages}
 
 
-# The end that may go unheard: less than a syllable, and more than what coders pad a sound with.
+# The end of a sound that may be ignored: less than a syllable, and more than the padding of codecs.
 _TOLERANCE_S = 0.05
 _MAX_OPTION_SETS = 64
 _USUAL_WINDOW_S = 60
@@ -75,12 +78,13 @@ _USUAL_WINDOW_S = 60
 class _Window:
     """What was found out about the window under one set of options, in samples."""
 
+    processor_kwargs: Mapping[str, Any]
     heard: int = 0  # the longest sound that was taken to its end
     unheard: int | None = None  # the shortest one that was not; `None` if there was none
-    is_exact: bool = False  # nothing longer is taken, apart from what is tolerated
+    is_exact: bool = False  # no longer sound is taken to its end, apart from the tolerance
 
     def excludes(self, num_samples: int) -> bool:
-        """Return True if it is certain that so long a sound is cut off."""
+        """Return True if it is certain that a sound of this length is cut off."""
         return self.is_exact or (self.unheard is not None and num_samples >= self.unheard)
 
 
@@ -92,78 +96,58 @@ class Hearing:
 
     def __init__(self, processor: MultiModalProcessor) -> None:
         self._processor = processor
+        self._rate = processor.sampling_rate or 1
+        self._num_tolerated = int(_TOLERANCE_S * self._rate)
         self._windows: LruCache[str, _Window] = LruCache(_MAX_OPTION_SETS)  # by options
 
     def check(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> None:
         """Raise `RequestError` if the end of a sound of this length would be cut off."""
         if self._processor.takes_whole_sounds:
             return
-        window = self._get_window(processor_kwargs)
+        key = repr(sorted(processor_kwargs.items()))
+        window = self._windows.get(key) or _Window(processor_kwargs)
+        self._windows.put(key, window)
         num_needed = num_samples - self._num_tolerated
         if num_needed > window.heard and not window.excludes(num_needed):
-            self._explore(window, num_samples, processor_kwargs)
+            self._explore(window, num_samples)
         if num_needed <= window.heard:
             return
         limit = "this model does not hear it to its end"
         if window.is_exact:
-            limit = f"this model hears {_as_seconds(window.heard, self._rate)}"
+            limit = f"this model hears {window.heard / self._rate:.4g} s"
         raise RequestError(
-            f"the sound is {_as_seconds(num_samples, self._rate)} long; {limit}: send it in pieces"
+            f"the sound is {num_samples / self._rate:.4g} s long; {limit}: send it in pieces"
         )
 
-    def _explore(
-        self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
-    ) -> None:
+    def _explore(self, window: _Window, num_samples: int) -> None:
         """Find out whether a sound of this length is taken whole, and where the window ends.
 
-        A window is mostly one of the numbers that a processor has, and a short one. So that is
-        tried first: it spares most sounds a trial, and very long ones a trial at their length.
+        The window is usually short, and one of the numbers that the processor has. So the longest
+        usual candidate is tried first: most sounds then need no trial of their own, and very long
+        ones no trial at their length.
         """
         usual = _USUAL_WINDOW_S * self._rate
         candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
         for length in [c for c in candidates if c <= usual][-1:]:
-            self._is_heard(window, length, processor_kwargs)
+            self._is_heard(window, length)
         known = [window.heard] if window.heard in candidates else []
-        if num_samples <= window.heard or self._ends_at_one_of(known, window, processor_kwargs):
+        if num_samples <= window.heard or self._ends_at_one_of(known, window):
             return
-        if not self._is_heard(window, num_samples, processor_kwargs):
-            shorter = [c for c in reversed(candidates) if c < num_samples]
-            self._ends_at_one_of(shorter, window, processor_kwargs)
+        if not self._is_heard(window, num_samples):
+            self._ends_at_one_of([c for c in reversed(candidates) if c < num_samples], window)
 
-    def _ends_at_one_of(
-        self, lengths: Iterable[int], window: _Window, processor_kwargs: Mapping[str, Any]
-    ) -> bool:
+    def _ends_at_one_of(self, lengths: Iterable[int], window: _Window) -> bool:
         for length in lengths:
             beyond = length + 2 * self._num_tolerated
-            if self._is_heard(window, length, processor_kwargs) and not self._is_heard(
-                window, beyond, processor_kwargs
-            ):
+            if self._is_heard(window, length) and not self._is_heard(window, beyond):
                 window.is_exact = True
                 return True
         return False
 
-    @property
-    def _rate(self) -> int:
-        return self._processor.sampling_rate or 1
-
-    @property
-    def _num_tolerated(self) -> int:
-        return int(_TOLERANCE_S * self._rate)
-
-    def _get_window(self, processor_kwargs: Mapping[str, Any]) -> _Window:
-        key = repr(sorted(processor_kwargs.items()))
-        window = self._windows.get(key)
-        if window is None:
-            window = _Window()
-            self._windows.put(key, window)
-        return window
-
-    def _is_heard(
-        self, window: _Window, num_samples: int, processor_kwargs: Mapping[str, Any]
-    ) -> bool:
+    def _is_heard(self, window: _Window, num_samples: int) -> bool:
         """Return True if a sound of this length is taken to its end, and note it in `window`."""
         if num_samples > window.heard and not window.excludes(num_samples):
-            if self._ask(num_samples, processor_kwargs):
+            if self._ask(num_samples, window.processor_kwargs):
                 window.heard = num_samples
             else:
                 window.unheard = num_samples
@@ -172,7 +156,7 @@ class Hearing:
     def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
         """Return True if the last part of a sound of this length changes the result.
 
-        Return True also if the processor fails: then the item itself will fail with the reason.
+        Return True also if the processor fails, because the item itself will fail in the same way.
         """
         num_changed = min(num_samples, self._num_tolerated)
         silence = np.zeros(num_samples, dtype=np.float32)
@@ -188,7 +172,7 @@ class Hearing:
         return any(not torch.equal(first[name], second[name]) for name in first)
 
     def _iter_candidates(self) -> Iterator[int]:
-        """Yield all numbers of the processor as samples and as seconds."""
+        """Yield all numbers of the processor, read as samples and as seconds."""
         processor = self._processor.hf_processor
         part = getattr(processor, "feature_extractor", None)
         values = [*vars(processor).values()]
@@ -202,24 +186,20 @@ class Hearing:
                 yield int(value * self._rate)
 
 
-def _as_seconds(num_samples: int, rate: int) -> str:
-    return f"{num_samples / rate:.4g} s"
-
-
 class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done with an item, beside its media."""
+    """How an item is to be processed. Its media is passed beside it."""
 
     mm_hash: str
     modality: str
-    decode_options: dict[str, Any] | None  # None: the media came decoded
+    decode_options: dict[str, Any] | None  # None: the media is decoded already
     processor_kwargs: dict[str, Any]
 
 
 class ItemWorker:
     """A worker that processes items.
 
-    With `own_options`, the server's, no options of a request may make an item larger than these
-    can. Without them any that the processor takes may.
+    With the server's `own_options`, the options of a request may not make an item larger than these
+    can. Without them a request may use any options that the processor takes.
     """
 
     def __init__(
@@ -239,9 +219,9 @@ class ItemWorker:
     ) -> tuple[ProcessedItem, ItemTimes]:
         """Return the item, and how long its stages took.
 
-        `media` is the bytes of a file, or what a caller in process may give. Raise `RequestError`
-        if it can't be processed, and `CostlyItemError` as soon as decoding turns out to be more
-        work than `max_cost_s`.
+        `media` is the bytes of a file, or decoded media of a caller in process. Raise
+        `RequestError` if it can't be processed, and `CostlyItemError` as soon as decoding turns out
+        to be more work than `max_cost_s`.
         """
         times = StageTimes()
         check = None
@@ -302,22 +282,15 @@ class ItemWorker:
 
 
 def _get_shape(modality: str, media: object) -> Shape | None:
-    """Return the shape of decoded pictures; `None` for what is no such thing, or no picture."""
+    """Return the shape of decoded pictures, or `None` if it can't be read without a check."""
     if isinstance(media, tuple) and len(media) == 2:
-        media = media[0]  # beside it: the metadata of its frames
+        media = media[0]  # the second entry is the metadata of its frames
     if modality == "image" and isinstance(media, Image.Image):
         return media.height, media.width
     if modality == "video" and isinstance(media, list | tuple) and media:
         size = _get_shape("image", media[0])
         return None if size is None else (len(media), *size)
-    num_dimensions = 3 if modality == "image" else 4
     if modality == "audio" or not isinstance(media, np.ndarray | torch.Tensor):
         return None
-    shape = tuple(media.shape)
-    if modality == "image" and len(shape) == 2:
-        return shape
-    if len(shape) != num_dimensions:
-        return None
-    *frames, first, second, third = shape
-    # Colours come first or last.
-    return (*frames, first, second) if third <= first else (*frames, second, third)
+    is_known = media.ndim in NUM_DIMENSIONS[modality]
+    return get_array_shape(modality, media) if is_known else None

@@ -1,7 +1,7 @@
-"""Runs the model's own Hugging Face processor, one media item a call.
+"""Runs the model's own Hugging Face processor, with one media item in each call.
 
 The result is the tensors that the encoder takes, and the layout: the text that stands for the item
-in an expanded prompt. It must not depend on other items, because that is what makes it reusable.
+in an expanded prompt. It must not depend on other items, so that it can be cached and used again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from sensorium.types.multimodal import (
     ProcessedItem,
 )
 
-# The token that a character belongs to; `None` if the tokenizer dropped it.
+# Returns the token that a character belongs to; `None` if the tokenizer dropped it.
 FindToken = Callable[[int], int | None]
 
 
 def tokenize(
     tokenizer: Any, text: str, *, add_special_tokens: bool = True
 ) -> tuple[list[int], FindToken]:
+    """Return the token ids of a text, and a function that finds the token of a character."""
     if getattr(tokenizer, "is_fast", False):
-        # Lists of masks would be made element by element, with the interpreter locked.
+        # Masks are not needed. Making their lists element by element would hold Python's lock.
         encoding = tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -56,9 +57,9 @@ def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
-    """Tokenise for tokenizers that read control tokens as plain text (Mistral's).
+    """Tokenise with a tokenizer that reads control tokens as plain text (Mistral's).
 
-    They have no offsets, so that only characters of control tokens can be found.
+    It has no offsets, so that only the characters of control tokens can be found.
     """
     token_ids: list[int] = []
     if not text.startswith(tokenizer.bos_token):
@@ -72,7 +73,7 @@ def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken
 
 
 def _split(tokenizer: Any, text: str) -> list[tuple[int, list[int]]]:
-    """Return pieces of a text with their first characters: control tokens, and what is between."""
+    """Split a text at control tokens. Return the first character and the tokens of each piece."""
     pattern, id_of = _get_control_tokens(tokenizer)
     pieces = []
     start = 0
@@ -92,7 +93,7 @@ def _get_control_tokens(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, int]
     return re.compile(f"({'|'.join(map(re.escape, tokens))})"), id_of
 
 
-# What a processor returns about the text; all else belongs to the item.
+# What a processor returns about the text. Everything else belongs to the item.
 _TEXT_KEYS = frozenset(
     {
         "input_ids",
@@ -103,114 +104,34 @@ _TEXT_KEYS = frozenset(
     }
 )
 _ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
-ProcessorResult = tuple[MultiModalKwargsItem, str]
-ProcessorCall = Callable[
-    [Any, str, object, Mapping[str, object] | None, Mapping[str, object]], ProcessorResult
-]
-
-
-def call_processor(
-    processor: Any,
-    modality: str,
-    media: object,
-    metadata: Mapping[str, object] | None,
-    processor_kwargs: Mapping[str, object],
-) -> ProcessorResult:
-    """Return the tensors for the item's encoder, and what its marker becomes in a prompt."""
-    marker: str = getattr(processor, f"{modality}_token")
-    options = {**processor_kwargs, "return_text_replacement_offsets": True}
-    output = call_whole(processor, marker, modality, [media], [metadata], options)
-    return get_tensors(output), _get_replacement(processor, modality, marker, output)
-
-
-def call_whole(
-    processor: Any,
-    text: str,
-    modality: str,
-    media: Sequence[object],
-    metadata: Sequence[Mapping[str, object] | None],
-    processor_kwargs: Mapping[str, object],
-) -> Mapping[str, Any]:
-    """Return all that the processor makes of a prompt with some items of one modality."""
-    output: Mapping[str, Any] = processor(
-        text=[text],
-        return_tensors="pt",
-        **{_ARGUMENTS[modality]: [list(media)] if modality == "video" else list(media)},
-        **_get_options(processor, modality, metadata, processor_kwargs),
-    )
-    return output
-
-
-def _get_options(
-    processor: Any,
-    modality: str,
-    metadata: Sequence[Mapping[str, object] | None],
-    processor_kwargs: Mapping[str, object],
-) -> dict[str, object]:
-    options = dict(processor_kwargs)
-    if modality == "audio":
-        options.setdefault("sampling_rate", processor.feature_extractor.sampling_rate)
-    if modality == "video":
-        options.setdefault("do_sample_frames", False)  # frames that were given are those to use
-        known = [dict(entry) for entry in metadata if entry is not None]
-        if len(known) == len(metadata):
-            options["video_metadata"] = [known]
-    return options
-
-
-def get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
-    tensors = {}
-    for name, value in output.items():
-        if name in _TEXT_KEYS:
-            continue
-        if isinstance(value, list) and value and isinstance(value[0], int | float):
-            value = torch.tensor(value)
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-    return tensors
-
-
-def _get_replacement(processor: Any, modality: str, marker: str, output: Mapping[str, Any]) -> str:
-    """Return the text that the marker becomes.
-
-    Processors with a `__call__` of their own may not return it. Then a prompt of nothing but the
-    marker shows it, if it is the marker repeated.
-    """
-    if "text_replacement_offsets" in output:
-        replacement: str = output["text_replacement_offsets"][0][0]["replacement"]
-        return replacement
-    token_id = processor.tokenizer.convert_tokens_to_ids(marker)
-    expanded = output["input_ids"][0].tolist()
-    if not expanded:
-        raise RequestError(f"this {modality} is too short or too small: nothing is left of it")
-    if set(expanded) != {token_id}:
-        raise ModelError(
-            f"{type(processor).__name__} does not tell what stands for a {modality} in a prompt"
-        )
-    return marker * len(expanded)
-
-
-_FRAMES_PER_EMBED = 8  # two by the encoder's convolution, four by its projector
+_PARTS = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+_OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
+# Bounds on the text of a layout, so that no longer text is read than an item can have: names of
+# tokens, and what comes between them.
+_MAX_CHARACTERS = 2**12
+_MAX_CHARACTERS_PER_EMBED = 2**8
+_FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, AssertionError)
+_FRAMES_PER_EMBED = 8  # of Voxtral: two by the encoder's convolution, four by its projector
+ProcessorResult = tuple[MultiModalKwargsItem, str]  # tensors, and what a marker becomes in a prompt
 
 
 def call_voxtral(
-    processor: Any,
-    modality: str,
-    media: object,
-    metadata: Mapping[str, object] | None,
-    processor_kwargs: Mapping[str, object],
+    processor: Any, sound: object, processor_kwargs: Mapping[str, object]
 ) -> ProcessorResult:
     """Process a sound with the parts of Voxtral's processor, which itself takes only conversations.
 
     Sounds are padded to whole windows of the encoder, which gives each window the same number of
     embeddings.
     """
-    del modality, metadata  # sounds only
     if processor_kwargs:
         raise RequestError(f"Voxtral's processor has no options: {', '.join(processor_kwargs)}")
     extractor = processor.feature_extractor
     features = extractor(
-        media,
+        sound,
         sampling_rate=extractor.sampling_rate,
         padding=True,
         truncation=False,
@@ -222,24 +143,27 @@ def call_voxtral(
     return {"input_features": windows.contiguous()}, processor.audio_token * num_embeds
 
 
-PROCESSOR_CALLS: dict[str, ProcessorCall] = {"voxtral": call_voxtral}
-
-
-_PARTS = {
-    "image": ("image_processor",),
-    "video": ("video_processor",),
-    "audio": ("feature_extractor", "audio_processor"),
+# Model type -> a function for the sounds of a model with a processor that can't be called itself.
+PROCESSOR_CALLS: dict[str, Callable[[Any, object, Mapping[str, object]], ProcessorResult]] = {
+    "voxtral": call_voxtral
 }
-_OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
-# Of a layout's text, so that none is read that no item can have: names of tokens, and what stands
-# between them.
-_MAX_CHARACTERS = 2**12
-_MAX_CHARACTERS_PER_EMBED = 2**8
-_FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, AssertionError)
+
+
+def _get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
+    """Return what a processor made of an item. Lists of numbers become tensors."""
+    tensors = {}
+    for name, value in output.items():
+        if name in _TEXT_KEYS:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], int | float):
+            value = torch.tensor(value)
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+    return tensors
 
 
 class MultiModalProcessor:
-    """The processor and the tokenizer of a model. A model for text alone has only the latter."""
+    """The processor and the tokenizer of a model. A model for text alone has only a tokenizer."""
 
     def __init__(
         self,
@@ -258,75 +182,67 @@ class MultiModalProcessor:
             loaded: Any = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(
                 model, trust_remote_code=trust_remote_code
             )
-        except Exception as error:  # Transformers raises many kinds for what is one fault
+        except Exception as error:  # Transformers raises errors of many kinds
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
-        self._processor: Any = loaded if is_multimodal else None
-        self._call: ProcessorCall = PROCESSOR_CALLS.get(config.model_type, call_processor)
-        # True where our own code calls the processor's parts, and cuts nothing off.
-        self.takes_whole_sounds = config.model_type in PROCESSOR_CALLS
+        self.hf_processor: Any = loaded if is_multimodal else None
+        # Our own function for sounds calls the processor's parts, and cuts nothing off.
+        self._call_own = PROCESSOR_CALLS.get(config.model_type)
+        self.takes_whole_sounds = self._call_own is not None
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
     @property
     def fingerprint(self) -> str:
-        """Return all that the result for an item depends on, apart from its options."""
-        if self._processor is None:
+        """Return a text of all that the result for an item depends on, apart from its options."""
+        if self.hf_processor is None:
             return ""
-        name = type(self._processor).__name__
-        return f"{transformers.__version__}/{name}/{self._processor.to_json_string()}"
+        name = type(self.hf_processor).__name__
+        return f"{transformers.__version__}/{name}/{self.hf_processor.to_json_string()}"
 
     @cached_property
     def option_names(self) -> frozenset[str]:
-        """Return the names of the options for media, or nothing if the processor lists none."""
-        if self._processor is None:
+        """Return the names of the options for media; empty if the processor lists none."""
+        if self.hf_processor is None:
             return frozenset()
-        kinds: Any = getattr(type(self._processor), "valid_processor_kwargs", None)
+        kinds: Any = getattr(type(self.hf_processor), "valid_processor_kwargs", None)
         own = {} if kinds is None else kinds.__annotations__
         groups = [own.get(_OPTION_GROUPS[modality]) for modality in self.modalities]
-        groups += [getattr(part, "valid_kwargs", None) for part in self._get_parts()]
+        groups += [getattr(part, "valid_kwargs", None) for part in self._get_parts(*MODALITIES)]
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
     def get_option_default(self, path: str) -> float | None:
-        """Return a number among the processor's own settings, e.g. of `size.longest_edge`.
+        """Return a number among the processor's own settings, for example `size.longest_edge`.
 
-        It is the largest if the parts of the processor have different ones.
+        It is the largest one if the parts of the processor differ, and `None` if none has it.
         """
         name, _, key = path.partition(".")
-        found = [getattr(part, name, None) for part in self._get_parts()]
+        found = [getattr(part, name, None) for part in self._get_parts(*MODALITIES)]
         values = [getattr(value, key, None) if key else value for value in found]
         return max((v for v in values if isinstance(v, int | float)), default=None)
 
-    def _get_parts(self) -> list[Any]:
-        names = [name for parts in _PARTS.values() for name in parts]
-        parts = [getattr(self._processor, name, None) for name in names]
+    def _get_parts(self, *modalities: str) -> list[Any]:
+        names = [name for modality in modalities for name in _PARTS[modality]]
+        parts = [getattr(self.hf_processor, name, None) for name in names]
         return [part for part in parts if part is not None]
 
     @property
     def video_processor(self) -> Any:
         """Return Transformers' video processor, which chooses frames; `None` if there is none."""
-        return getattr(self._processor, "video_processor", None)
-
-    @property
-    def hf_processor(self) -> Any:
-        """Return the model's own processor; `None` for a model of text alone."""
-        return self._processor
+        return getattr(self.hf_processor, "video_processor", None)
 
     def _has_modality(self, modality: str) -> bool:
-        has_part = any(
-            getattr(self._processor, part, None) is not None for part in _PARTS[modality]
-        )
-        has_marker = getattr(self._processor, f"{modality}_token", None) is not None
-        return has_part and has_marker and bool(self.get_token_ids(modality))
+        has_marker = getattr(self.hf_processor, f"{modality}_token", None) is not None
+        return has_marker and bool(self._get_parts(modality) and self.get_token_ids(modality))
 
     def get_marker(self, modality: str) -> str:
         """Return the text that stands for an item of the modality in a prompt."""
-        marker: str = getattr(self._processor, f"{modality}_token")
-        return marker
+        return str(getattr(self.hf_processor, f"{modality}_token"))
 
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
         """Return the tokens that the encoder's outputs replace.
 
-        For a video that includes the token of pictures, which its frames are to some models.
+        For a video that includes the token of pictures, because some models treat frames as
+        pictures.
         """
         names = ("video", "image") if modality == "video" else (modality,)
         ids = [self._token_ids[name] for name in names]
@@ -335,13 +251,13 @@ class MultiModalProcessor:
     @property
     def sampling_rate(self) -> int | None:
         """Return the samples a second that a sound must have; `None` for a model without sounds."""
-        parts = [getattr(self._processor, part, None) for part in _PARTS["audio"]]
-        return next((int(part.sampling_rate) for part in parts if part is not None), None)
+        return next((int(part.sampling_rate) for part in self._get_parts("audio")), None)
 
     def make_trial_text(self, modality: str | None, texts: Sequence[str]) -> str:
         """Return a prompt with an item between each two texts.
 
-        It is made by the chat template, where there is one: that has what stands around an item.
+        It is made by the chat template if there is one, because that adds what belongs around an
+        item.
         """
         if modality is None:
             return "".join(texts)
@@ -350,10 +266,10 @@ class MultiModalProcessor:
         for text in texts[1:]:
             content += [{"type": modality}, {"type": "text", "text": text}]
         try:
-            prompt: str = self._processor.apply_chat_template(
+            prompt: str = self.hf_processor.apply_chat_template(
                 [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
             )
-        except Exception:  # there is no template, or it wants something else
+        except Exception:  # there is no template, or it can't render this message
             return marker.join(texts)
         return prompt if prompt.count(marker) == len(texts) - 1 else marker.join(texts)
 
@@ -365,7 +281,60 @@ class MultiModalProcessor:
             return {"input_ids": torch.tensor([tokenize(self.tokenizer, text)[0]])}
         checked = [self.check_media(modality, item, {}) for item in media]
         items, metadata = [item for item, _ in checked], [known for _, known in checked]
-        return call_whole(self._processor, text, modality, items, metadata, {})
+        return self._call_hf(text, modality, items, metadata, {})
+
+    def _call_hf(
+        self,
+        text: str,
+        modality: str,
+        media: Sequence[object],
+        metadata: Sequence[Mapping[str, object] | None],
+        processor_kwargs: Mapping[str, object],
+    ) -> Mapping[str, Any]:
+        """Return all that the model's processor makes of a prompt with items of one modality."""
+        options = dict(processor_kwargs)
+        if modality == "audio":
+            options.setdefault("sampling_rate", self.sampling_rate)
+        if modality == "video":
+            options.setdefault("do_sample_frames", False)  # all given frames are used
+            if None not in metadata:
+                options["video_metadata"] = [[dict(entry or {}) for entry in metadata]]
+        items = [list(media)] if modality == "video" else list(media)
+        output: Mapping[str, Any] = self.hf_processor(
+            text=[text], return_tensors="pt", **{_ARGUMENTS[modality]: items}, **options
+        )
+        return output
+
+    def _call(
+        self,
+        modality: str,
+        media: object,
+        metadata: Mapping[str, object] | None,
+        processor_kwargs: Mapping[str, object],
+    ) -> ProcessorResult:
+        """Return the tensors for the item's encoder, and what its marker becomes in a prompt."""
+        if self._call_own is not None:
+            return self._call_own(self.hf_processor, media, processor_kwargs)
+        options = {**processor_kwargs, "return_text_replacement_offsets": True}
+        output = self._call_hf(self.get_marker(modality), modality, [media], [metadata], options)
+        return _get_tensors(output), self._get_replacement(modality, output)
+
+    def _get_replacement(self, modality: str, output: Mapping[str, Any]) -> str:
+        """Return the text that the marker becomes in a prompt.
+
+        Processors with a `__call__` of their own may not return it. Then it is read from the token
+        ids of a prompt of nothing but the marker, if these are the marker repeated.
+        """
+        if "text_replacement_offsets" in output:
+            return str(output["text_replacement_offsets"][0][0]["replacement"])
+        marker = self.get_marker(modality)
+        expanded = output["input_ids"][0].tolist()
+        if not expanded:
+            raise RequestError(f"this {modality} is too short or too small: nothing is left of it")
+        if set(expanded) != {self.tokenizer.convert_tokens_to_ids(marker)}:
+            kind = type(self.hf_processor).__name__
+            raise ModelError(f"{kind} does not return what stands for a {modality} in a prompt")
+        return marker * len(expanded)
 
     def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
@@ -390,15 +359,12 @@ class MultiModalProcessor:
         """Process one item. Raise `RequestError` if the item or its options are at fault."""
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
-            tensors, text = self._call(
-                self._processor, modality, checked, metadata, processor_kwargs
-            )
+            tensors, text = self._call(modality, checked, metadata, processor_kwargs)
         except RequestError:
             raise
         except Exception as error:
-            # Odd options make processors raise anything. Without options, an item that was checked
-            # Odd options make processors raise anything. Without options, an item that was checked
-            # can't cause an error of these kinds: then the fault is in the code.
+            # Odd options make processors raise errors of any kind. Without options, an item that
+            # was checked can't cause errors of these kinds, so that they are bugs.
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
             raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
@@ -414,9 +380,9 @@ class MultiModalProcessor:
     ) -> tuple[int, int]:
         """Return the number of embeddings, and of values in all tensors, for media on any device.
 
-        That may be the meta device. Whatever the processor raises is passed on.
+        That may be the meta device. All errors of the processor are raised as they are.
         """
-        tensors, text = self._call(self._processor, modality, media, metadata, processor_kwargs)
+        tensors, text = self._call(modality, media, metadata, processor_kwargs)
         tokens = self.tokenizer.convert_ids_to_tokens(list(self.get_token_ids(modality)))
         num_embeds = next((n for n in map(text.count, tokens) if n), 0)
         return num_embeds, sum(tensor.numel() for tensor in tensors.values())
@@ -433,11 +399,11 @@ class MultiModalProcessor:
         if not is_own or not 0 < num_embeds == layout.num_embeds:
             raise RequestError(
                 f"the layout of a {modality} has {num_embeds} tokens {layout.token_id} in its "
-                f"text, and says {layout.num_embeds}"
+                f"text, but num_embeds is {layout.num_embeds}"
             )
 
     def make_plain_layout(self, modality: str, num_embeds: int) -> ItemLayout:
-        """Return the layout of an item that is nothing but its embeddings in a prompt."""
+        """Return the layout of an item that is in a prompt as its embeddings alone."""
         return self._make_layout(modality, self.get_marker(modality) * num_embeds)
 
     def _make_layout(self, modality: str, text: str) -> ItemLayout:

@@ -123,7 +123,7 @@ def test_each_modality_has_its_decoder() -> None:
 
 def test_what_the_model_needs_must_be_said() -> None:
     for modality in ("audio", "video"):
-        with pytest.raises(InvariantError, match="without being told how"):
+        with pytest.raises(InvariantError, match="without a sampling rate or a frame chooser"):
             decode(modality, b"", resolve_decode_options(modality, None), limits=LIMITS)
 
 

@@ -10,8 +10,8 @@ from urllib.parse import quote, quote_from_bytes
 import pybase64
 import pytest
 
-from sensorium.multimodal.fetching import local_media
-from sensorium.multimodal.fetching.local_media import decode_data_url
+from sensorium.multimodal.fetching import loader
+from sensorium.multimodal.fetching.loader import decode_data_url
 from sensorium.types.errors import MediaFetchError, RequestError
 
 # Its base64 has `+`, `/` and padding.
@@ -85,8 +85,8 @@ def test_the_cap_is_exact_for_percent_encoding() -> None:
 def test_what_is_far_too_large_is_neither_decoded_nor_copied(
     monkeypatch: pytest.MonkeyPatch, header: str
 ) -> None:
-    monkeypatch.setattr(local_media, "_decode_base64", pytest.fail)
-    monkeypatch.setattr(local_media, "_decode_percent", pytest.fail)
+    monkeypatch.setattr(loader, "_decode_base64", pytest.fail)
+    monkeypatch.setattr(loader, "unquote_to_bytes", pytest.fail)
     source = header + "A" * 10_000_000
     tracemalloc.start()
     with pytest.raises(MediaFetchError, match="larger"):
@@ -105,9 +105,9 @@ def test_plain_base64_is_decoded_once_and_never_tidied(monkeypatch: pytest.Monke
     calls: list[object] = []
     decode = pybase64.b64decode
     monkeypatch.setattr(
-        local_media.pybase64, "b64decode", lambda *a, **k: calls.append(a) or decode(*a, **k)
+        loader.pybase64, "b64decode", lambda *a, **k: calls.append(a) or decode(*a, **k)
     )
-    monkeypatch.setattr(local_media, "_tidy", pytest.fail)
+    monkeypatch.setattr(loader, "_normalise", pytest.fail)
     media = random.Random(0).randbytes(2_000_000)
     source = "data:image/png;base64," + base64.b64encode(media).decode()
     assert decode_data_url(source, max_bytes=len(media)) == media

@@ -17,9 +17,9 @@ def test_the_largest_request_gives_way_whoever_adds_the_last_byte() -> None:
     assert (refused, large.is_refused, small.is_refused) == (["l"], True, False)
     small.add(70)  # the other one has not ended yet, but is on its way
     assert refused == ["l"]
-    large.release()
+    memory.leave(large)
     assert memory.num_bytes == 91
-    small.release()
+    memory.leave(small)
     assert memory.num_bytes == 0
 
 
@@ -42,7 +42,7 @@ def test_those_who_stay_never_hold_more_than_they_may() -> None:
         request = rng.choice(requests)
         if rng.random() < 0.2:
             requests.remove(request)
-            request.release()
+            memory.leave(request)
         elif not request.is_refused:
             request.add(rng.randint(1, 200))
         assert memory.num_bytes == sum(each.num_bytes for each in requests)

@@ -61,7 +61,7 @@ def run(test: Callable[[Fetches], Awaitable[None]]) -> None:
 
 def test_a_request_has_no_more_than_its_share_at_once() -> None:
     async def test(fetches: Fetches) -> None:
-        fetches.add(FetchShares(max_per_request=2).join(), "a", "b", "c", "d")
+        fetches.add(RequestShare(FetchShares(max_per_request=2)), "a", "b", "c", "d")
         await settle()
         assert fetches.begun == ["a", "b"]
         await fetches.end("b")
@@ -73,11 +73,11 @@ def test_a_request_has_no_more_than_its_share_at_once() -> None:
 def test_the_first_fetch_of_a_request_never_waits() -> None:
     async def test(fetches: Fetches) -> None:
         shares = FetchShares(max_per_request=8, max_shared=3)
-        fetches.add(shares.join(), *"abcdefgh")
+        fetches.add(RequestShare(shares), *"abcdefgh")
         await settle()
         assert fetches.begun == [*"abcd"]
         for name in "xyz":
-            fetches.add(shares.join(), name)
+            fetches.add(RequestShare(shares), name)
         await settle()
         assert fetches.begun == [*"abcdxyz"]
 
@@ -87,10 +87,10 @@ def test_the_first_fetch_of_a_request_never_waits() -> None:
 def test_a_free_turn_goes_to_the_request_that_has_fewest() -> None:
     async def test(fetches: Fetches) -> None:
         shares = FetchShares(max_per_request=8, max_shared=2)
-        fetches.add(shares.join(), "a1", "a2", "a3", "a4", "a5")
+        fetches.add(RequestShare(shares), "a1", "a2", "a3", "a4", "a5")
         await settle()
-        fetches.add(shares.join(), "b1", "b2")
-        fetches.add(shares.join(), "c1", "c2")
+        fetches.add(RequestShare(shares), "b1", "b2")
+        fetches.add(RequestShare(shares), "c1", "c2")
         await settle()
         assert fetches.begun == ["a1", "a2", "a3", "b1", "c1"]
         await fetches.end("a1")
@@ -103,8 +103,8 @@ def test_a_free_turn_goes_to_the_request_that_has_fewest() -> None:
 def test_a_request_without_a_fetch_begins_its_next_one_although_the_room_is_full() -> None:
     async def test(fetches: Fetches) -> None:
         shares = FetchShares(max_per_request=8, max_shared=0)
-        fetches.add(shares.join(), "a1", "a2")
-        fetches.add(shares.join(), "b1", "b2")
+        fetches.add(RequestShare(shares), "a1", "a2")
+        fetches.add(RequestShare(shares), "b1", "b2")
         await settle()
         assert fetches.begun == ["a1", "b1"]
         await fetches.end("b1")
@@ -115,7 +115,7 @@ def test_a_request_without_a_fetch_begins_its_next_one_although_the_room_is_full
 
 def test_a_cancelled_fetch_gives_its_turn_to_the_next() -> None:
     async def test(fetches: Fetches) -> None:
-        fetches.add(FetchShares(max_per_request=1).join(), "a", "b", "c")
+        fetches.add(RequestShare(FetchShares(max_per_request=1)), "a", "b", "c")
         await settle()
         await fetches.cancel("b")
         await fetches.cancel("a")
@@ -126,7 +126,7 @@ def test_a_cancelled_fetch_gives_its_turn_to_the_next() -> None:
 
 def test_a_turn_that_comes_together_with_a_cancellation_is_passed_on() -> None:
     async def test(fetches: Fetches) -> None:
-        fetches.add(FetchShares(max_per_request=1).join(), "a", "b", "c")
+        fetches.add(RequestShare(FetchShares(max_per_request=1)), "a", "b", "c")
         await settle()
         fetches.tasks["a"].cancel()
         await asyncio.sleep(0)  # "a" has ended, and "b" has its turn but has not run
@@ -144,7 +144,7 @@ def test_the_rules_hold_whatever_begins_and_ends(seed: int) -> None:
     async def test(fetches: Fetches) -> None:
         max_per_request, max_shared = rng.randint(1, 4), rng.randint(0, 5)
         shares = FetchShares(max_per_request=max_per_request, max_shared=max_shared)
-        requests = [shares.join() for _ in range(5)]
+        requests = [RequestShare(shares) for _ in range(5)]
         owner: dict[str, RequestShare] = {}
         for number in range(150):
             name, share = str(number), rng.choice(requests)

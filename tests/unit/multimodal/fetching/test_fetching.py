@@ -6,18 +6,20 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
+from typing import NoReturn
 
 import pytest
 
-from sensorium.multimodal.fetching.addresses import LookUps
-from sensorium.multimodal.fetching.fetch import Fetch, RequestDeadline
-from sensorium.multimodal.fetching.fetcher import FetchLoop
-from sensorium.multimodal.fetching.responses import SharedFetches
-from sensorium.multimodal.media import MediaBytes
+from sensorium.multimodal.fetching.fetch import RefusedMediaError, SharedFetches
+from sensorium.multimodal.fetching.hosts import AddressGuard
+from sensorium.multimodal.fetching.http_client import FetchLoop
+from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.types.errors import CapacityError, MediaFetchError
+from tests.support.loading import BlockingLoader
 
 KEY = ("http://host/", "image")
 WAIT_S = 60.0
+ADDRESS = "8.8.8.8"  # it is never dialled
 
 
 async def settle() -> None:
@@ -90,46 +92,47 @@ def test_one_that_only_waits_can_leave_without_harm() -> None:
     asyncio.run(run())
 
 
-def test_slow_look_ups_hold_up_no_other_one() -> None:
-    """A hundred names whose servers are silent, and one that is not."""
-    is_over = threading.Event()
+class Resolver:
+    """A resolver that finds addresses, and finds "slow" only when `is_over` is set."""
 
-    def resolve(host: str, _: int) -> Sequence[str]:
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def __call__(self, host: str, _: int) -> Sequence[str]:
         if host == "slow":
-            is_over.wait(WAIT_S)
-        return [host]
+            self.is_over.wait(WAIT_S)
+        return [ADDRESS]
+
+
+def test_slow_look_ups_hold_up_no_other_one() -> None:
+    """A hundred names have silent servers, and one has not."""
 
     async def run() -> None:
-        look_ups = LookUps(resolve)
-        slow = [asyncio.ensure_future(look_ups.find("slow", 80)) for _ in range(100)]
+        resolve = Resolver()
+        guard = AddressGuard(resolve, allow_private=False)
+        slow = [asyncio.ensure_future(guard.look_up("slow", 80)) for _ in range(100)]
         await settle()
-        assert await look_ups.find("quick", 80) == ["quick"]
+        assert await guard.look_up("quick", 80) == [ADDRESS]
         assert not any(task.done() for task in slow)
-        is_over.set()
-        assert await asyncio.gather(*slow) == [["slow"]] * 100
+        resolve.is_over.set()
+        assert await asyncio.gather(*slow) == [[ADDRESS]] * 100
 
     asyncio.run(run())
 
 
 def test_a_look_up_that_was_left_behind_keeps_its_place_until_it_ends() -> None:
-    is_over = threading.Event()
-
-    def resolve(host: str, _: int) -> Sequence[str]:
-        if host == "slow":
-            is_over.wait(WAIT_S)
-        return [host]
-
     async def run() -> None:
-        look_ups = LookUps(resolve, max_threads=1)
-        left = asyncio.ensure_future(look_ups.find("slow", 80))
+        resolve = Resolver()
+        guard = AddressGuard(resolve, allow_private=False, max_look_ups=1)
+        left = asyncio.ensure_future(guard.look_up("slow", 80))
         await settle()
         left.cancel()
         await settle()
-        late = asyncio.ensure_future(look_ups.find("quick", 80))
+        late = asyncio.ensure_future(guard.look_up("quick", 80))
         await settle()
         assert not late.done()
-        is_over.set()
-        assert await late == ["quick"]
+        resolve.is_over.set()
+        assert await late == [ADDRESS]
 
     asyncio.run(run())
 
@@ -141,12 +144,12 @@ def test_a_system_without_threads_is_no_fault_of_the_caller(
         raise RuntimeError("can't start new thread")
 
     async def run() -> None:
-        look_ups = LookUps(lambda host, _: [host], max_threads=1)
+        guard = AddressGuard(Resolver(), allow_private=False, max_look_ups=1)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", fail)
             with pytest.raises(CapacityError, match="no thread"):
-                await look_ups.find("host", 80)
-        assert await look_ups.find("host", 80) == ["host"]
+                await guard.look_up("host", 80)
+        assert await guard.look_up("host", 80) == [ADDRESS]
 
     asyncio.run(run())
 
@@ -170,12 +173,39 @@ def test_closing_a_loop_cancels_what_runs_on_it_and_ends_its_thread() -> None:
         loop.submit(wait())
 
 
-def test_an_expired_fetch_names_the_limit_that_ended_it() -> None:
-    request = RequestDeadline(7.0)
-    assert "within 5 s" in str(Fetch("host", 5.0, request=request).expired())
-    late = Fetch("host", 9.0, request=request)
-    assert late.remaining_s() <= 7.0
-    assert str(late.expired()) == (
-        "media from host: not delivered within 7 s, the limit for all media of one request together"
-    )
-    assert late.expired().reason == "deadline"
+@pytest.mark.parametrize(
+    ("deadline_s", "request_deadline_s", "text"),
+    [
+        (0.05, 60.0, "0.05 s"),
+        (60.0, 0.07, "0.07 s, the limit for all media of one request together"),
+    ],
+)
+def test_an_expired_fetch_names_the_limit_that_ended_it(
+    deadline_s: float, request_deadline_s: float, text: str
+) -> None:
+    async def never_connect(*_: object) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    limits = MediaLimits(deadline_s=deadline_s, request_deadline_s=request_deadline_s)
+    loader = BlockingLoader(limits, resolve=Resolver(), connect=never_connect)
+    with pytest.raises(RefusedMediaError) as caught:
+        loader.load("http://host/", "image")
+    assert str(caught.value) == f"media from host: not delivered within {text}"
+    assert caught.value.reason == "deadline"
+    loader.close()
+
+
+def test_those_who_wait_for_a_fetch_that_was_too_late_begin_their_own() -> None:
+    async def run() -> None:
+        shared, source = SharedFetches(), Source()
+        tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(2)]
+        await settle()
+        source.answers[0].set_exception(TimeoutError())
+        await settle()
+        source.answers[1].set_result(media := MediaBytes(b"picture"))
+        late, other = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(late, TimeoutError)
+        assert other is media
+
+    asyncio.run(run())

@@ -6,11 +6,12 @@ from email.utils import formatdate
 
 import pytest
 
-from sensorium.multimodal.fetching.responses import (
+from sensorium.multimodal.fetching.hosts import (
+    CachedResponse,
     compute_fresh_until,
     is_storable,
-    make_validators,
 )
+from sensorium.multimodal.media import MediaBytes
 
 NOW = 1_800_000_000.0
 DECADE_S = 10 * 365 * 86400
@@ -77,5 +78,5 @@ def test_what_may_not_be_shared_is_not_stored(headers: dict[str, str], expected:
 def test_an_answer_is_asked_for_by_the_names_that_it_came_with() -> None:
     headers = {"etag": '"a"', "last-modified": date(0), "age": "1"}
     expected = {"If-None-Match": '"a"', "If-Modified-Since": date(0)}
-    assert make_validators(headers) == expected
-    assert make_validators({"etag": ""}) == {}
+    assert CachedResponse.receive(MediaBytes(b""), headers, NOW).validators == expected
+    assert CachedResponse.receive(MediaBytes(b""), {"etag": ""}, NOW).validators == {}

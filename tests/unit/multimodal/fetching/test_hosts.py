@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.multimodal.fetching.addresses import AllowedDomains, canonical_host
+from sensorium.multimodal.fetching.hosts import AllowedDomains, canonical_host
 from sensorium.multimodal.fetching.http_client import parse_media_url
 from sensorium.types.errors import RequestError
 

@@ -17,9 +17,10 @@ from httpcore import AnyIOBackend, AsyncNetworkStream
 
 import sensorium.multimodal.fetching
 from sensorium.multimodal.fetching.fetch import Fetch
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.types.errors import CapacityError, MediaFetchError, RequestError
+from sensorium.utils.pausing import run_through
+from tests.support.loading import BlockingLoader
 
 
 async def refuse_to_connect(*_: object) -> AsyncNetworkStream:
@@ -27,9 +28,9 @@ async def refuse_to_connect(*_: object) -> AsyncNetworkStream:
 
 
 @pytest.fixture
-def loader() -> Iterator[MediaLoader]:
+def loader() -> Iterator[BlockingLoader]:
     """Make a loader for which every name has the same public address, without a listener."""
-    loader = MediaLoader(
+    loader = BlockingLoader(
         MediaLimits(max_bytes=1000, deadline_s=60.0),
         resolve=lambda *_: ["8.8.8.8"],
         connect=refuse_to_connect,
@@ -39,11 +40,11 @@ def loader() -> Iterator[MediaLoader]:
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_raw_bytes_are_taken_as_they_are(loader: MediaLoader, kind: type) -> None:
+def test_raw_bytes_are_taken_as_they_are(loader: BlockingLoader, kind: type) -> None:
     assert loader.load(kind(b"picture"), "image") == MediaBytes(b"picture")
 
 
-def test_bytes_are_not_copied_but_what_may_change_is(loader: MediaLoader) -> None:
+def test_bytes_are_not_copied_but_what_may_change_is(loader: BlockingLoader) -> None:
     fixed, changing = b"picture", bytearray(b"picture")
     assert loader.load(fixed, "image").data is fixed
     media = loader.load(changing, "image")
@@ -72,25 +73,27 @@ def test_bytes_are_not_copied_but_what_may_change_is(loader: MediaLoader) -> Non
         ("file:///etc/passwd", "local_file"),
     ],
 )
-def test_refusals_are_counted_by_reason(loader: MediaLoader, source: object, reason: str) -> None:
+def test_refusals_are_counted_by_reason(
+    loader: BlockingLoader, source: object, reason: str
+) -> None:
     with pytest.raises(RequestError):
         loader.load(source, "image")  # type: ignore[arg-type]
     assert loader.statistics().refusals == {reason: 1}
 
 
-def test_a_modality_that_does_not_exist_is_refused(loader: MediaLoader) -> None:
+def test_a_modality_that_does_not_exist_is_refused(loader: BlockingLoader) -> None:
     with pytest.raises(RequestError, match="not 'smell'"):
         loader.load(b"rose", "smell")
 
 
 def test_files_are_read_below_the_allowed_path(tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"picture")
-    loader = MediaLoader(MediaLimits(allowed_local_path=tmp_path))
+    loader = BlockingLoader(MediaLimits(allowed_local_path=tmp_path))
     assert loader.load(f"file://{tmp_path}/cat.png", "image").data == b"picture"
     loader.close()
 
 
-def test_results_come_in_the_order_of_their_items(loader: MediaLoader) -> None:
+def test_results_come_in_the_order_of_their_items(loader: BlockingLoader) -> None:
     one = "data:;base64," + base64.b64encode(b"one").decode()
     items = [(one, "image"), ("http://host/", "audio"), (b"two", "video"), (b"", "image")]
     first, refused, second, empty = (loaded.outcome for loaded in loader.load_all(items))
@@ -101,7 +104,9 @@ def test_results_come_in_the_order_of_their_items(loader: MediaLoader) -> None:
 
 
 def test_a_url_that_is_named_twice_is_loaded_once() -> None:
-    loader = MediaLoader(MediaLimits(), resolve=lambda *_: ["8.8.8.8"], connect=refuse_to_connect)
+    loader = BlockingLoader(
+        MediaLimits(), resolve=lambda *_: ["8.8.8.8"], connect=refuse_to_connect
+    )
     one, other = loader.load_all([("http://host/", "image")] * 2)
     assert one is other  # what came, and how long it took
     assert loader.statistics().refusals == {"connection": 1}
@@ -109,7 +114,7 @@ def test_a_url_that_is_named_twice_is_loaded_once() -> None:
 
 
 def test_what_needs_no_waiting_needs_no_thread(
-    loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
+    loader: BlockingLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader._file_threads, "submit", pytest.fail)
     monkeypatch.setattr(loader, "_get_fetcher", pytest.fail)
@@ -120,7 +125,7 @@ def test_what_needs_no_waiting_needs_no_thread(
 
 def test_what_was_loaded_is_counted_by_the_kind_of_its_source(tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"picture")
-    loader = MediaLoader(MediaLimits(allowed_local_path=tmp_path))
+    loader = BlockingLoader(MediaLimits(allowed_local_path=tmp_path))
     sources = [b"four", bytearray(b"1"), "data:,two", "DATA:,three", f"file://{tmp_path}/cat.png"]
     loader.load_all([(source, "image") for source in [*sources, b"", "file:///none"]])
     statistics = loader.statistics()
@@ -130,7 +135,7 @@ def test_what_was_loaded_is_counted_by_the_kind_of_its_source(tmp_path: Path) ->
 
 
 def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
-    loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
+    loader: BlockingLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = loader._get_fetcher().client
     clock = SimpleNamespace(now=0.0, is_past=asyncio.Event())
@@ -146,7 +151,8 @@ def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
 
     monkeypatch.setattr(client, "fetch", fetch)
     monkeypatch.setattr(
-        "sensorium.multimodal.fetching.fetcher.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "sensorium.multimodal.fetching.http_client.time",
+        SimpleNamespace(monotonic=lambda: clock.now),
     )
     results = loader.load_all([("http://host/b", "image"), ("http://host/a", "image")])
     assert [loaded.fetch_s for loaded in results] == [5.0, 1.0]
@@ -154,7 +160,7 @@ def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
 
 def test_a_wrong_list_of_domains_is_refused_at_the_start() -> None:
     with pytest.raises(RequestError, match="allowed media domain"):
-        MediaLoader(MediaLimits(allowed_domains=frozenset({"https://example.com"})))
+        BlockingLoader(MediaLimits(allowed_domains=frozenset({"https://example.com"})))
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1", "[::1]", "LOCALHOST."])
@@ -163,7 +169,7 @@ def test_the_system_s_own_names_are_refused_before_any_connection(
 ) -> None:
     dialled: list[object] = []
     monkeypatch.setattr(AnyIOBackend, "connect_tcp", lambda *a, **_: dialled.append(a))
-    loader = MediaLoader(MediaLimits(deadline_s=60.0))
+    loader = BlockingLoader(MediaLimits(deadline_s=60.0))
     with pytest.raises(MediaFetchError, match="leads to no public address"):
         loader.load(f"http://{host}/", "image")
     assert dialled == []
@@ -180,7 +186,7 @@ def test_private_addresses_are_dialled_when_they_are_allowed(
         raise ConnectionRefusedError
 
     monkeypatch.setattr(AnyIOBackend, "connect_tcp", dial)
-    loader = MediaLoader(MediaLimits(allow_private_addresses=True))
+    loader = BlockingLoader(MediaLimits(allow_private_addresses=True))
     with pytest.raises(MediaFetchError, match="no connection could be made"):
         loader.load("http://127.1:8000/", "image")
     assert dialled == [("127.0.0.1", 8000)]
@@ -215,7 +221,7 @@ def mutate(rng: random.Random, source: str) -> str:
 
 @pytest.mark.parametrize("seed", range(7))
 def test_mutated_urls_give_bytes_or_a_request_error(
-    loader: MediaLoader, tmp_path: Path, seed: int
+    loader: BlockingLoader, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
     texts: list[str] = []
@@ -239,9 +245,10 @@ def test_it_is_imported_without_the_libraries_of_the_network(
     for name in ("httpx", "httpcore", "h11", "av", "soxr", "blake3"):
         monkeypatch.setitem(sys.modules, name, None)
     fresh = importlib.import_module(f"{package}.loader").MediaLoader(MediaLimits())
-    assert fresh.load("data:,x", "image").data == b"x"
+    (loaded,) = run_through(fresh.load_pausing([("data:,x", "image")]))
+    assert loaded.outcome.data == b"x"
     with pytest.raises(ModuleNotFoundError):
-        fresh.load("http://host/", "image")
+        run_through(fresh.load_pausing([("http://host/", "image")]))
     fresh.close()
     # What this import has added must not outlive it.
     for name in [name for name in sys.modules if name.startswith(package)]:
@@ -249,7 +256,7 @@ def test_it_is_imported_without_the_libraries_of_the_network(
 
 
 def test_a_loader_that_was_closed_has_no_room_for_more() -> None:
-    loader = MediaLoader(MediaLimits())
+    loader = BlockingLoader(MediaLimits())
     loader.close()
     with pytest.raises(CapacityError, match="stopping"):
         loader.load_all([("http://127.0.0.1/", "image")])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.multimodal.fetching import local_media
-from sensorium.multimodal.fetching.local_media import read_local_file
+from sensorium.multimodal.fetching import loader
+from sensorium.multimodal.fetching.loader import read_local_file
 from sensorium.types.errors import MediaFetchError, RequestError
 
 
@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def read(root: Path, name: str, max_bytes: int = 100) -> bytes:
-    return read_local_file(f"file://{root}/{name}", allowed_path=root, max_bytes=max_bytes)
+    return read_local_file(f"file://{root}/{name}", root, max_bytes)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_link_made_after_the_check_leads_nowhere(
             (root / part).symlink_to(root / "moved")
         return resolved
 
-    monkeypatch.setattr(local_media.os.path, "realpath", resolve_then_swap)
+    monkeypatch.setattr(loader.os.path, "realpath", resolve_then_swap)
     with pytest.raises(MediaFetchError, match="can't be read"):
         read(root, "below/a cat.png")
 

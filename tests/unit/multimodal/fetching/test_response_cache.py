@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from sensorium.multimodal.fetching.responses import CachedResponse, ResponseCache
+from sensorium.multimodal.fetching.hosts import CachedResponse, ResponseCache
 from sensorium.multimodal.media import MediaBytes
 
 NOW = 1000.0
@@ -38,7 +38,7 @@ def test_an_answer_that_may_not_be_kept_ends_the_one_before() -> None:
     cache.replace("a", respond(100), NOW)
     cache.replace("a", respond(100, {"cache-control": "no-store"}), NOW)
     assert cache.get("a") is None
-    assert cache.num_bytes == 0
+    assert cache.weight == 0
 
 
 def test_a_cache_without_room_keeps_nothing() -> None:
@@ -78,7 +78,7 @@ def test_the_bytes_always_add_up() -> None:
         sizes[url] = rng.randrange(400)
         cache.replace(url, respond(sizes[url], rng.choice([FRESH, {"vary": "*"}])), NOW)
         kept = [found for url in sizes if (found := cache.get(url)) is not None]
-        assert cache.num_bytes == sum(1 + response.num_bytes for response in kept) <= 1000
+        assert cache.weight == sum(1 + response.num_bytes for response in kept) <= 1000
     cache.clear()
-    assert cache.num_bytes == 0
+    assert cache.weight == 0
     assert cache.get("a") is None

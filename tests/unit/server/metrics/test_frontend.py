@@ -13,7 +13,6 @@ from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.names import MediaHasher, UuidBindings
 from sensorium.multimodal.pipeline import MediaPipeline
@@ -23,6 +22,7 @@ from sensorium.multimodal.single_flight import Flight
 from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.errors import RequestError
+from tests.support.loading import BlockingLoader
 from tests.unit.multimodal.cache.item_building import make_item
 
 CAPACITY = 4096
@@ -35,7 +35,7 @@ class NoBackend:
 
 def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perception:
     limits = MediaLimits()
-    loader = MediaLoader(limits)
+    loader = BlockingLoader(limits)
     readonly = ItemTable(CAPACITY)
 
     def make_pipeline() -> MediaPipeline:
