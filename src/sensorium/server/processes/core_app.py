@@ -23,8 +23,7 @@ from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
-from sensorium.server.metrics.memory import CORE
-from sensorium.server.metrics.metric_set import write_as
+from sensorium.server.metrics.shared_files import CORE, write_as
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
 from sensorium.server.processes.shared_resources import Pulse, get_idle_interval

@@ -38,8 +38,7 @@ from sensorium.server.http.app import make_app
 from sensorium.server.http.connections.http_protocol import make_http_protocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
-from sensorium.server.metrics.memory import get_frontend_name
-from sensorium.server.metrics.metric_set import write_as
+from sensorium.server.metrics.shared_files import get_frontend_name, write_as
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (
     Channel,
