@@ -329,9 +329,7 @@ def follow_parent(
     can't read its parent's messages ends too, and is started again.
     """
     channel.start_reading(
-        on_message,
-        on_end=lambda: end_with_parent(socket_dir),
-        on_failure=lambda: os._exit(1),
+        on_message, on_end=lambda: end_with_parent(socket_dir), on_failure=lambda: os._exit(1)
     )
 
 
