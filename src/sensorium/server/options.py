@@ -19,7 +19,7 @@ from sensorium.types.sampling import MAX_N
 _MAX_FRONTENDS = 64
 _MAX_TIMEOUT_S = 86_400.0
 _MAX_SHM_MEMBERS = 256  # processes that can share the memory of a cache
-_option = partial(option, commands=SERVERS)
+_option = partial(option, commands=SERVERS)  # an option of `serve` and `render`
 _seconds = partial(_option, least=0, most=_MAX_TIMEOUT_S, metavar="SECONDS")
 
 LogFormat = Literal["text", "json"]
@@ -181,12 +181,17 @@ class ServeOptions:
         "processed.",
     )
 
-    log_format: LogFormat = _option(
-        "text", section="logging", choices=("text", "json"), help="How log lines are written."
+    log_format: LogFormat = option(
+        "text",
+        section="logging",
+        choices=("text", "json"),
+        commands=SERVERS,
+        help="How log lines are written.",
     )
-    log_level: LogLevel = _option(
+    log_level: LogLevel = option(
         "info",
         choices=("debug", "info", "warning", "error"),
+        commands=SERVERS,
         help="The least important lines that are logged.",
     )
     access_log: bool = _option(True, help="Log a line for each request.")
