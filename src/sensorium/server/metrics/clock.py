@@ -10,7 +10,7 @@ The trace is an object in the answer, on demand: its times, and the caches that 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,8 @@ class RequestClock:
         self._first_token: float | None = None
         self._last_tokens: dict[int, float] = {}  # completion -> time of its last token
         self._num_tokens: Counter[int] = Counter()  # completion -> tokens counted so far
-        self.stages: Counter[str] = Counter()  # stage that was marked in this process -> seconds
+        # stage that was marked in this process -> seconds
+        self.stages: defaultdict[str, float] = defaultdict(float)
 
     @property
     def elapsed_s(self) -> float:
