@@ -28,7 +28,6 @@ from sensorium.server.options import ServeOptions
 from sensorium.types.errors import InvariantError, SensoriumError
 
 logger = logging.getLogger(__name__)
-_CHUNK_BYTES = 65_536
 _MAX_LINE_BYTES = 2**24
 _END_S = 5.0  # from the end of a child's connection to that of its process
 _REMOVAL_TRIES = 3
@@ -247,8 +246,8 @@ class Channel(Generic[Message]):
 
     def __init__(self, connection: socket.socket, decoder: msgspec.json.Decoder[Message]) -> None:
         self._connection = connection
+        self._lines = connection.makefile("rb")
         self._decoder = decoder
-        self._received = bytearray()
         self._lock = threading.Lock()
 
     def send(self, message: FromChild) -> None:
@@ -258,17 +257,12 @@ class Channel(Generic[Message]):
 
     def receive(self) -> Message | None:
         """Return the next message, or `None` if the connection has ended."""
-        while (end := self._received.find(b"\n")) < 0:
-            try:
-                chunk = self._connection.recv(_CHUNK_BYTES)
-            except ConnectionError:  # the parent ended before it had read all that was sent
-                return None
-            if not chunk:
-                return None
-            self._received += chunk
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        return self._decoder.decode(line)
+        try:
+            line = self._lines.readline()
+        except ConnectionError:  # the parent ended before it had read all that was sent
+            return None
+        # A line without its end was cut off.
+        return self._decoder.decode(line) if line.endswith(b"\n") else None
 
     def start_reading(
         self,
@@ -288,7 +282,7 @@ class Channel(Generic[Message]):
                 while (message := self.receive()) is not None:
                     on_message(message)
             except Exception:  # no other code would notice a failure in this thread
-                logger.exception("a message of the parent could not be obeyed")
+                logger.exception("a message of the parent could not be handled")
                 on_failure()
             else:
                 on_end()
@@ -297,7 +291,7 @@ class Channel(Generic[Message]):
 
 
 def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
-    """Open the connection by the descriptor that is the last word of argv.
+    """Return this child's end of its connection. Its descriptor is the last argument of argv.
 
     Signals are ignored from now on: a terminal or a service manager sends them to all processes,
     and the parent decides what follows.

@@ -114,7 +114,7 @@ def test_what_can_not_be_obeyed_is_told_and_ends_the_reading(
     )
     ends[0].sendall(line)
     assert got.get(timeout=30) == "failure"
-    assert "could not be obeyed" in caplog.text
+    assert "could not be handled" in caplog.text
 
 
 def test_without_a_parent_there_is_no_message(ends: tuple[socket.socket, socket.socket]) -> None:
