@@ -64,9 +64,9 @@ class FrontendMetrics:
     # ---- counts of other parts
 
     def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
-        """Write the counts of the other parts of this frontend, which takes microseconds.
+        """Write the counts that other parts of this frontend keep.
 
-        It is called after each request and about once a second.
+        This takes microseconds. It is called after each request and about once a second.
         """
         self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
         if perception is None:

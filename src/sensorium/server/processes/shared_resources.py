@@ -137,10 +137,10 @@ def _reserve_memory(options: ServeOptions) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """The contents of the page of the pulse."""
+    """What the core has written into the page of its pulse."""
 
     beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
-    is_long_work: bool  # whether it has announced work without signs of life
+    is_long_work: bool  # it has announced work that gives no signs of life
 
 
 class Pulse:
