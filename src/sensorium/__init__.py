@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sensorium.types.errors import (
@@ -35,6 +36,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
 ]
+# name -> its module
+_LATE = {"LLM": "sensorium.engine.llm", "MediaLimits": "sensorium.multimodal.media"}
 
 
 def __dir__() -> list[str]:
@@ -42,13 +45,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Load `LLM` when it is first used, since it brings torch and Transformers along."""
-    if name == "LLM":
-        from sensorium.engine.llm import LLM
-
-        return LLM
-    if name == "MediaLimits":
-        from sensorium.multimodal.media import MediaLimits
-
-        return MediaLimits
-    raise AttributeError(f"module 'sensorium' has no attribute {name!r}")
+    """Import a class of `_LATE` when it is first used, because `LLM` imports torch."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'sensorium' has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)

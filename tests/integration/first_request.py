@@ -118,18 +118,18 @@ def main() -> None:
     from sensorium.server.metrics.frontend import FrontendMetrics
     from sensorium.server.processes.frontend_app import build_frontend_app
 
-    half = build_frontend_app(start)
-    app = make_app(half.engine, options, FrontendMetrics(model))
+    frontend = build_frontend_app(start)
+    app = make_app(frontend.engine, options, FrontendMetrics(model))
     counts: Counts = {"lengths": {}}
     finish = watch(counts)
 
     async def render_all() -> None:
         for name, messages in conversations.items():
-            counts["lengths"][name] = await render(half.engine, app, messages)
+            counts["lengths"][name] = await render(frontend.engine, app, messages)
 
     asyncio.run(render_all())
     finish()
-    half.perception.close()
+    frontend.perception.close()
     print(json.dumps(counts))
 
 

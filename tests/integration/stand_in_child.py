@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sensorium.engine.core_process import CoreInfo
-from sensorium.server.metrics.memory import CORE
-from sensorium.server.metrics.metric_set import MetricSet, write_as
+from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.shared_files import CORE, write_as
 from sensorium.server.processes.control import (
     TO_CORE,
     TO_FRONTEND,

@@ -16,8 +16,7 @@ import msgspec
 
 from sensorium.server.logs import set_up_logging
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.child_process import Commands, RestartPolicy
-from sensorium.server.processes.supervisor import Supervisor
+from sensorium.server.processes.supervisor import Commands, RestartPolicy, Supervisor
 from sensorium.types.errors import SensoriumError
 
 _CHILD = str(Path(__file__).parent / "stand_in_child.py")

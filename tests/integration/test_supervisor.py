@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sensorium import __version__
-from sensorium.server.metrics.collect import Files, Values
+from sensorium.server.metrics.shared_files import Files, Values
 from tests.integration.supervised import Supervised, is_alive
 from tests.support.waiting import wait_until
 

@@ -1,12 +1,13 @@
 """The options of a server, as one value that goes to all of its processes.
 
-Free of torch, because the process that supervises the others has it too. The options of the engine
-that the server runs are part of it.
+The options of the engine that the server runs are part of it. This module must not import torch,
+because the parent of the processes imports it too, and stays small.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
@@ -18,6 +19,8 @@ from sensorium.types.sampling import MAX_N
 _MAX_FRONTENDS = 64
 _MAX_TIMEOUT_S = 86_400.0
 _MAX_SHM_MEMBERS = 256  # processes that can share the memory of a cache
+_option = partial(option, commands=SERVERS)  # an option of `serve` and `render`
+_seconds = partial(_option, least=0, most=_MAX_TIMEOUT_S, metavar="SECONDS")
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -32,176 +35,137 @@ class ServeOptions:
     media: MediaOptions = field(default_factory=MediaOptions)
     is_render_only: bool = False  # there is no core, and no weights are loaded
 
-    host: str = option(
+    host: str = _option(
         "127.0.0.1",
         section="server",
-        commands=SERVERS,
         help="The address to listen on. 127.0.0.1 serves this machine only, 0.0.0.0 everyone.",
     )
-    port: int = option(
-        8000, least=0, most=65_535, commands=SERVERS, help="The port. 0 means any free one."
-    )
-    api_server_count: int = option(
+    port: int = _option(8000, least=0, most=65_535, help="The port. 0 means any free one.")
+    api_server_count: int = _option(
         1,
         least=1,
         most=_MAX_FRONTENDS,
         metavar="N",
-        commands=SERVERS,
         help="The number of frontends: processes that serve HTTP and process media. With more than "
         "one, processed media is kept in shared memory.",
     )
-    api_key: tuple[str, ...] = option(
+    api_key: tuple[str, ...] = _option(
         (),
         kind="texts",
         metavar="KEY",
-        commands=SERVERS,
         default_text="no key is needed",
         help="A key that requests must bring.",
     )
-    warmup: bool = option(
-        True,
-        commands=SERVERS,
-        help="Process a small item of each modality before the first request.",
+    warmup: bool = _option(
+        True, help="Process a small item of each modality before the first request."
     )
-    protect_metrics: bool = option(False, commands=SERVERS, help="Ask for the key at /metrics too.")
-    shutdown_timeout: float = option(
-        30.0,
-        least=0,
-        most=_MAX_TIMEOUT_S,
-        metavar="SECONDS",
-        commands=SERVERS,
-        help="The time that requests have to end after SIGTERM.",
+    protect_metrics: bool = _option(False, help="Ask for the key at /metrics too.")
+    shutdown_timeout: float = _seconds(
+        30.0, help="The time that requests have to end after SIGTERM."
     )
-    core_stall_timeout: float = option(
+    core_stall_timeout: float = _seconds(
         60.0,
-        least=0,
-        most=_MAX_TIMEOUT_S,
-        metavar="SECONDS",
         commands=SERVE,
         help="The time without progress of the engine after which /health is 503. After twice that "
         "time the engine is killed and started again. A long step that goes on does not count, nor "
         "does compiling kernels. 0 turns this off.",
     )
-    allowed_origins: tuple[str, ...] = option(
+    allowed_origins: tuple[str, ...] = _option(
         (),
         kind="texts",
         metavar="ORIGIN",
-        commands=SERVERS,
         default_text="only the server's own page",
         help="An origin (https://example.com) of web pages that may send requests, or * for all.",
     )
-    allowed_hosts: tuple[str, ...] = option(
+    allowed_hosts: tuple[str, ...] = _option(
         (),
         kind="texts",
         metavar="NAME",
-        commands=SERVERS,
         default_text="localhost, 127.0.0.0/8, [::1] and --host where that is this machine only, "
         "else all",
         help="A name by which clients may call the server (the Host header), or * for all. Needed "
         "behind a proxy that forwards its own name to a server on 127.0.0.1.",
     )
-    share_uuids: bool = option(
+    share_uuids: bool = _option(
         False,
-        commands=SERVERS,
         help="Share uuids of media, and hashes that clients chose, among all API keys. Without it "
         "each key has its own.",
     )
 
-    served_model_name: tuple[str, ...] = option(
+    served_model_name: tuple[str, ...] = _option(
         (),
         section="requests",
         kind="names",
         metavar="NAME",
-        commands=SERVERS,
         default_text="MODEL",
         help="What clients may call the model. Answers bear the first of these names.",
     )
-    max_concurrent_requests: int = option(
+    max_concurrent_requests: int = _option(
         512,
         least=1,
         metavar="N",
-        commands=SERVERS,
         help="The most requests at once, in all frontends together. More are refused with 429.",
     )
-    max_body_mb: int = option(
+    max_body_mb: int = _option(
         512,
         least=1,
         metavar="MIB",
-        commands=SERVERS,
         help="The largest body of a request, in MiB. Media as base64 counts.",
     )
-    stream_timeout: float = option(
+    stream_timeout: float = _seconds(
         60.0,
-        least=0,
-        most=_MAX_TIMEOUT_S,
-        metavar="SECONDS",
-        commands=SERVERS,
         help="The time for which a client may read nothing of what waits for it. Then its "
         "connection and its request are ended. 0 turns this off.",
     )
-    chat_template: str | None = option(
+    chat_template: str | None = _option(
         None,
         kind="file",
         metavar="FILE",
-        commands=SERVERS,
         default_text="the model's own template",
         help="The file of a chat template.",
     )
-    trust_request_chat_template: bool = option(
+    trust_request_chat_template: bool = _option(
         False,
-        commands=SERVERS,
         help="Let requests bring a chat template, which is a program. Without it they are refused.",
     )
-    head_timeout: float = option(
+    head_timeout: float = _seconds(
         30.0,
         least=0.1,
-        most=_MAX_TIMEOUT_S,
-        metavar="SECONDS",
-        commands=SERVERS,
         help="The time for the line and the headers of a request. A connection that has not sent "
         "them by then is closed.",
     )
-    body_timeout: float = option(
-        600.0,
-        least=0.1,
-        most=_MAX_TIMEOUT_S,
-        metavar="SECONDS",
-        commands=SERVERS,
-        help="The time for the whole body of a request.",
+    body_timeout: float = _seconds(
+        600.0, least=0.1, help="The time for the whole body of a request."
     )
-    min_body_rate: int = option(
+    min_body_rate: int = _option(
         8,
         least=1,
         metavar="KIB",
-        commands=SERVERS,
         help="The KiB of a body that must come in each second, on average after the first 30 "
         "seconds.",
     )
-    max_unfinished_bodies_mb: int = option(
+    max_unfinished_bodies_mb: int = _option(
         1024,
         least=1,
         metavar="MIB",
-        commands=SERVERS,
         help="The memory of a frontend for bodies that are still coming, in MiB; --max-body-mb at "
         "least. Beyond it the oldest body is refused.",
     )
-    tool_call_parser: str = option(
+    tool_call_parser: str = _option(
         "auto",
         choices=TOOL_CALL_PARSERS,
         metavar="FORMAT",
-        commands=SERVERS,
         help=f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}. With auto it is "
         "found by looking at the model.",
     )
-    reasoning_parser: str = option(
+    reasoning_parser: str = _option(
         "auto",
         choices=REASONING_PARSERS,
         metavar="FORMAT",
-        commands=SERVERS,
         help=f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. With auto it is "
         "found by looking at the model.",
     )
-    max_n: int = option(
+    max_n: int = _option(
         MAX_N,
         least=1,
         most=MAX_N,
@@ -209,7 +173,7 @@ class ServeOptions:
         commands=SERVE,
         help="The most completions that a request may ask for with one prompt.",
     )
-    trust_injected: bool = option(
+    trust_injected: bool = _option(
         False,
         commands=SERVE,
         help="Keep processed media that a client sends to /inference/v1/generate under the hash it "
@@ -230,7 +194,7 @@ class ServeOptions:
         commands=SERVERS,
         help="The least important lines that are logged.",
     )
-    access_log: bool = option(True, commands=SERVERS, help="Log a line for each request.")
+    access_log: bool = _option(True, help="Log a line for each request.")
 
     def __post_init__(self) -> None:
         count, media = self.api_server_count, self.media

@@ -27,10 +27,9 @@ from sensorium.server.http.bodies.reading import read_body, read_request
 from sensorium.server.http.errors import ApiError, FailureLog, WirePaths
 from sensorium.server.http.protocol.requests import GeneratingRequest
 from sensorium.server.http.protocol.tokens import GenerateRequest
-from sensorium.server.metrics.clock import RequestClock
+from sensorium.server.metrics.clock import RequestClock, make_trace
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions
-from sensorium.server.trace import make_trace
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,

@@ -1,27 +1,28 @@
-"""Measures the times and counts of one HTTP request, from its arrival to its end.
+"""Measures one HTTP request, from its arrival to its end, and makes its `sensorium_trace`.
 
 A request for several completions is one request. Its latencies are counted once, with the times of
 the first completion in the core; its completions are counted one by one, each with its reason. Only
 requests that were answered have latencies: those with completions that all ended by themselves.
+
+The trace is an object in the answer, on demand: its times, and the caches that served it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.metric_set import STAGES, MetricSet
 from sensorium.types.request import FinishReason
 
 if TYPE_CHECKING:
-    from sensorium.types.outputs import RequestOutput
+    from sensorium.types.outputs import MediaItemReport, RequestOutput
     from sensorium.types.request import CoreTimes
     from sensorium.types.sampling import SamplingParams
 
 _ANSWERED = frozenset((FinishReason.STOP, FinishReason.LENGTH))
-_SENT = "sent"  # the one entry of `RequestOutput.stages` that is a time, not a duration
 
 
 class RequestClock:
@@ -35,7 +36,7 @@ class RequestClock:
         metrics: MetricSet,
         *,
         arrived: float,
-        params: SamplingParams | None,
+        params: SamplingParams,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
@@ -46,13 +47,9 @@ class RequestClock:
         self._ended: float | None = None
         self._first_token: float | None = None
         self._last_tokens: dict[int, float] = {}  # completion -> time of its last token
-        self._num_tokens: dict[int, int] = {}  # completion -> tokens counted so far
-        self._stages: dict[str, float] = {}
-
-    @property
-    def stages(self) -> Mapping[str, float]:
-        """Return the stages that were marked or measured in this process: stage -> seconds."""
-        return self._stages
+        self._num_tokens: Counter[int] = Counter()  # completion -> tokens counted so far
+        # stage that was marked in this process -> seconds
+        self.stages: defaultdict[str, float] = defaultdict(float)
 
     @property
     def elapsed_s(self) -> float:
@@ -62,17 +59,8 @@ class RequestClock:
     def mark(self, stage: str) -> None:
         """Count the time since the last mark, or since the arrival, for this stage."""
         now = self._clock()
-        self._add_stage(stage, now - self._marked)
+        self.stages[stage] += now - self._marked
         self._marked = now
-
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        """Count the time in this block for a stage."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._add_stage(stage, self._clock() - start)
 
     def on_tokens(self, index: int, num_tokens: int) -> None:
         """Count new tokens of one completion."""
@@ -92,20 +80,21 @@ class RequestClock:
         """Count the end of the request, good or bad. Later calls count nothing."""
         if self._end():
             return
-        reasons = [completion.finish_reason for completion in output.outputs]
-        for completion, reason in zip(output.outputs, reasons, strict=True):
-            num_counted = self._num_tokens.get(completion.index, 0)
+        for completion in output.outputs:
+            num_counted = self._num_tokens[completion.index]
             self._count_tokens(completion.index, len(completion.token_ids) - num_counted)
-            self._count_end(reason or FinishReason.ABORT)
-        if _ANSWERED.issuperset(reasons):
+            self._count_end(completion.finish_reason or FinishReason.ABORT)
+        if all(completion.finish_reason in _ANSWERED for completion in output.outputs):
             self._observe_answer(output)
-            self._observe_stages(output)
+            for stages in _list_stages(output, self):
+                for stage, seconds in stages.items():
+                    self._metrics.histogram("sensorium:stage_seconds", stage).observe(seconds)
 
     def on_end(self, reason: FinishReason) -> None:
         """Count an end without an output: the client left, or the engine was lost."""
         if self._end():
             return
-        for _ in range(1 if self._params is None else self._params.n):
+        for _ in range(self._params.n):
             self._count_end(reason)
 
     def _end(self) -> bool:
@@ -120,13 +109,14 @@ class RequestClock:
         num_prompt_tokens = len(output.prompt_token_ids)
         self._observe("vllm:e2e_request_latency_seconds", self.elapsed_s)
         self._observe("vllm:request_prompt_tokens", num_prompt_tokens)
-        num_computed_tokens = num_prompt_tokens - output.num_cached_tokens
-        self._observe("vllm:request_prefill_kv_computed_tokens", num_computed_tokens)
+        self._observe(
+            "vllm:request_prefill_kv_computed_tokens", num_prompt_tokens - output.num_cached_tokens
+        )
         for length in lengths:
             self._observe("vllm:request_generation_tokens", length)
         self._observe("vllm:request_max_num_generation_tokens", max(lengths))
         self._observe("vllm:request_params_n", len(lengths))
-        if self._params is not None and self._params.max_tokens is not None:
+        if self._params.max_tokens is not None:
             self._observe("vllm:request_params_max_tokens", self._params.max_tokens)
         if output.times is not None:
             self._observe_times(output.times, num_tokens=lengths[0])
@@ -145,20 +135,8 @@ class RequestClock:
         mean_s = decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0
         self._observe("vllm:request_time_per_output_token_seconds", mean_s)
 
-    def _observe_stages(self, output: RequestOutput) -> None:
-        for stage, seconds in self._stages.items():
-            self._observe_stage(stage, seconds)
-        for stage, seconds in get_request_stages(output).items():
-            self._observe_stage(stage, seconds)
-        for item in output.mm_items:
-            for stage, seconds in item.times.items():
-                self._observe_stage(stage, seconds)
-
-    def _add_stage(self, stage: str, seconds: float) -> None:
-        self._stages[stage] = self._stages.get(stage, 0.0) + seconds
-
     def _count_tokens(self, index: int, num_tokens: int) -> None:
-        self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
+        self._num_tokens[index] += num_tokens
         if num_tokens > 0:
             self._metrics.counter("vllm:generation_tokens_total").inc(num_tokens)
 
@@ -168,24 +146,60 @@ class RequestClock:
     def _observe(self, name: str, value: float) -> None:
         self._metrics.histogram(name).observe(value)
 
-    def _observe_stage(self, stage: str, seconds: float) -> None:
-        self._metrics.histogram("sensorium:stage_seconds", stage).observe(seconds)
+
+def _list_stages(output: RequestOutput, clock: RequestClock) -> list[Mapping[str, float]]:
+    """Return the stages of a request in this process, those of the engine, and those of each item.
+
+    All are maps of a stage to its seconds.
+    """
+    stages = dict(output.stages)
+    if (times := output.times) is not None:
+        if times.scheduled is not None:
+            stages["queue"] = times.scheduled - times.arrived
+        if times.encode_s:
+            stages["encode"] = times.encode_s
+        if times.scheduled is not None and times.first_token is not None:
+            stages["prefill"] = times.first_token - times.scheduled
+        if times.first_token is not None and times.finished is not None:
+            stages["generate"] = times.finished - times.first_token
+    return [clock.stages, stages, *(item.times for item in output.mm_items)]
 
 
-def get_request_stages(output: RequestOutput) -> dict[str, float]:
-    """Return the stages before the core, on the way to it and in it: stage -> seconds."""
-    stages = {stage: value for stage, value in output.stages.items() if stage != _SENT}
-    times = output.times
-    if times is None:
-        return stages
-    if _SENT in output.stages:
-        stages["transfer"] = times.arrived - output.stages[_SENT]
-    if times.scheduled is not None:
-        stages["queue"] = times.scheduled - times.arrived
-    if times.encode_s:
-        stages["encode"] = times.encode_s
-    if times.scheduled is not None and times.first_token is not None:
-        stages["prefill"] = times.first_token - times.scheduled
-    if times.first_token is not None and times.finished is not None:
-        stages["generate"] = times.finished - times.first_token
-    return stages
+def make_trace(output: RequestOutput, clock: RequestClock) -> dict[str, Any]:
+    """Return the trace of an answer.
+
+    The stages of media items are sums over the items. These are processed side by side, so a sum
+    may be longer than `total`. Stages that did not happen are left out.
+    """
+    seconds: Counter[str] = Counter()
+    for stages in _list_stages(output, clock):
+        seconds.update(stages)
+    return {
+        "request_id": output.request_id,
+        "ms": _as_ms(seconds) | _as_ms({"total": clock.elapsed_s}),
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "items": [_trace_item(item, output) for item in output.mm_items],
+    }
+
+
+def _trace_item(item: MediaItemReport, output: RequestOutput) -> dict[str, Any]:
+    is_in_prefix = item.prompt_end is not None and item.prompt_end <= output.num_cached_tokens
+    encoder = "hit" if item.mm_index in output.encoder_hits else "miss"
+    return {
+        "modality": item.modality,
+        "mm_hash": item.mm_hash,
+        "processor": "hit" if item.is_processor_hit else "miss",
+        "transfer": item.transfer,
+        # If the prefix cache has all tokens of the item, no embeddings are needed.
+        "encoder": "skipped" if is_in_prefix else encoder,
+        "prefix": is_in_prefix,
+        "ms": _as_ms(item.times),
+    }
+
+
+def _as_ms(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return times in milliseconds, in the order of the stages; others come last."""
+    named = [stage for stage in STAGES if stage in seconds]
+    named += [stage for stage in seconds if stage not in STAGES]
+    return {stage: round(1000 * seconds[stage], 3) for stage in named}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from sensorium.server.metrics.clock import RequestClock
-from sensorium.server.metrics.collect import Files, Source, Values, render
-from sensorium.server.metrics.metric_set import MetricSet, Totals, get_directory
+from sensorium.server.metrics.metric_set import MetricSet, Totals
+from sensorium.server.metrics.shared_files import Files, Values, get_directory, render
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from sensorium.engine.build.frontend import Caches, Perception
     from sensorium.multimodal.fetching.fetch import FetchStatistics
     from sensorium.multimodal.pool.pool import PoolStatistics
@@ -37,7 +38,7 @@ class FrontendMetrics:
         return self._metrics.gauge("vllm:websocket_connections_active").track_inprogress()
 
     def count_refusal(self, reason: str) -> None:
-        """Count a refused request. `reason` is one of `definitions.REFUSAL_REASONS`."""
+        """Count a refused request. `reason` is one of those in `metric_set`."""
         self._metrics.counter("sensorium:refused_requests_total", reason).inc()
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
@@ -56,19 +57,16 @@ class FrontendMetrics:
 
     # ---- requests of the engine
 
-    def start_request(
-        self, *, arrived: float | None = None, params: SamplingParams | None = None
-    ) -> RequestClock:
-        """Return the clock of a request that arrived at a monotonic time, or now."""
-        started = time.monotonic() if arrived is None else arrived
-        return RequestClock(self._metrics, arrived=started, params=params)
+    def start_request(self, *, arrived: float, params: SamplingParams) -> RequestClock:
+        """Return the clock of a request that arrived at a monotonic time."""
+        return RequestClock(self._metrics, arrived=arrived, params=params)
 
     # ---- counts of other parts
 
     def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
-        """Write the counts of the other parts of this frontend, which takes microseconds.
+        """Write the counts that other parts of this frontend keep.
 
-        It is called after each request and about once a second.
+        This takes microseconds. It is called after each request and about once a second.
         """
         self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
         if perception is None:
@@ -135,6 +133,6 @@ class FrontendMetrics:
         """Return the number of requests in flight, in all frontends."""
         return round(Values(self._get_source("gauge_*.db")).get(_IN_FLIGHT))
 
-    def _get_source(self, pattern: str) -> Source:
+    def _get_source(self, pattern: str) -> Collector:
         directory = get_directory()
         return self._metrics.registry if directory is None else Files(directory, pattern)

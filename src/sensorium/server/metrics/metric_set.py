@@ -1,8 +1,8 @@
-"""The metrics of the table, as one process writes them.
+"""Every series that the server exposes, and the set of them that one process writes.
 
-With a directory (`PROMETHEUS_MULTIPROC_DIR`, or `use_directory`) the values lie in files there
-(`memory`), which all processes of a server write and any of them reads. Then there may be one set
-per process. Without a directory a process has its own values only, which is enough for a test.
+Names that begin with `vllm:` are those that dashboards of this field query, with the meaning and
+the units that they have there. `docs/metrics.md` explains which process writes each of them, and
+when.
 
 All gauges are sums over the processes that live. Each process has all series of the table, so none
 is ever missing; a series that a process doesn't write stays 0 there.
@@ -10,97 +10,300 @@ is ever missing; a series that a process doesn't write stays 0 there.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from sensorium.server.metrics.definitions import DEFINITIONS, Definition, get_common_labels
 from sensorium.types.errors import InvariantError
+from sensorium.types.request import ITEM_STAGES, FinishReason
+from sensorium.types.scheduling import StepMode
 
-_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+if TYPE_CHECKING:
+    from sensorium.multimodal.cache.interface import CacheStatistics
+
+_ENGINE = "0"  # the label of vLLM's data-parallel engines; there is only one here
+
+# The stages of a request, in their order. `generate` is the time from its first token to its last;
+# `decode` is that of media.
+STAGES = (
+    *("parse", "wait_thread", "render", "perceive", *ITEM_STAGES),
+    *("transfer", "queue", "encode", "prefill", "generate"),
+)
+_CACHE_LEVELS = ("response", "processor", "readonly", "transfer", "encoder", "prefix")
+_REFUSAL_REASONS = (
+    *("bad_request", "body_too_large", "capacity", "draining", "engine_lost", "internal"),
+    *("media", "missing_media", "not_found", "unauthorized"),
+)
+_FINISH_REASONS = tuple(map(str, FinishReason))
+_ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+# The upper bounds of the buckets of histograms.
+_LATENCY = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_PER_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STAGE = (
+    *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 30.0, 60.0),
+)
+_LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_TOKENS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+_STEP_TOKENS = tuple(float(2**e) for e in range(15))
+
 _Metric = Counter | Gauge | Histogram
+_MetricT = TypeVar("_MetricT", Counter, Gauge, Histogram)
+_Values = tuple[str, ...]  # the values of a label that have a series from the start
 
 
-def use_directory(directory: Path, *, writer: str) -> None:
-    """Make this process write its metrics from now on in a directory, in the files of `writer`.
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One metric of the table, with all its series."""
 
-    Only one process at a time may write under a name.
-    """
-    os.environ[_VARIABLE] = str(directory)
-    write_as(writer)
-
-
-def write_as(writer: str) -> None:
-    """Use the files of `writer` in the directory that this process was started with, if any."""
-    if get_directory() is not None:
-        values.ValueClass = values.MultiProcessValue(lambda: writer)  # type: ignore[no-untyped-call]
+    kind: type[_Metric]
+    name: str
+    text: str
+    labels: dict[str, _Values]  # without those that all series of its prefix have
+    buckets: tuple[float, ...] = ()  # of a histogram
 
 
-def get_directory() -> Path | None:
-    """Return the directory in which metrics lie, if there is one."""
-    directory = os.environ.get(_VARIABLE)
-    return None if directory is None else Path(directory)
+def _count(name: str, text: str, **labels: _Values) -> Definition:
+    return Definition(Counter, name, text, labels)
+
+
+def _gauge(name: str, text: str, **labels: _Values) -> Definition:
+    return Definition(Gauge, name, text, labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], **labels: _Values) -> Definition:
+    return Definition(Histogram, name, text, labels, buckets)
+
+
+DEFINITIONS = (
+    # The core.
+    _gauge("vllm:num_requests_running", "Requests in the running batch."),
+    _gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled."),
+    _gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "Requests that wait to be scheduled, by what they wait for.",
+        reason=("capacity",),
+    ),
+    _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 = all; the fullest group."),
+    _gauge(
+        "vllm:engine_sleep_state", "1 for the state that the engine is in.", sleep_state=("awake",)
+    ),
+    _gauge(
+        "vllm:cache_config_info",
+        "What was resolved for the KV cache; the value is 1.",
+        **dict.fromkeys(("block_size", "num_gpu_blocks", "enable_prefix_caching"), ()),
+    ),
+    _count("vllm:num_preemptions_total", "Requests that had to give up their KV blocks."),
+    _count("vllm:prompt_tokens_total", "Prompt tokens that were computed or found in the cache."),
+    _count("vllm:prompt_tokens_cached_total", "Prompt tokens that were found in the cache."),
+    _count(
+        "vllm:prompt_tokens_by_source_total",
+        "Prompt tokens by where they came from.",
+        source=("local_compute", "local_cache_hit"),
+    ),
+    _count(
+        "vllm:prompt_tokens_cached_by_source_total",
+        "Prompt tokens that were found in the cache, by where it lies.",
+        source=("device",),
+    ),
+    _count("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache."),
+    _count("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache."),
+    _histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", _STEP_TOKENS),
+    _count(
+        "sensorium:steps_total",
+        "Steps, by how they were computed: as a CUDA graph, or without one and why.",
+        mode=tuple(map(str, StepMode)),
+    ),
+    _count("sensorium:sampled_tokens_total", "Tokens sampled, whether or not they were read."),
+    _count(
+        "sensorium:core_requests_total",
+        "Requests of the core that ended, by reason; one per completion.",
+        finished_reason=_FINISH_REASONS,
+    ),
+    _gauge("sensorium:encoder_cache_used_embeds", "Embeddings in the encoder cache."),
+    _gauge("sensorium:encoder_cache_evictable_embeds", "Cached embeddings that no request needs."),
+    _gauge("sensorium:encoder_cache_capacity_embeds", "What the encoder cache may hold."),
+    # Requests.
+    _count("vllm:generation_tokens_total", "Tokens generated for requests."),
+    _count(
+        "vllm:request_success_total",
+        "Completions that ended, by reason.",
+        finished_reason=_FINISH_REASONS,
+    ),
+    _histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _LATENCY),
+    _histogram("vllm:inter_token_latency_seconds", "Between tokens of a completion.", _PER_TOKEN),
+    _histogram(
+        "vllm:request_time_per_output_token_seconds",
+        "Mean time per token after the first.",
+        _PER_TOKEN,
+    ),
+    _histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _REQUEST),
+    _histogram("vllm:request_queue_time_seconds", "In the core, before it ran.", _REQUEST),
+    _histogram("vllm:request_prefill_time_seconds", "From its first step to a token.", _REQUEST),
+    _histogram("vllm:request_decode_time_seconds", "From its first token to its last.", _REQUEST),
+    _histogram("vllm:request_inference_time_seconds", "Prefill and decode together.", _REQUEST),
+    _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+    _histogram("vllm:request_generation_tokens", "Tokens of a completion.", _TOKENS),
+    _histogram("vllm:request_max_num_generation_tokens", "Tokens of its longest one.", _TOKENS),
+    _histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not cached.", _TOKENS),
+    _histogram("vllm:request_params_n", "Completions that a request asks for.", (1, 2, 5, 10, 20)),
+    _histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", _TOKENS),
+    _histogram(
+        "sensorium:stage_seconds",
+        "Time in a stage: of a request, or of a media item.",
+        _STAGE,
+        stage=STAGES,
+    ),
+    # Caches, and processes for media.
+    _count("vllm:mm_cache_queries_total", "Media items looked up in the processor cache."),
+    _count("vllm:mm_cache_hits_total", "Media items found in the processor cache."),
+    *(
+        _count(f"sensorium:cache_{word}_total", text, level=_CACHE_LEVELS)
+        for word, text in (
+            ("queries", "Looked up, by level: items; tokens at the level prefix."),
+            ("hits", "Found, by level: items; tokens at the level prefix."),
+            ("evictions", "Evicted, by level: items; blocks at the level prefix."),
+        )
+    ),
+    *(
+        _gauge(f"sensorium:cache_{word}", text, level=_CACHE_LEVELS)
+        for word, text in (
+            ("items", "Kept, by level: items; blocks at the level prefix."),
+            ("bytes", "Kept, by level."),
+            ("capacity_bytes", "What may be kept, by level; 0 if it isn't counted in bytes."),
+        )
+    ),
+    _count("sensorium:cache_resends_total", "Items sent again, because the core had lost them."),
+    _count("sensorium:cache_oversize_total", "Items that no room could be made for."),
+    _count("sensorium:items_joined_total", "Items that another request was processing already."),
+    _count("sensorium:media_fetches_total", "Requests to hosts of media."),
+    _count("sensorium:media_bytes_fetched_total", "Bytes of media that came from hosts."),
+    _count(
+        "sensorium:media_bytes_total",
+        "Bytes of media that were loaded, by kind of source.",
+        source=("bytes", "data", "file", "http"),
+    ),
+    _count("sensorium:media_refusals_total", "Media that was not loaded, by reason.", reason=()),
+    _gauge("sensorium:pool_workers", "Processes that decode and process media, ready ones."),
+    _gauge("sensorium:pool_queued", "Items that wait for such a process."),
+    _gauge("sensorium:pool_running", "Items that such a process has in hand."),
+    _count(
+        "sensorium:pool_jobs_total",
+        "Items that left the pool, by outcome.",
+        outcome=("done", "failed", "cancelled"),
+    ),
+    _count("sensorium:pool_restarts_total", "Processes of the pool that had to be replaced."),
+    # HTTP, and the processes of the server.
+    _gauge("sensorium:http_requests_in_flight", "Requests between arrival and last byte."),
+    _gauge("sensorium:num_requests_preparing", "Requests that the core has not taken yet."),
+    _gauge("vllm:websocket_connections_active", "Open WebSocket connections."),
+    _count(
+        "sensorium:refused_requests_total",
+        "Requests that were answered with an error before or instead of an answer, by reason.",
+        reason=_REFUSAL_REASONS,
+    ),
+    _histogram("sensorium:event_loop_lag_seconds", "How late a frontend's loop was.", _LAG),
+    _count(
+        "sensorium:process_restarts_total",
+        "Processes that ended and were started again.",
+        kind=("core", "frontend"),
+    ),
+    _count("sensorium:core_stalls_total", "Times that the core made no progress for too long."),
+    _count(
+        "http_requests_total",
+        "Requests by route, method and class of status.",
+        handler=_ROUTES,
+        method=("POST",),
+        status=("2xx", "4xx", "5xx"),
+    ),
+    _histogram(
+        "http_request_duration_seconds",
+        "From a request's arrival to the last byte of its answer.",
+        (0.1, 0.5, 1.0, 10.0),
+        handler=_ROUTES,
+        method=("POST",),
+    ),
+)
+
+# Other names of the same series: alias -> name. They are made when metrics are read, because
+# dashboards ask for either.
+ALIASES = {
+    "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
 
 
 class MetricSet:
-    """All series of the table. Each is made once, and then found by its name and label values."""
+    """All series of the table. Each is made once, and then found by its name and label values.
+
+    The values lie where `shared_files.write_as` has put them. Without that call a process has its
+    own values only, which is enough for a test.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._definitions = {definition.name: definition for definition in DEFINITIONS}
-        self._metrics = {name: self._make(each) for name, each in self._definitions.items()}
-        self._series: dict[tuple[str, ...], _Metric] = {}
+        self._metrics = {definition.name: self._make(definition) for definition in DEFINITIONS}
+        self._series: dict[tuple[str, ...], _Metric] = {}  # name and label values -> series
         for definition in DEFINITIONS:
-            for label_values in definition.values:
-                self._get(definition.name, label_values)
+            for label_values in product(*definition.labels.values()):
+                self._find(definition.name, label_values)
 
     def counter(self, name: str, *label_values: str) -> Counter:
         """Return a counter of the table."""
-        series = self._get(name, label_values)
-        if not isinstance(series, Counter):
-            raise InvariantError(f"{name} is no counter")
-        return series
+        return self._get(Counter, name, label_values)
 
     def gauge(self, name: str, *label_values: str) -> Gauge:
         """Return a gauge of the table."""
-        series = self._get(name, label_values)
-        if not isinstance(series, Gauge):
-            raise InvariantError(f"{name} is no gauge")
-        return series
+        return self._get(Gauge, name, label_values)
 
     def histogram(self, name: str, *label_values: str) -> Histogram:
         """Return a histogram of the table."""
-        series = self._get(name, label_values)
-        if not isinstance(series, Histogram):
-            raise InvariantError(f"{name} is no histogram")
+        return self._get(Histogram, name, label_values)
+
+    def _get(self, kind: type[_MetricT], name: str, label_values: _Values) -> _MetricT:
+        series = self._find(name, label_values)
+        if not isinstance(series, kind):
+            raise InvariantError(f"{name} is no {kind.__name__.lower()}")
         return series
 
-    def _get(self, name: str, label_values: tuple[str, ...]) -> _Metric:
+    def _find(self, name: str, label_values: _Values) -> _Metric:
         key = (name, *label_values)
-        series = self._series.get(key)
-        if series is None:
-            labels = get_common_labels(name, self._model_name)
-            own = zip(self._definitions[name].labels, label_values, strict=True)
-            labels |= dict(own)
-            metric = self._metrics[name]
-            series = self._series[key] = metric.labels(**labels) if labels else metric
+        if (series := self._series.get(key)) is None:
+            common = _get_common_labels(name, self._model_name).values()
+            series = self._series[key] = self._metrics[name].labels(*common, *label_values)
         return series
 
     def _make(self, definition: Definition) -> _Metric:
-        name, text, registry = definition.name, definition.text, self.registry
-        labels = (*get_common_labels(name, self._model_name), *definition.labels)
-        if definition.kind == "counter":
-            return Counter(name, text, labels, registry=registry)
-        if definition.kind == "gauge":
-            return Gauge(name, text, labels, registry=registry, multiprocess_mode="livesum")
-        return Histogram(name, text, labels, registry=registry, buckets=definition.buckets)
+        options: dict[str, Any] = {}
+        if definition.kind is Gauge:
+            options["multiprocess_mode"] = "livesum"
+        elif definition.kind is Histogram:
+            options["buckets"] = definition.buckets
+        labels = (*_get_common_labels(definition.name, self._model_name), *definition.labels)
+        return definition.kind(
+            definition.name, definition.text, labels, registry=self.registry, **options
+        )
 
 
-if TYPE_CHECKING:
-    from sensorium.multimodal.cache.interface import CacheStatistics
+def _get_common_labels(name: str, model_name: str) -> dict[str, str]:
+    """Return the labels that all series with this prefix have: label -> value."""
+    if name.startswith("vllm:"):
+        return {"model_name": model_name, "engine": _ENGINE}
+    return {"model_name": model_name} if name.startswith("sensorium:") else {}
 
 
 class Totals:
@@ -138,9 +341,7 @@ class Totals:
 
     def set_contents(self, level: str, statistics: CacheStatistics) -> None:
         """Write what a level of caching holds."""
-        for word, value in (
-            ("items", statistics.num_items),
-            ("bytes", statistics.num_bytes),
-            ("capacity_bytes", statistics.capacity_bytes),
-        ):
-            self._metrics.gauge(f"sensorium:cache_{word}", level).set(value)
+        gauge = self._metrics.gauge
+        gauge("sensorium:cache_items", level).set(statistics.num_items)
+        gauge("sensorium:cache_bytes", level).set(statistics.num_bytes)
+        gauge("sensorium:cache_capacity_bytes", level).set(statistics.capacity_bytes)

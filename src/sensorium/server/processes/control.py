@@ -1,11 +1,13 @@
-"""The connection between the parent and its child processes: one JSON value a line.
+"""The connection between the parent and a child process: its messages, and both of its ends.
 
-Each child has a stream socket to the parent. The end of that connection means that the other side
-is gone, whatever the reason. A child never outlives its parent.
+Each child has a stream socket to the parent, on which a message is one line of JSON. The end of
+that connection means that the other side is gone, whatever the reason. A child never outlives its
+parent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import logging
 import os
@@ -14,7 +16,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -24,7 +28,8 @@ from sensorium.server.options import ServeOptions
 from sensorium.types.errors import InvariantError, SensoriumError
 
 logger = logging.getLogger(__name__)
-_CHUNK_BYTES = 65_536
+_MAX_LINE_BYTES = 2**24
+_END_S = 5.0  # from the end of a child's connection to that of its process
 _REMOVAL_TRIES = 3
 _MAX_MESSAGE_LENGTH = 4000
 
@@ -112,7 +117,7 @@ ToFrontend = StartFrontend | CoreUp | CoreDown | CoreStalled | CoreResumed | Dra
 FromChild = CoreReady | Serving | Failed
 Message = TypeVar("Message")
 Start = TypeVar("Start")
-_FROM_CHILD: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
+FROM_CHILD: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
 TO_CORE: msgspec.json.Decoder[ToCoreProcess] = msgspec.json.Decoder(ToCoreProcess)
 TO_FRONTEND: msgspec.json.Decoder[ToFrontend] = msgspec.json.Decoder(ToFrontend)
 
@@ -122,9 +127,112 @@ def encode_line(message: Any) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
-def decode_line(line: bytes) -> FromChild:
-    """Return the message that a child has sent as a line."""
-    return _FROM_CHILD.decode(line)
+# ---- the parent's end of the connection
+
+
+@dataclass(slots=True, eq=False)
+class ChildProcess:
+    """A child process and the parent's end of the connection to it. `spawn` starts one."""
+
+    name: str
+    _process: asyncio.subprocess.Process
+    _connection: socket.socket  # another descriptor of what the streams read and write
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _rest: bytes = b""  # bytes that were read from the socket, after the stream was closed
+
+    @classmethod
+    async def spawn(
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        inherited_fds: Sequence[int],
+        environment: Mapping[str, str],
+    ) -> ChildProcess:
+        """Start a child in a session of its own, so that a terminal's signals reach the parent."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(), *inherited_fds),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        connection = ours.dup()
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        return cls(name, process, connection, reader, writer)
+
+    def send(self, message: Any) -> None:
+        """Send a message, unless the child is gone; its end is noticed elsewhere."""
+        if not self._writer.is_closing():
+            self._writer.write(encode_line(message))
+
+    async def receive(self) -> FromChild | None:
+        """Return the next message, or `None` if the child is gone.
+
+        A child that sends what can't be read is killed.
+        """
+        try:
+            line = await self._read_line()
+            return FROM_CHILD.decode(line) if line else None
+        except (ValueError, msgspec.MsgspecError) as error:  # too long, cut off, or no message
+            logger.error("%s sent a message that can't be read: %s", self.name, error)
+            self.kill()
+            return None
+
+    async def _read_line(self) -> bytes:
+        """Return the next line, or nothing at the end of the connection.
+
+        A write to a child that has ended fails, and closes the stream with all that was not read
+        yet. The reason of the child's end may be in there, so the rest is read from the socket.
+        """
+        with suppress(ConnectionError):
+            return await self._reader.readline()
+        with suppress(OSError):
+            while read := self._connection.recv(2**16):
+                self._rest += read
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    async def wait_until_ended(self) -> str:
+        """Wait for the end of the process, and return how it ended, in words.
+
+        Its connection has ended, so a process that lingers is killed.
+        """
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _END_S)
+        self.kill()
+        status = await self._process.wait()
+        self._writer.close()  # only now: a living child would take it for the end of the parent
+        self._connection.close()
+        return describe_status(status)
+
+    def kill(self) -> None:
+        """Kill the process if it lives.
+
+        `Process.kill` is not used, because it may collect the exit status that another task waits
+        for.
+        """
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+
+def describe_status(status: int) -> str:
+    """Return the status of a process in words."""
+    if status >= 0:
+        return f"status {status}"
+    with suppress(ValueError):
+        return f"signal {signal.Signals(-status).name}"
+    return f"signal {-status}"
 
 
 # ---- a child's end of the connection
@@ -138,8 +246,8 @@ class Channel(Generic[Message]):
 
     def __init__(self, connection: socket.socket, decoder: msgspec.json.Decoder[Message]) -> None:
         self._connection = connection
+        self._lines = connection.makefile("rb")
         self._decoder = decoder
-        self._received = bytearray()
         self._lock = threading.Lock()
 
     def send(self, message: FromChild) -> None:
@@ -149,17 +257,12 @@ class Channel(Generic[Message]):
 
     def receive(self) -> Message | None:
         """Return the next message, or `None` if the connection has ended."""
-        while (end := self._received.find(b"\n")) < 0:
-            try:
-                chunk = self._connection.recv(_CHUNK_BYTES)
-            except ConnectionError:  # the parent ended before it had read all that was sent
-                return None
-            if not chunk:
-                return None
-            self._received += chunk
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
-        return self._decoder.decode(line)
+        try:
+            line = self._lines.readline()
+        except ConnectionError:  # the parent ended before it had read all that was sent
+            return None
+        # A line without its end was cut off.
+        return self._decoder.decode(line) if line.endswith(b"\n") else None
 
     def start_reading(
         self,
@@ -179,7 +282,7 @@ class Channel(Generic[Message]):
                 while (message := self.receive()) is not None:
                     on_message(message)
             except Exception:  # no other code would notice a failure in this thread
-                logger.exception("a message of the parent could not be obeyed")
+                logger.exception("a message of the parent could not be handled")
                 on_failure()
             else:
                 on_end()
@@ -188,7 +291,7 @@ class Channel(Generic[Message]):
 
 
 def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
-    """Open the connection by the descriptor that is the last word of argv.
+    """Return this child's end of its connection. Its descriptor is the last argument of argv.
 
     Signals are ignored from now on: a terminal or a service manager sends them to all processes,
     and the parent decides what follows.
@@ -220,9 +323,7 @@ def follow_parent(
     can't read its parent's messages ends too, and is started again.
     """
     channel.start_reading(
-        on_message,
-        on_end=lambda: end_with_parent(socket_dir),
-        on_failure=lambda: os._exit(1),
+        on_message, on_end=lambda: end_with_parent(socket_dir), on_failure=lambda: os._exit(1)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from sensorium.engine.build.builder import Core, build_core, try_core
 from sensorium.engine.build.frontend import (
@@ -22,8 +23,7 @@ from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
-from sensorium.server.metrics.memory import CORE
-from sensorium.server.metrics.metric_set import write_as
+from sensorium.server.metrics.shared_files import CORE, write_as
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
 from sensorium.server.processes.shared_resources import Pulse, get_idle_interval
@@ -70,19 +70,15 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
     write_as(CORE)
     metrics = CoreMetrics(start.options.model_names[0])
     metrics.sync(built.core)
+    make_loop = partial(CoreLoop, built.core, start.endpoint, on_step=metrics.on_step)
     if start.pulse_fd is None:
-        return CoreLoop(built.core, start.endpoint, on_step=metrics.on_step)
+        return make_loop()
     pulse = Pulse.attach(start.pulse_fd)
     call_before_blocks(built.adapter.model, pulse.beat)
     listen_for_long_work(pulse.note_long_work)
     pulse.beat()  # from now on the parent watches the signs of life
-    return CoreLoop(
-        built.core,
-        start.endpoint,
-        on_step=metrics.on_step,
-        on_progress=pulse.beat,
-        idle_s=get_idle_interval(start.options.core_stall_timeout),
-    )
+    idle_s = get_idle_interval(start.options.core_stall_timeout)
+    return make_loop(on_progress=pulse.beat, idle_s=idle_s)
 
 
 def _try_core(

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """The loop of a core, controlled by the parent's messages. `handle` runs in another thread."""
+    """The loop of a core, controlled by messages of the parent that another thread hands over."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -40,8 +40,7 @@ from sensorium.server.http.app import make_app
 from sensorium.server.http.connections import make_http_protocol
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
-from sensorium.server.metrics.memory import get_frontend_name
-from sensorium.server.metrics.metric_set import write_as
+from sensorium.server.metrics.shared_files import get_frontend_name, write_as
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (
     Channel,
@@ -76,7 +75,7 @@ class FrontendApp:
     engine: AsyncEngine
     perception: Perception
     answers: AnswerFormat
-    info: CoreInfo | None = None  # in place of a core's, if the server has no core
+    info: CoreInfo | None  # stands for that of a core, if the server has none
 
 
 def build_frontend_app(start: StartFrontend) -> FrontendApp:
@@ -277,7 +276,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
 
 
 class SyncBeforeEnd:
-    """A layer that brings the metrics up to date before the last part of an answer is sent.
+    """An ASGI layer that updates the metrics before the last part of an answer is sent.
 
     So a client that then reads the metrics, from any frontend, finds its request in them.
     """
@@ -327,10 +326,10 @@ def raise_file_limit() -> int:
 
 
 def make_render_info(options: ServeOptions, checkpoint: Checkpoint) -> CoreInfo:
-    """Return information as of a core, from the checkpoint's small files.
+    """Return what a core would report, from the checkpoint's small files, for a server without one.
 
-    The core of the server that runs the model may have cut its context to what fits into memory.
-    Then both servers need the same `max_model_len`.
+    The server that runs the model may have cut its context to what fits into memory. Then both
+    servers need the same `max_model_len`.
     """
     hf_config = checkpoint.hf_config
     text_config = hf_config.get_text_config(decoder=True)

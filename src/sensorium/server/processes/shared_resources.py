@@ -18,12 +18,13 @@ import shutil
 import socket
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from sensorium.server.metrics.memory import MetricMemory, list_writers
+from sensorium.server.metrics.shared_files import making_files
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import RequestError
 
@@ -42,46 +43,50 @@ _BEATS_PER_LIMIT = 5
 Verdict = Literal["moves", "stalled", "lost"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResources:
-    """All resources that the processes share. `close` removes them."""
+    """All resources that the processes share."""
 
-    def __init__(self, options: ServeOptions) -> None:
-        with ExitStack() as stack:
-            # The socket is bound, but only frontends listen on it. Until the first one does,
-            # connections are refused.
-            self.listener = stack.enter_context(bind(options.host, options.port))
-            self.shm_fd = _reserve_memory(options)
-            if self.shm_fd is not None:
-                stack.callback(os.close, self.shm_fd)
-            self.pulse = stack.enter_context(Pulse.create())
-            self.directory = _make_directory()
-            stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
-            self._metrics = stack.enter_context(_make_metrics(self.directory, options))
-            self.url = _make_url(options.host, self.listener)
-            self._stack = stack.pop_all()
-
-    @property
-    def metrics_directory(self) -> Path:
-        """Return the directory in which all processes write their metrics."""
-        return self._metrics.directory
-
-    @property
-    def inherited_fds(self) -> tuple[int, ...]:
-        """Return the descriptors that every child inherits."""
-        return () if self.shm_fd is None else (self.shm_fd,)
-
-    def close(self) -> None:
-        """Remove all resources that were made."""
-        self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    listener: socket.socket  # bound; only frontends listen on it
+    url: str
+    shm_fd: int | None  # memory for media, if the processes share any
+    pulse: Pulse
+    directory: Path  # for sockets; only its owner can read it
+    metrics_directory: Path  # in which all processes write their metrics
 
 
-def bind(host: str, port: int) -> socket.socket:
+@contextmanager
+def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
+    """Make all shared resources, and remove them after the block."""
+    with ExitStack() as stack:
+        # Connections are refused until the first frontend listens.
+        listener = stack.enter_context(_bind(options.host, options.port))
+        shm_fd = _reserve_memory(options)
+        if shm_fd is not None:
+            stack.callback(os.close, shm_fd)
+        pulse = stack.enter_context(closing(Pulse.create()))
+        try:
+            directory = _make_directory()
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            files = making_files(directory / "metrics", num_frontends=options.api_server_count)
+            stack.enter_context(files)
+        except OSError as error:
+            raise RequestError(
+                "there is no room for the server's sockets and metrics in the temporary directory "
+                f"(TMPDIR chooses it): {error.strerror or error}"
+            ) from error
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        yield SharedResources(
+            listener=listener,
+            url=f"http://{host}:{listener.getsockname()[1]}",
+            shm_fd=shm_fd,
+            pulse=pulse,
+            directory=directory,
+            metrics_directory=directory / "metrics",
+        )
+
+
+def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address, or raise a `RequestError` with the reason."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -103,35 +108,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _make_url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _make_directory() -> Path:
     """Make a directory that only its owner can read."""
-    try:
-        directory = tempfile.mkdtemp(prefix="sensorium-")
-        if len(directory) > _MAX_DIRECTORY_LENGTH:
-            os.rmdir(directory)
-            directory = tempfile.mkdtemp(prefix="sensorium-", dir=_SHORT_DIRECTORY)
-    except OSError as error:
-        raise _make_no_room_error(error) from error
+    directory = tempfile.mkdtemp(prefix="sensorium-")
+    if len(directory) > _MAX_DIRECTORY_LENGTH:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="sensorium-", dir=_SHORT_DIRECTORY)
     return Path(directory)
-
-
-def _make_metrics(directory: Path, options: ServeOptions) -> MetricMemory:
-    try:
-        return MetricMemory(directory / "metrics", list_writers(options.api_server_count))
-    except OSError as error:
-        raise _make_no_room_error(error) from error
-
-
-def _make_no_room_error(error: OSError) -> RequestError:
-    return RequestError(
-        "there is no room for the server's sockets and metrics in the temporary directory "
-        f"(TMPDIR chooses it): {error.strerror or error}"
-    )
 
 
 def _reserve_memory(options: ServeOptions) -> int | None:
@@ -154,10 +137,10 @@ def _reserve_memory(options: ServeOptions) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """The contents of the page of the pulse."""
+    """What the core has written into the page of its pulse."""
 
     beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
-    is_long_work: bool  # whether it has announced work without signs of life
+    is_long_work: bool  # it has announced work that gives no signs of life
 
 
 class Pulse:
@@ -208,12 +191,6 @@ class Pulse:
         self._values.release()
         self._map.close()
         os.close(self.fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def get_look_interval(limit_s: float) -> float:

@@ -15,28 +15,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from sensorium.engine.core_process import CoreInfo
-from sensorium.server.metrics.collect import clear_gauges, log_load
-from sensorium.server.metrics.memory import CORE, PARENT, get_frontend_name
-from sensorium.server.metrics.metric_set import MetricSet, use_directory
-from sensorium.server.options import ServeOptions
-from sensorium.server.processes.announcement import Announcer
-from sensorium.server.processes.child_process import (
-    ChildProcess,
-    Commands,
-    RestartPolicy,
-    make_commands,
-    make_environment,
+from sensorium.server.logs import Announcer
+from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.shared_files import (
+    CORE,
+    PARENT,
+    clear_gauges,
+    get_frontend_name,
+    log_load,
+    use_directory,
 )
+from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (
+    ChildProcess,
     CoreDown,
     CoreReady,
     CoreResumed,
@@ -55,16 +59,50 @@ from sensorium.server.processes.shared_resources import (
     SharedResources,
     StallWatch,
     get_look_interval,
+    sharing_resources,
 )
 from sensorium.types.errors import SensoriumError
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 20.0  # for processes to end, after the time in which requests may end
 _CORE_LOST = "the engine has ended; another one is being started"
+# Children are fresh interpreters that don't look for modules in the current directory.
+_RUN_MODULE = (sys.executable, "-P", "-m")
 
 
 class ServerFailedError(SensoriumError):
     """The server can't be started, or can't be kept running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """The command for each kind of child. The descriptor of its connection is added to it."""
+
+    core: tuple[str, ...] = (*_RUN_MODULE, "sensorium.server.processes.core_main")
+    frontend: tuple[str, ...] = (*_RUN_MODULE, "sensorium.server.processes.frontend_main")
+
+
+@dataclass(slots=True, kw_only=True)
+class RestartPolicy:
+    """A rule for when a process that has ended is started again, or given up. It has no clock.
+
+    The pauses double with each end.
+    """
+
+    max_tries: int = 5
+    first_pause_s: float = 0.5
+    max_pause_s: float = 30.0
+    settled_s: float = 60.0  # after a process that lived so long, the tries and pauses begin anew
+    _num_ends: int = field(default=0, init=False)
+
+    def note_end(self, *, lived_s: float) -> float | None:
+        """Count an end. Return the seconds until the next start, or `None` to give up."""
+        if lived_s >= self.settled_s:
+            self._num_ends = 0
+        self._num_ends += 1
+        if self._num_ends > self.max_tries:
+            return None
+        return min(self.first_pause_s * 2.0 ** (self._num_ends - 1), self.max_pause_s)
 
 
 class Supervisor:
@@ -82,13 +120,12 @@ class Supervisor:
         grace_s: float = _GRACE_S,
     ) -> None:
         self._options = options
-        self._commands = commands or make_commands()
+        self._commands = commands or Commands()
         self._make_policy = make_policy
         self._grace_s = grace_s
         self._announcer = Announcer(options)
-        self._shared_resources: SharedResources
+        self._shared: SharedResources  # this and the metrics exist while `run` runs
         self._metrics: MetricSet
-        self._environment: dict[str, str] = {}
         self._children: set[ChildProcess] = set()
         self._core: ChildProcess | None = None
         self._core_info: CoreInfo | None = None  # of a core that is ready
@@ -105,19 +142,18 @@ class Supervisor:
         The status is 0 after a drain, and 128 + signal if that was cut short. Raises a
         `SensoriumError` if the server can't be started or can't be kept running.
         """
-        with SharedResources(self._options) as self._shared_resources, self._handling_signals():
+        with sharing_resources(self._options) as self._shared, self._handling_signals():
             self._announcer.announce_start()
-            use_directory(self._shared_resources.metrics_directory, writer=PARENT)
+            use_directory(self._shared.metrics_directory, writer=PARENT)
             self._metrics = MetricSet(self._options.model_names[0])
-            self._environment = make_environment(self._shared_resources.metrics_directory)
             cores = []
             if not self._options.is_render_only:
                 cores.append(asyncio.create_task(self._keep("core", self._live_core)))
             frontends = [
-                asyncio.create_task(self._keep("frontend", self._make_frontend_life(index)))
+                asyncio.create_task(self._keep("frontend", partial(self._live_frontend, index)))
                 for index in range(self._options.api_server_count)
             ]
-            log = asyncio.create_task(log_load(self._shared_resources.metrics_directory))
+            log = asyncio.create_task(log_load(self._shared.metrics_directory))
             try:
                 await self._wait_for_stop([*cores, *frontends])
                 await self._drain(cores, frontends)
@@ -133,7 +169,7 @@ class Supervisor:
     ) -> None:
         """Run one process after another, until the server stops.
 
-        `live` runs one of them, and returns how it ended.
+        `live` runs the n-th of them, n from 1, and returns how it ended.
         """
         policy = self._make_policy()
         for life in count(1):
@@ -159,18 +195,16 @@ class Supervisor:
             self._metrics.counter("sensorium:process_restarts_total", kind).inc()
 
     async def _live_core(self, life: int) -> str:
-        shared_resources = self._shared_resources
         start = StartCore(
             options=self._options,
-            socket_dir=str(shared_resources.directory),
+            socket_dir=str(self._shared.directory),
             life=life,
-            shm_fd=shared_resources.shm_fd,
-            pulse_fd=shared_resources.pulse.fd if self._options.core_stall_timeout else None,
+            shm_fd=self._shared.shm_fd,
+            pulse_fd=self._shared.pulse.fd if self._options.core_stall_timeout else None,
         )
-        shared_resources.pulse.clear()
-        inherited_fds = () if start.pulse_fd is None else (start.pulse_fd,)
+        self._shared.pulse.clear()
         command = self._commands.core
-        self._core = core = await self._spawn(CORE, command, start, inherited_fds=inherited_fds)
+        self._core = core = await self._spawn(CORE, command, start, start.pulse_fd)
         watch = asyncio.create_task(self._watch_core(core))
 
         def forget() -> None:
@@ -193,7 +227,7 @@ class Supervisor:
             await asyncio.sleep(get_look_interval(limit_s))
             if self._core_info is None:
                 continue
-            verdict = watch.look(time.monotonic(), self._shared_resources.pulse.read())
+            verdict = watch.look(time.monotonic(), self._shared.pulse.read())
             if verdict == "lost":
                 logger.error("the core made no progress for %g s and is killed", 2 * limit_s)
                 core.kill()
@@ -203,33 +237,26 @@ class Supervisor:
 
     def _note_stall(self, *, is_stalled: bool) -> None:
         self._is_core_stalled = is_stalled
-        if not is_stalled:
+        if is_stalled:
+            self._metrics.counter("sensorium:core_stalls_total").inc()
+            limit_s = self._options.core_stall_timeout
+            logger.error("the core has made no progress for %g s", limit_s)
+        else:
             logger.warning("the core makes progress again")
-            self._inform_frontends(CoreResumed())
-            return
-        self._metrics.counter("sensorium:core_stalls_total").inc()
-        limit_s = self._options.core_stall_timeout
-        logger.error("the core has made no progress for %g s", limit_s)
-        self._inform_frontends(CoreStalled())
+        self._inform_frontends(CoreStalled() if is_stalled else CoreResumed())
 
-    def _make_frontend_life(self, index: int) -> Callable[[int], Awaitable[str]]:
-        async def live(life: int) -> str:
-            return await self._live_frontend(index, f"f{index}-{life}")
-
-        return live
-
-    async def _live_frontend(self, index: int, identity: str) -> str:
-        shared_resources = self._shared_resources
+    async def _live_frontend(self, index: int, life: int) -> str:
+        identity = f"f{index}-{life}"
         start = StartFrontend(
             options=self._options,
             index=index,
             identity=identity,
-            listen_fd=shared_resources.listener.fileno(),
-            socket_dir=str(shared_resources.directory),
-            shm_fd=shared_resources.shm_fd,
+            listen_fd=self._shared.listener.fileno(),
+            socket_dir=str(self._shared.directory),
+            shm_fd=self._shared.shm_fd,
         )
-        name, command = get_frontend_name(index), self._commands.frontend
-        frontend = await self._spawn(name, command, start, inherited_fds=[start.listen_fd])
+        name = get_frontend_name(index)
+        frontend = await self._spawn(name, self._commands.frontend, start, start.listen_fd)
         self._frontends[identity] = frontend
         if self._core_info is not None:
             frontend.send(CoreUp(self._core_info))
@@ -254,14 +281,16 @@ class Supervisor:
         name: str,
         command: Sequence[str],
         start: StartCore | StartFrontend,
-        *,
-        inherited_fds: Sequence[int] = (),
+        inherited_fd: int | None,
     ) -> ChildProcess:
+        """Start a child. It inherits a descriptor, if one is given, and that of shared memory."""
+        inherited_fds = [fd for fd in (self._shared.shm_fd, inherited_fd) if fd is not None]
+        # Children find the modules that this process finds. They also get the directory of the
+        # metrics from the environment, in which `use_directory` has put it.
+        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment = os.environ | {"PYTHONPATH": python_path}
         child = await ChildProcess.spawn(
-            name,
-            command,
-            inherited_fds=(*self._shared_resources.inherited_fds, *inherited_fds),
-            environment=self._environment,
+            name, command, inherited_fds=inherited_fds, environment=environment
         )
         self._children.add(child)
         child.send(start)
@@ -270,10 +299,7 @@ class Supervisor:
         return child
 
     async def _follow(
-        self,
-        child: ChildProcess,
-        handle: Callable[[FromChild], None],
-        forget: Callable[[], None],
+        self, child: ChildProcess, handle: Callable[[FromChild], None], forget: Callable[[], None]
     ) -> str:
         """Handle the messages of a child until its process has ended, and return how it ended.
 
@@ -288,7 +314,7 @@ class Supervisor:
         forget()
         end = await child.wait_until_ended()
         self._children.discard(child)
-        clear_gauges(child.name, self._shared_resources.metrics_directory)
+        clear_gauges(child.name, self._shared.metrics_directory)
         return failure or f"the process of {child.name} ended with {end}"
 
     def _on_core_message(self, message: FromChild) -> None:
@@ -314,7 +340,7 @@ class Supervisor:
             self._is_ready = True
             if self._options.is_render_only:
                 self._announcer.announce_core(message.description)
-            self._announcer.announce_ready(self._shared_resources.url)
+            self._announcer.announce_ready(self._shared.url)
 
     # ---- stopping
 
@@ -356,7 +382,7 @@ class Supervisor:
     async def _drain(
         self, cores: Sequence[asyncio.Task[None]], frontends: Sequence[asyncio.Task[None]]
     ) -> None:
-        self._shared_resources.listener.close()
+        self._shared.listener.close()
         self._inform_frontends(Drain())
         _, pending = await asyncio.wait(
             frontends, timeout=self._options.shutdown_timeout + self._grace_s

@@ -8,7 +8,7 @@ from sensorium.types.request import CoreTimes, FinishReason
 ARRIVED = 100.0  # at the frontend
 # 0.5 s on the way, 1 s queued, 2 s of prefill with 0.75 s of encoding, 3 s of decoding.
 TIMES = CoreTimes(arrived=102.0, scheduled=103.0, first_token=105.0, finished=108.0, encode_s=0.75)
-STAGES = {"wait_thread": 0.125, "render": 0.25, "perceive": 1.0, "sent": 101.5}
+STAGES = {"wait_thread": 0.125, "render": 0.25, "perceive": 1.0}
 
 
 def make_output(
@@ -35,5 +35,5 @@ def make_output(
         encoder_hits=encoder_hits,
         mm_items=mm_items,
         times=times,
-        stages=STAGES,
+        stages=STAGES if times is None else STAGES | {"transfer": 0.5},
     )

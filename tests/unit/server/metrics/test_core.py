@@ -11,8 +11,8 @@ from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.outputs.completions import make_children
 from sensorium.multimodal.cache.shm import ShmReceiver, ShmSender
 from sensorium.multimodal.cache.shm_store import ShmStore
-from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.core import CoreMetrics
+from sensorium.server.metrics.shared_files import Values
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, Transfer
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams

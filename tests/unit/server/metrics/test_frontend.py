@@ -19,9 +19,10 @@ from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import PoolStatistics
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.single_flight import Flight
-from sensorium.server.metrics.collect import Values
 from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.metrics.shared_files import Values
 from sensorium.types.errors import RequestError
+from sensorium.types.sampling import SamplingParams
 from tests.support.loading import BlockingLoader
 from tests.unit.multimodal.cache.item_building import make_item
 
@@ -214,7 +215,7 @@ def test_refusals_sockets_and_lag_are_counted(metrics: FrontendMetrics) -> None:
 
 
 def test_an_alias_says_the_same_as_the_name(metrics: FrontendMetrics) -> None:
-    clock = metrics.start_request()
+    clock = metrics.start_request(arrived=0.0, params=SamplingParams())
     clock.on_tokens(0, 1)
     clock.on_tokens(0, 1)
     lines = metrics.render()[0].decode().splitlines()

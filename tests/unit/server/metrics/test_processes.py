@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sensorium.server.metrics.collect import clear_gauges
-from sensorium.server.metrics.definitions import ALIASES, DEFINITIONS
+from sensorium.server.metrics.metric_set import ALIASES, DEFINITIONS
+from sensorium.server.metrics.shared_files import clear_gauges
 from sensorium.types.request import FinishReason
 from tests.unit.server.metrics import writers
 
@@ -23,10 +23,11 @@ FRONTEND = """
 import sys
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.types.request import FinishReason
+from sensorium.types.sampling import SamplingParams
 metrics = FrontendMetrics("tiny")
 num_ended, num_open = int(sys.argv[1]), int(sys.argv[2])
 for _ in range(num_ended):
-    clock = metrics.start_request()
+    clock = metrics.start_request(arrived=0.0, params=SamplingParams())
     clock.on_tokens(0, 3)
     clock.on_end(FinishReason.ABORT)
 arrivals = [metrics.track_arrival() for _ in range(num_open)]
@@ -44,7 +45,7 @@ print(body.decode())
 """
 HEAVY = ("torch", "numpy", "transformers", "PIL")
 pytestmark = pytest.mark.processes
-SERVING_PARTS = ("frontend", "collect", "metric_set")
+SERVING_PARTS = ("frontend", "shared_files", "metric_set")
 
 
 def make_frontend(directory: Path, *, num_ended: int, num_open: int) -> subprocess.Popen[str]:
@@ -109,7 +110,8 @@ def test_restarts_that_the_parent_counts_are_among_the_rest(tmp_path: Path) -> N
     script = """
 import os, pathlib
 directory = pathlib.Path(os.environ.pop("PROMETHEUS_MULTIPROC_DIR"))
-from sensorium.server.metrics.metric_set import MetricSet, use_directory
+from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.shared_files import use_directory
 use_directory(directory, writer="parent")
 metrics = MetricSet("tiny")
 for kind in ("core", "core", "frontend"):
@@ -150,8 +152,8 @@ def test_all_series_are_there_before_anything_happened(tmp_path: Path) -> None:
 
 CORE = """
 from sensorium.server.metrics.core import CoreMetrics
-from sensorium.server.metrics.collect import render, Files
-from sensorium.server.metrics.metric_set import get_directory
+from sensorium.server.metrics.shared_files import render, Files
+from sensorium.server.metrics.shared_files import get_directory
 from tests.unit.server.metrics.cores import make_core
 CoreMetrics("tiny").sync(make_core())
 print(render(Files(get_directory()))[0].decode())

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sensorium.server.metrics.collect import Files, Values
+from sensorium.server.metrics.shared_files import Files, Values
 
 ROOT = Path(__file__).parents[4]
 _TIMEOUT_S = 120.0  # against hanging only

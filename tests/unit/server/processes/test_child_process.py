@@ -9,8 +9,14 @@ from contextlib import suppress
 
 import pytest
 
-from sensorium.server.processes.child_process import ChildProcess
-from sensorium.server.processes.control import Failed, FrontendGone, Serving, Stop, encode_line
+from sensorium.server.processes.control import (
+    ChildProcess,
+    Failed,
+    FrontendGone,
+    Serving,
+    Stop,
+    encode_line,
+)
 
 # It hears something, says its last words, and is gone.
 _CHILD = """

@@ -13,6 +13,7 @@ from sensorium.engine.build.options import LoadingOptions, MediaOptions
 from sensorium.engine.core_process import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (
+    FROM_CHILD,
     TO_CORE,
     TO_FRONTEND,
     Channel,
@@ -26,7 +27,6 @@ from sensorium.server.processes.control import (
     StartCore,
     StartFrontend,
     Stop,
-    decode_line,
     encode_line,
 )
 from sensorium.types.sampling import GenerationDefaults, TokenBans
@@ -77,7 +77,7 @@ def test_the_parent_reads_what_a_child_sends(
     Channel(ends[1], TO_CORE).send(message)
     line = ends[0].recv(65_536)
     assert line.count(b"\n") == 1
-    assert decode_line(line) == message
+    assert FROM_CHILD.decode(line) == message
 
 
 def test_the_endpoint_of_each_life_is_another() -> None:
@@ -114,7 +114,7 @@ def test_what_can_not_be_obeyed_is_told_and_ends_the_reading(
     )
     ends[0].sendall(line)
     assert got.get(timeout=30) == "failure"
-    assert "could not be obeyed" in caplog.text
+    assert "could not be handled" in caplog.text
 
 
 def test_without_a_parent_there_is_no_message(ends: tuple[socket.socket, socket.socket]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -24,7 +25,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def pulse() -> Iterator[Pulse]:
-    with Pulse.create() as pulse:
+    with closing(Pulse.create()) as pulse:
         yield pulse
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sensorium.server.processes.child_process import MAX_TRIES, SETTLED_S, RestartPolicy
+from sensorium.server.processes.supervisor import RestartPolicy
+
+MAX_TRIES, SETTLED_S = RestartPolicy().max_tries, RestartPolicy().settled_s
 
 
 def test_pauses_double_from_half_a_second() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sensorium.engine.build.options import MediaOptions
+from sensorium.server.logs import describe_media, format_rows
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.announcement import describe_media, format_rows
 
 
 def test_values_stand_below_each_other() -> None:

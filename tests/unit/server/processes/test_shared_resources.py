@@ -13,7 +13,7 @@ import pytest
 from sensorium.engine.build.options import MediaOptions
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.shared_resources import SharedResources, bind
+from sensorium.server.processes.shared_resources import sharing_resources
 from sensorium.types.errors import RequestError
 
 
@@ -24,7 +24,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_directory_is_for_its_owner_alone_and_goes_with_the_server() -> None:
-    with SharedResources(ServeOptions(port=0)) as shared_resources:
+    with sharing_resources(ServeOptions(port=0)) as shared_resources:
         assert stat.S_IMODE(shared_resources.directory.stat().st_mode) == 0o700
         assert shared_resources.metrics_directory.is_dir()
     assert not shared_resources.directory.exists()
@@ -32,8 +32,9 @@ def test_the_directory_is_for_its_owner_alone_and_goes_with_the_server() -> None
 
 def test_a_directory_that_takes_nothing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/proc")
-    with pytest.raises(RequestError, match=r"there is no room for .* in the temporary directory"):
-        SharedResources(ServeOptions(port=0))
+    reason = r"there is no room for .* in the temporary directory"
+    with pytest.raises(RequestError, match=reason), sharing_resources(ServeOptions(port=0)):
+        pass
 
 
 def test_paths_of_sockets_stay_short_enough(
@@ -43,7 +44,7 @@ def test_paths_of_sockets_stay_short_enough(
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with (
-        SharedResources(ServeOptions(port=0)) as shared_resources,
+        sharing_resources(ServeOptions(port=0)) as shared_resources,
         socket.socket(socket.AF_UNIX) as unix,
     ):
         unix.bind(str(shared_resources.directory / "core-1234.sock"))
@@ -51,7 +52,7 @@ def test_paths_of_sockets_stay_short_enough(
 
 
 def test_nobody_is_connected_before_a_frontend_listens() -> None:
-    with SharedResources(ServeOptions(port=0)) as shared_resources:
+    with sharing_resources(ServeOptions(port=0)) as shared_resources:
         address = shared_resources.listener.getsockname()
         assert shared_resources.url == f"http://127.0.0.1:{address[1]}"
         with pytest.raises(ConnectionRefusedError):
@@ -60,7 +61,7 @@ def test_nobody_is_connected_before_a_frontend_listens() -> None:
 
 def test_the_shared_memory_is_ready_for_those_who_inherit_it() -> None:
     media = MediaOptions(mm_processor_cache_type="shm", mm_processor_cache_gb=1 / 1024)
-    with SharedResources(ServeOptions(port=0, media=media)) as shared_resources:
+    with sharing_resources(ServeOptions(port=0, media=media)) as shared_resources:
         assert shared_resources.shm_fd is not None
         assert os.fstat(shared_resources.shm_fd).st_blocks * 512 >= 2**20
         with closing(ShmStore.attach(shared_resources.shm_fd)) as store:
@@ -71,11 +72,15 @@ def test_the_shared_memory_is_ready_for_those_who_inherit_it() -> None:
 
 def test_a_failure_on_the_way_leaves_nothing(temporary: Path) -> None:
     media = MediaOptions(mm_processor_cache_type="shm", mm_processor_cache_gb=2**19)
-    with pytest.raises(RequestError, match="the shared-memory cache needs"):
-        SharedResources(ServeOptions(port=0, media=media))
+    options = ServeOptions(port=0, media=media)
+    reason = "the shared-memory cache needs"
+    with pytest.raises(RequestError, match=reason), sharing_resources(options):
+        pass
     assert not list(temporary.iterdir())
 
 
 def test_an_address_that_is_none_is_told() -> None:
-    with pytest.raises(RequestError, match=r"'999\.1\.1\.1' is no address"):
-        bind("999.1.1.1", 0)
+    options = ServeOptions(host="999.1.1.1", port=0)
+    reason = r"'999\.1\.1\.1' is no address"
+    with pytest.raises(RequestError, match=reason), sharing_resources(options):
+        pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from prometheus_client import Histogram
 
-from sensorium.server.metrics.definitions import ALIASES, DEFINITIONS
-from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.metric_set import ALIASES, DEFINITIONS, MetricSet
 from sensorium.types.errors import InvariantError
 from tests.unit.server.metrics.writers import ROOT
 
@@ -30,7 +30,7 @@ def test_the_page_explains_nothing_else() -> None:
 
 def test_buckets_rise() -> None:
     for definition in DEFINITIONS:
-        assert (definition.kind == "histogram") == bool(definition.buckets)
+        assert (definition.kind is Histogram) == bool(definition.buckets)
         assert list(definition.buckets) == sorted(set(definition.buckets))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sensorium.server.metrics.clock import RequestClock
+from sensorium.server.metrics.clock import RequestClock, make_trace
 from sensorium.server.metrics.metric_set import MetricSet
-from sensorium.server.trace import make_trace
 from sensorium.types.outputs import MediaItemReport
+from sensorium.types.sampling import SamplingParams
 from tests.unit.server.metrics.outputs import ARRIVED, make_output
 
 
@@ -22,7 +22,8 @@ def make_report(name: str, mm_index: int, prompt_end: int, **times: float) -> Me
 
 
 def make_clock(now: float) -> RequestClock:
-    clock = RequestClock(MetricSet("tiny"), arrived=ARRIVED, params=None, clock=lambda: now)
+    params = SamplingParams()
+    clock = RequestClock(MetricSet("tiny"), arrived=ARRIVED, params=params, clock=lambda: now)
     clock.mark("parse")
     return clock
 
