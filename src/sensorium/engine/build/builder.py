@@ -39,7 +39,12 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerGroup, group_layers
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import find_checkpoint, find_weights, get_revision
+from sensorium.models.checkpoint import (
+    find_checkpoint,
+    find_weights,
+    get_num_weight_bytes,
+    get_revision,
+)
 from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.loading import (
@@ -50,7 +55,6 @@ from sensorium.models.loading import (
     resolve_device,
     resolve_dtype,
 )
-from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.families import FAMILIES
