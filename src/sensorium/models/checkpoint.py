@@ -76,7 +76,7 @@ def find_checkpoint(
     if is_embedded or path.is_dir():
         if revision is not None:
             kind = "the embedded model" if is_embedded else "a directory"
-            raise ModelError(f"revision={revision!r} goes with a hub id: {model!r} is {kind}")
+            raise ModelError(f"revision={revision!r} needs a hub id, but {model!r} is {kind}")
         return find_embedded_model() if is_embedded else path
     # A hub id is "name" or "owner/name".
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -187,7 +187,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         case GatedRepoError():
             return f"{model!r} is gated: ask for access on its page, then `hf auth login`"
         case RepositoryNotFoundError():
-            return f"there is no directory {model!r}, and no such model on the hub that you may see"
+            return f"there is no directory {model!r}, and the hub shows you no model of that name"
         case IncompleteSnapshotError():
             state = f"{model!r}{at_revision} is only partly in the hub's cache"
         case LocalEntryNotFoundError():
@@ -196,7 +196,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return f"{model!r} can't be fetched: {lines[0]}"
     if huggingface_hub.is_offline_mode():
-        return f"{state}, and offline mode (HF_HUB_OFFLINE) forbids to fetch it"
+        return f"{state}, and it can't be fetched in offline mode (HF_HUB_OFFLINE)"
     return f"{state}, and the hub can't be reached"
 
 

@@ -36,9 +36,10 @@ class KVProbe:
     """
 
     def __init__(self) -> None:
-        # Layer index -> its keys and values. They are kept alive, because tensors are recognised by
-        # their addresses, and later ones could get the address of one that was freed.
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Addresses of keys and values -> the first layer that passed them. The tensors are kept
+        # alive, because later ones could get the address of one that was freed.
+        self._sources: dict[tuple[int, int], int] = {}
+        self._tensors: list[torch.Tensor] = []
         self._specs: dict[int, LayerSpec] = {}
 
     def attend(
@@ -48,37 +49,30 @@ class KVProbe:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scaling: float | None,
+        scaling: float | None,  # noqa: ARG002
         window: int | None,
     ) -> torch.Tensor:
-        del scaling
+        """Record the layer, and return zeros as its output."""
         if layer_index in self._specs:
             # Keys and values are stored by layer, so the second call would overwrite the first.
             raise ModelError(
                 f"layer {layer_index} attends more than once in a forward pass: not supported"
             )
-        source = next(
-            (
-                index
-                for index, (known_key, known_value) in self._tensors.items()
-                if known_key.data_ptr() == key.data_ptr()
-                and known_value.data_ptr() == value.data_ptr()
-            ),
-            layer_index,
-        )
-        self._tensors[layer_index] = (key, value)
+        self._tensors += (key, value)
+        addresses = (key.data_ptr(), value.data_ptr())
         self._specs[layer_index] = LayerSpec(
             layer_index=layer_index,
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
             window=window,
-            source=source,
+            source=self._sources.setdefault(addresses, layer_index),
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
+        """Return the layers that were recorded, in the order of their indices."""
         return tuple(self._specs[index] for index in sorted(self._specs))
 
 
@@ -95,12 +89,7 @@ class MaskProbe:
     """A recorder of the mask of every layer in a decoder that runs with `PROBE_ATTENTION`."""
 
     def __init__(self) -> None:
-        self._windows: dict[int, int | None] = {}
-
-    @property
-    def windows(self) -> dict[int, int | None]:
-        """Return a map from the index of each layer to its window."""
-        return dict(self._windows)
+        self.windows: dict[int, int | None] = {}  # layer index -> its window
 
     def note(
         self,
@@ -128,7 +117,7 @@ class MaskProbe:
                 f"{'has none' if answer.window is None else f'has one of {answer.window}'}: "
                 "not supported"
             )
-        self._windows[layer_index] = answer.window
+        self.windows[layer_index] = answer.window
 
 
 def read_mask(mask_function: MaskFunction) -> MaskAnswer:
@@ -185,10 +174,9 @@ def _make_probe_mask(
     kv_length: int,
     mask_function: MaskFunction,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **_kwargs: Any,  # versions of Transformers differ in them
 ) -> torch.Tensor:
     """Return a mask with its `MaskAnswer` attached."""
-    del kwargs  # versions of Transformers differ in them
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     setattr(mask, _ANSWER, read_mask(mask_function))
     return mask

@@ -89,5 +89,5 @@ def test_a_model_with_other_kinds_of_layers_is_refused_with_the_counts(
 ) -> None:
     adapter = load(tiny_model("llama"))
     adapter.text_config.num_hidden_layers += 1
-    with pytest.raises(ModelError, match="LlamaForCausalLM can.t be run: 3 of its 4 layers use"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM can't be run: 3 of its 4 layers use"):
         adapter.probe_layers()

@@ -57,7 +57,7 @@ def choose_attention(
         if name != "auto":
             raise ModelError(f"attention_backend={name!r} can't be used: {found}")
         reasons.append(f"not {candidate}: {found}")
-    logger.info("attention backend: torch (%s)", "; ".join(reasons) or "as asked for")
+    logger.info("attention backend: torch (%s)", "; ".join(reasons) or "as configured")
     return TorchPagedAttention(block_size=block_size, dtype=dtype)
 
 

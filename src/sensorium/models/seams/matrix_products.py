@@ -160,7 +160,9 @@ def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
     if distance <= 4 * torch.finfo(weight.dtype).eps:
         return True
     reason = "it can't be run" if distance == math.inf else f"its results are off by {distance:.3g}"
-    logger.warning("%s stays with a width of %d: padded, %s", type(module).__name__, width, reason)
+    logger.warning(
+        "%s keeps its width of %d: when padded, %s", type(module).__name__, width, reason
+    )
     for linear, own_weight, own_bias in old:
         linear.weight, linear.bias = own_weight, own_bias
         linear.out_features, linear.in_features = own_weight.shape
