@@ -165,6 +165,18 @@ def test_logits_are_scaled_as_the_model_scales_them(
     assert torch.equal(adapter.logits(hidden), torch.tanh(unscaled / softcap) * softcap)
 
 
+def test_logits_that_are_computed_in_another_way_are_refused(
+    tiny_model: Callable[[str], str],
+) -> None:
+    directory = tiny_model("llama")
+    cpu = torch.device("cpu")
+    adapter = load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+    own = adapter.model.get_output_embeddings()
+    adapter._head = lambda hidden: own(hidden).flip(-1)
+    with pytest.raises(ModelError, match="can't be run: its logits are neither the output of its"):
+        adapter.probe_layers()
+
+
 def test_layers_of_decoder_and_encoder_call_before_they_run(
     tiny_model: Callable[[str], str],
 ) -> None:
