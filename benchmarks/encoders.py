@@ -28,7 +28,7 @@ import torch
 from random_qwen import PATCH_ELEMENTS, make_config
 from records import write_record
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.seams.aligned_widths import align_widths
+from sensorium.models.seams.matrix_products import align_widths
 
 SIDE = 74  # patches of 14 × 14 along a side of 1024, as the processor rounds it
 

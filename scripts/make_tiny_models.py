@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers as tf
 
-from sensorium.models.torchvision_shim import ensure_torchvision
+from sensorium.models import ensure_torchvision
 
 ensure_torchvision()
 

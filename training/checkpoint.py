@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sensorium.models.torchvision_shim import ensure_torchvision
+from sensorium.models import ensure_torchvision
 from training.architecture import make_config, save_stock
 from training.model import Thinker
 from training.tokenizer import load_tokenizer

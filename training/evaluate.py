@@ -135,7 +135,7 @@ def ask_checkpoint(
     import torch
     import transformers as tf
 
-    from sensorium.models.torchvision_shim import ensure_torchvision
+    from sensorium.models import ensure_torchvision
 
     ensure_torchvision()
     processor = tf.AutoProcessor.from_pretrained(checkpoint)

@@ -59,7 +59,7 @@ def make(directory: Path, scratch: Path) -> None:
 
 
 def convert(weights: Path, directory: Path) -> None:
-    from sensorium.models.torchvision_shim import ensure_torchvision
+    from sensorium.models import ensure_torchvision
 
     ensure_torchvision()
     import torch

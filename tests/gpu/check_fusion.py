@@ -24,12 +24,11 @@ def check_compiled_kernels() -> str:
     need_cuda()
     import triton
 
-    from sensorium.layers.kernels import decode_attention, gate, kv_store, rms_norm, rotary
+    from sensorium.layers.kernels import decoding, fused_layers
 
-    modules = (decode_attention, gate, kv_store, rms_norm, rotary)
     kernels = [
         value
-        for module in modules
+        for module in (decoding, fused_layers)
         for value in vars(module).values()
         if isinstance(value, triton.runtime.JITFunction)
     ]

@@ -164,7 +164,7 @@ def test_the_command_takes_the_same_options(
         monkeypatch.setattr("sys.argv", ["sensorium", "generate", str(directory), "hi", *flags])
         cli.main()
 
-    with pytest.raises(SystemExit, match="revision='v1' goes with a hub id"):
+    with pytest.raises(SystemExit, match="revision='v1' needs a hub id"):
         run("--revision", "v1")
     with pytest.raises(SystemExit, match="2"):
         run("--gpu-memory-utilization", "7")

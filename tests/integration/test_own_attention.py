@@ -293,6 +293,6 @@ def test_tokens_that_are_no_rows_of_a_table_are_refused(
         codec_config=codec,
     )
     with pytest.raises(
-        ModelError, match="can't be run: its tokens are embedded by KyutaiSpeechToTextEmbeddings"
+        ModelError, match="can't be run: its token embedding is a KyutaiSpeechToTextEmbeddings"
     ):
         make_llm(directory, max_model_len=64)

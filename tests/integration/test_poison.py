@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_end_a_request_and_stay_in_it(tiny_model: Ti
         enable_prefix_caching=False,
     )
     expected = llm.generate("hello world", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    embedding = llm.core.runner._adapter._embedding  # type: ignore[attr-defined]
+    embedding = llm.core.runner._adapter.embedding  # type: ignore[attr-defined]
     with torch.no_grad():
         embedding.weight[300] = torch.nan
     failed = llm.generate([[300] * 40], GREEDY, use_tqdm=False, return_errors=True)[0]

@@ -52,7 +52,10 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "llama", "architectures": ["NoSuchLM"]}, "'?NoSuchLM'? is not an arch"),
+        (
+            {"model_type": "llama", "architectures": ["NoSuchLM"]},
+            "'NoSuchLM' is not an architecture of",
+        ),
         ({"model_type": "nonesuch", "architectures": ["NoSuchLM"]}, "nonesuch"),
         (
             {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
@@ -64,7 +67,7 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM can't be run: it has linear attention",
+            "MambaForCausalLM can't be run: it has linear attention, with a state",
         ),
         (
             {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]},
@@ -85,7 +88,7 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"]},
-            "Llama4ForConditionalGeneration can't be run: it attends in chunks",
+            "Llama4ForConditionalGeneration can't be run: it attends in chunks, which no",
         ),
         (
             {
@@ -94,7 +97,7 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
                 "num_hidden_layers": 2,
                 "layer_types": ["conv", "full_attention"],
             },
-            "Lfm2ForCausalLM can't be run: it has convolutions",
+            "Lfm2ForCausalLM can't be run: it has convolutions, with a state",
         ),
     ],
 )

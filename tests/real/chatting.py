@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sensorium.models.torchvision_shim import ensure_torchvision
+from sensorium.models import ensure_torchvision
 
 ensure_torchvision()
 

@@ -12,7 +12,7 @@ import torch
 
 from real_models.speech import RATE
 from real_models.whisper import read_answer, read_vocabulary
-from sensorium.models.torchvision_shim import ensure_torchvision
+from sensorium.models import ensure_torchvision
 from tiny_models.building import rescale
 
 ensure_torchvision()

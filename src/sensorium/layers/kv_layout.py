@@ -6,6 +6,7 @@ therefore share one block table.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
+    """The layers that share one block table, because they have the same window."""
+
     window: int | None
     layers: tuple[LayerSpec, ...]
 
@@ -80,7 +83,7 @@ def plan_kv_cache(
         g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
     ]
     bounds = [
-        None if g.window is None else _num_blocks(max_tokens_per_window_group, block_size) + 1
+        None if g.window is None else -(-max_tokens_per_window_group // block_size) + 1
         for g in groups
     ]
     num_blocks = _num_equal_blocks(sizes, bounds, memory_bytes)
@@ -99,19 +102,12 @@ def plan_kv_cache(
 
 def _num_equal_blocks(sizes: Sequence[int], bounds: Sequence[int | None], memory_bytes: int) -> int:
     """Return the largest n for which min(n, bound) blocks of every group fit into the memory."""
-    low, high = 0, memory_bytes // max(1, min(sizes)) + 1
-    while low < high - 1:
-        middle = (low + high) // 2
-        used = sum(
-            size * (middle if bound is None else min(middle, bound))
+
+    def get_num_bytes(num_blocks: int) -> int:
+        return sum(
+            size * (num_blocks if bound is None else min(num_blocks, bound))
             for size, bound in zip(sizes, bounds, strict=True)
         )
-        if used <= memory_bytes:
-            low = middle
-        else:
-            high = middle
-    return low
 
-
-def _num_blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
+    candidates = range(1, memory_bytes // max(1, min(sizes)) + 1)
+    return bisect_right(candidates, memory_bytes, key=get_num_bytes)

@@ -1,17 +1,46 @@
 """Runs the models of Transformers: loading, the generic adapter, and code for single families.
 
-No model is reimplemented here.
+No model is reimplemented here. Importing this package makes `import torchvision` work beside a CPU
+build of torch, which Transformers' processors need. So it has to be imported before them.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from sensorium.models.torchvision_shim import ensure_torchvision
+import torch
 
-ensure_torchvision()  # before anything imports Transformers' processors
+_TORCHVISION_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_library: torch.library.Library | None = None  # the declarations live as long as this object
+
+
+def ensure_torchvision() -> None:
+    """Import torchvision, and declare its operators if the import fails without them.
+
+    The wheels on the package index link their compiled operators against CUDA. Without CUDA these
+    don't load, and the import fails with "operator torchvision::nms does not exist". The processors
+    need only `transforms.v2`, which is pure torch. If the schemas of two operators are declared
+    first, the import succeeds. This can be removed when there is a CPU wheel for every platform.
+    torchvision need not be installed: not every model needs it.
+    """
+    global _library
+    try:
+        import torchvision
+    except ImportError:
+        return
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _library = torch.library.Library("torchvision", "DEF")
+        for schema in _TORCHVISION_SCHEMAS:
+            _library.define(schema)
+        import torchvision  # noqa: F401
 
 
 def list_models_once() -> None:
@@ -24,7 +53,9 @@ def list_models_once() -> None:
     """
     from transformers.utils import import_utils  # after torchvision was made importable
 
-    create_list = import_utils.create_import_structure_from_path
+    create_list = getattr(import_utils, "create_import_structure_from_path", None)
+    if create_list is None:  # in another version of Transformers
+        return
 
     def create_list_of_folder(path: str | os.PathLike[str]) -> Any:
         return create_list(Path(path).parent if os.path.isfile(path) else path)
@@ -32,4 +63,5 @@ def list_models_once() -> None:
     import_utils.create_import_structure_from_path = create_list_of_folder
 
 
+ensure_torchvision()  # before anything imports Transformers' processors
 list_models_once()  # before anything imports `transformers.models`

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sensorium.layers.kv_layout import LayerSpec
-from sensorium.models.context_limit import ContextLimit, find_context_limit
-from sensorium.models.kv_probe import KVProbe
-from sensorium.models.long_rope import LongRope
-from sensorium.models.mask_probe import PROBE_ATTENTION, MaskProbe
-from sensorium.models.seams import host_lengths
+from sensorium.models.long_context import ContextLimit, LongRope, find_context_limit
+from sensorium.models.probes import PROBE_ATTENTION, KVProbe, MaskProbe
 from sensorium.models.seams.comparing import CausalAttention, get_distance, is_many_roundings
 from sensorium.models.seams.fusion import Fusion, fuse
-from sensorium.models.seams.packed_attention import (
+from sensorium.models.seams.packed_encoders import (
     DENSE_ATTENTION,
     PACKED_ATTENTION,
+    compute_on_host,
     find_packing_towers,
+    keep_host_copies,
     set_attention,
 )
 from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall
@@ -61,21 +60,24 @@ class ModelAdapter:
         self.model = model
         self.config: PretrainedConfig = model.config
         self.text_config: PretrainedConfig = model.config.get_text_config(decoder=True)
-        self._own_attention: str = self.text_config._attn_implementation
+        # The name of the attention that Transformers chose for the decoder.
+        self.own_attention_name: str = self.text_config._attn_implementation
         self._set_attention(PAGED_ATTENTION)
         self._base: Any = model.base_model
-        self._decoder: Any = model.get_decoder()
+        self.decoder: Any = model.get_decoder()
         self._head: Any = model.get_output_embeddings()
-        self._embedding: Any = model.get_input_embeddings()
-        self._towers = find_packing_towers(model, self._decoder)
+        self.embedding: Any = model.get_input_embeddings()
+        self._towers = find_packing_towers(model, self.decoder)
         set_attention(self._towers, PACKED_ATTENTION)
-        host_lengths.compute_on_host(self._towers)
+        compute_on_host(self._towers)
         self.fusion = Fusion()
-        self._long_rope = LongRope(self._decoder)
+        self._long_rope = LongRope(self.decoder)
+        # The most tokens of a request that uses the short rotary factors. None: there is one set.
+        self.long_after = self._long_rope.long_after
         self.has_mrope = hasattr(self._base, "get_rope_index")
-        # Whether logits have to be scaled as the config describes. `_probe` finds out.
+        # Whether logits have to be scaled as the config describes. `_probe_logits` finds out.
         self._scales_logits = True
-        self._vocab_size = int(self.text_config.vocab_size)
+        self.vocab_size = int(self.text_config.vocab_size)
 
     def _set_attention(self, name: str) -> None:
         is_nested = self.text_config is not self.config
@@ -83,23 +85,11 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.weight.device
+        return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.weight.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def long_after(self) -> int | None:
-        """Return the most tokens that a request may have to use the short rotary factors.
-
-        It is `None` if the model has one set of factors only.
-        """
-        return self._long_rope.long_after
+        return self.embedding.weight.dtype
 
     # ---- the decoder
 
@@ -112,8 +102,8 @@ class ModelAdapter:
         may be outside the vocabulary.
         """
         if mm_index is None or mm_embeds is None:
-            return self._embedding(input_ids)[None], {}
-        embeds = self._embedding(input_ids.index_fill(0, mm_index, 0))
+            return self.embedding(input_ids)[None], {}
+        embeds = self.embedding(input_ids.index_fill(0, mm_index, 0))
         return embeds.index_copy(0, mm_index, mm_embeds.to(embeds.dtype))[None], {}
 
     def forward(
@@ -128,7 +118,7 @@ class ModelAdapter:
         Positions are [3, N] with M-RoPE, and [N] otherwise.
         """
         position_ids = positions[:, None] if self.has_mrope else positions[None]
-        output = self._decoder(
+        output = self.decoder(
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
             use_cache=False,
@@ -163,67 +153,58 @@ class ModelAdapter:
         Raises a `ModelError` if these runs show that the model can't be run through this interface.
         """
         name = type(self.model).__name__
-        if not hasattr(self._embedding, "weight"):
-            raise ModelError(
-                f"{name} can't be run: its tokens are embedded by "
-                f"{type(self._embedding).__name__}, which is not a plain table"
-            )
         try:
-            windows = self._probe_masks()
-            layers, is_equal = self._probe()
+            return self._probe_layers()
         except ModelError as error:
             raise ModelError(f"{name} can't be run: {error}") from error
         except Exception as error:
             # Any error means that the decoder does not work in the way that is expected here.
+            reason = f"its decoder failed in a trial: {error}"
+            raise ModelError(f"{name} can't be run: {reason}") from error
+
+    def _probe_layers(self) -> tuple[LayerSpec, ...]:
+        if not hasattr(self.embedding, "weight"):
             raise ModelError(
-                f"{name} can't be run: its decoder refused a trial: {error}"
-            ) from error
-        if not is_equal:
-            raise ModelError(
-                f"{name} can't be run: it does something between its decoder and its logits "
-                "that is not known here"
+                f"its token embedding is a {type(self.embedding).__name__} without a weight matrix"
             )
-        expected = int(self.text_config.num_hidden_layers)
+        mask_probe, kv_probe = MaskProbe(), KVProbe()
+        self._set_attention(PROBE_ATTENTION)
+        try:
+            self._run_two_tokens(mask_probe)
+        finally:
+            self._set_attention(PAGED_ATTENTION)
+        self._probe_logits(self._run_two_tokens(kv_probe))
+        layers, expected = kv_probe.layers, int(self.text_config.num_hidden_layers)
         if len(layers) != expected:
             raise ModelError(
-                f"{name} has {expected} layers, of which {len(layers)} "
-                "use the attention interface: models with other kinds of layers are not supported"
+                f"{len(layers)} of its {expected} layers use Transformers' attention interface, "
+                "and other kinds of layers are not supported"
             )
-        return tuple(replace(layer, window=windows[layer.layer_index]) for layer in layers)
+        return tuple(
+            replace(layer, window=mask_probe.windows[layer.layer_index]) for layer in layers
+        )
 
     def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
         """Return the longest sequence that can be computed, if the model has a limit of its own."""
         return find_context_limit(self.model, layers, self.long_after)
 
-    def _probe_masks(self) -> dict[int, int | None]:
-        """Return a map from the index of each layer to the window of its mask."""
-        probe = MaskProbe()
-        self._set_attention(PROBE_ATTENTION)
-        try:
-            self._run_two_tokens(probe)
-        finally:
-            self._set_attention(PAGED_ATTENTION)
-        return probe.windows
-
     def _run_two_tokens(self, call: Any) -> torch.Tensor:
-        positions = torch.arange(2, device=self.device)
-        embeds, extra = self.embed(_get_probe_ids(self.device), None, None)
-        return self.forward(
-            embeds, positions.expand(3, 2) if self.has_mrope else positions, call, extra
-        )
+        # Both the ids and the positions. The embedding of one token may be zero and show nothing.
+        tokens = torch.arange(2, device=self.device)
+        embeds, extra = self.embed(tokens, None, None)
+        return self.forward(embeds, tokens.expand(3, 2) if self.has_mrope else tokens, call, extra)
 
-    def _probe(self) -> tuple[tuple[LayerSpec, ...], bool]:
-        """Return the layers' shapes, and whether the adapter's logits agree with the model's own.
+    def _probe_logits(self, hidden: torch.Tensor) -> None:
+        """Raise a `ModelError` if the adapter's logits differ from the model's own.
 
-        Not every model scales its logits as its config describes. If they agree better without
-        scaling, by more than rounding, the adapter does not scale them.
+        `hidden` are the hidden states of two tokens. Not every model scales its logits as its
+        config describes. If they agree better without scaling, by more than rounding, the adapter
+        does not scale them.
         """
-        probe = KVProbe()
-        hidden = self._run_two_tokens(probe)
-        positions = torch.arange(2, device=self.device)
+        tokens = torch.arange(2, device=self.device)
         whole = self.model(
-            input_ids=_get_probe_ids(self.device)[None],
-            position_ids=positions.expand(3, 1, 2) if self.has_mrope else positions[None],
+            input_ids=tokens[None],
+            position_ids=tokens.expand(3, 1, 2) if self.has_mrope else tokens[None],
             use_cache=False,
             attention_call=KVProbe(),
         )
@@ -235,8 +216,12 @@ class ModelAdapter:
         rounding = num_roundings * torch.finfo(self.dtype).eps * float(theirs.abs().max())
         self._scales_logits = distances[True] <= max(distances[False], rounding)
         # Both ran the same operations except for the scaling, so they may differ by a few roundings
-        # at most.
-        return probe.layers, distances[self._scales_logits] <= 3 * rounding
+        # at most. `not <=` is also true for NaN.
+        if not distances[self._scales_logits] <= 3 * rounding:
+            raise ModelError(
+                "its logits are neither the output of its last layer nor that output scaled as its "
+                "config describes"
+            )
 
     def fuse(self) -> None:
         """Fuse operations of the model's layers into fewer kernels if the results stay the same."""
@@ -272,26 +257,13 @@ class ModelAdapter:
 
     # ---- the model on its own
 
-    @property
-    def own_attention_name(self) -> str:
-        """Return the name of the attention that Transformers chose for the decoder."""
-        return self._own_attention
-
-    @property
-    def decoder(self) -> torch.nn.Module:
-        return self._decoder
-
-    @property
-    def embedding(self) -> torch.nn.Module:
-        return self._embedding
-
     @contextmanager
     def own_attention(self, name: str | None = None) -> Iterator[None]:
         """Let the model compute as Transformers wrote it, inside a `with`.
 
         The decoder uses its own attention, or the one of this name.
         """
-        self._set_attention(name or self._own_attention)
+        self._set_attention(name or self.own_attention_name)
         set_attention(self._towers, DENSE_ATTENTION)
         try:
             with self.fusion.paused():
@@ -299,6 +271,17 @@ class ModelAdapter:
         finally:
             self._set_attention(PAGED_ATTENTION)
             set_attention(self._towers, PACKED_ATTENTION)
+
+    def call_before_blocks(self, function: Callable[[], None]) -> int:
+        """Call `function` before each run of a decoder's or encoder's layer from now on.
+
+        Return the number of layers. On a CPU a pass over a long prompt or a large picture may take
+        minutes, but one layer takes seconds at most. So the calls show progress in time.
+        """
+        blocks = list(find_blocks(self.model))
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _module, _arguments: function())
+        return len(blocks)
 
     def forget_positions(self) -> None:
         """Delete what the model itself has stored about the positions of its last call."""
@@ -359,7 +342,7 @@ class ModelAdapter:
             for name, tensor in given.items()
             if not tensor.is_floating_point()
         ]
-        with host_lengths.keeping(pairs):
+        with keep_host_copies(pairs):
             output = function(**arguments, return_dict=True)
         return self.split(output, items, num_embeds)
 
@@ -386,9 +369,13 @@ class ModelAdapter:
         return _split(output, [_get_num_parts(item) for item in items], num_embeds)
 
 
-def _get_probe_ids(device: torch.device) -> torch.Tensor:
-    """Return two different tokens. The embedding of one may be zero and would show nothing."""
-    return torch.arange(2, device=device)
+def find_blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the members of the outermost module lists: the layers of decoders and encoders."""
+    for child in model.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from child
+        else:
+            yield from find_blocks(child)
 
 
 def gather_arguments(
@@ -422,23 +409,25 @@ def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> 
     elif isinstance(embeds, torch.Tensor) and embeds.ndim == 3:
         embeds = embeds.unbind()
     if isinstance(embeds, torch.Tensor):
-        flat = embeds
-        counts = [len(flat)]
-        expected = [sum(num_embeds)]
+        check_num_embeds([len(embeds)], [sum(num_embeds)])
+        return list(embeds.split(list(num_embeds)))
+    parts = [part.reshape(-1, part.shape[-1]) for part in embeds]
+    if len(parts) == sum(num_parts):
+        remaining = iter(parts)
+        counts = [sum(map(len, islice(remaining, number))) for number in num_parts]
+        check_num_embeds(counts, num_embeds)
     else:
-        parts = [part.reshape(-1, part.shape[-1]) for part in embeds]
-        flat = torch.cat(parts)
-        is_by_item = len(parts) == sum(num_parts)
-        ends = list(accumulate(num_parts)) if is_by_item else [len(parts)]
-        starts = [0, *ends[:-1]]
-        counts = [sum(map(len, parts[a:b])) for a, b in zip(starts, ends, strict=True)]
-        expected = list(num_embeds) if is_by_item else [sum(num_embeds)]
-    for num_given, num_expected in zip(counts, expected, strict=True):
-        if num_given != num_expected:
+        check_num_embeds([sum(map(len, parts))], [sum(num_embeds)])
+    return list(torch.cat(parts).split(list(num_embeds)))
+
+
+def check_num_embeds(found: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise a `RequestError` if an encoder's numbers of embeddings are not the expected ones."""
+    for num_found, num_expected in zip(found, expected, strict=True):
+        if num_found != num_expected:
             raise RequestError(
-                f"the encoder gave {num_given} embeddings for placeholders of {num_expected}"
+                f"the encoder gave {num_found} embeddings for placeholders of {num_expected}"
             )
-    return list(flat.split(list(num_embeds)))
 
 
 def collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ _TIMEOUT_S = 10.0
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CODE_FILES = ("*.py",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# A safetensors file has 8 bytes with the length of its header (little endian), the header as JSON,
+# and the tensors.
+_PREFIX_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+# Transformers converts these types to the dtype that is asked for. Others stay as they are.
+_CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @contextmanager
@@ -69,7 +76,7 @@ def find_checkpoint(
     if is_embedded or path.is_dir():
         if revision is not None:
             kind = "the embedded model" if is_embedded else "a directory"
-            raise ModelError(f"revision={revision!r} goes with a hub id: {model!r} is {kind}")
+            raise ModelError(f"revision={revision!r} needs a hub id, but {model!r} is {kind}")
         return find_embedded_model() if is_embedded else path
     # A hub id is "name" or "owner/name".
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -180,7 +187,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         case GatedRepoError():
             return f"{model!r} is gated: ask for access on its page, then `hf auth login`"
         case RepositoryNotFoundError():
-            return f"there is no directory {model!r}, and no such model on the hub that you may see"
+            return f"there is no directory {model!r}, and the hub shows you no model of that name"
         case IncompleteSnapshotError():
             state = f"{model!r}{at_revision} is only partly in the hub's cache"
         case LocalEntryNotFoundError():
@@ -189,7 +196,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return f"{model!r} can't be fetched: {lines[0]}"
     if huggingface_hub.is_offline_mode():
-        return f"{state}, and offline mode (HF_HUB_OFFLINE) forbids to fetch it"
+        return f"{state}, and it can't be fetched in offline mode (HF_HUB_OFFLINE)"
     return f"{state}, and the hub can't be reached"
 
 
@@ -217,3 +224,39 @@ def read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object")
     return content
+
+
+def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
+    """Return the size of all tensors when floating-point ones are converted to `element_size`.
+
+    Raises a `ModelError` for a file that is cut short.
+    """
+    return sum(
+        _get_num_bytes(tensor, element_size) for path in paths for tensor in read_tensors(path)
+    )
+
+
+def _get_num_bytes(tensor: dict[str, Any], element_size: int) -> int:
+    if tensor["dtype"] in _CONVERTED:
+        return math.prod(tensor["shape"]) * element_size
+    start, end = tensor["data_offsets"]
+    return int(end - start)
+
+
+def read_tensors(path: Path) -> list[dict[str, Any]]:
+    """Return the `dtype`, `shape` and `data_offsets` of each tensor in a file."""
+    num_file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(_PREFIX_BYTES), "little")
+        if header_size > _MAX_HEADER_BYTES:
+            raise ModelError(f"{path} is not a safetensors file")
+        header = file.read(header_size)
+    try:
+        tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is not a safetensors file, or cut short: {error}") from error
+    expected = _PREFIX_BYTES + header_size + end
+    if num_file_bytes < expected:
+        raise ModelError(f"{path} is cut short: it has {num_file_bytes} of {expected} bytes")
+    return tensors

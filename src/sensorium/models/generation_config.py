@@ -6,6 +6,8 @@ With them, the engine decodes by default as Transformers' `generate` does.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,53 +77,53 @@ def load_string_limit(directory: str) -> int | None:
     limit = read_json(Path(directory) / "generation_config.json").get("structured_string_limit")
     if limit is None:
         return None
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise _blame_config(
-            RequestError(
-                f"must be an integer >= 1, not {limit!r}", path=("structured_string_limit",)
-            )
-        )
+    with _blaming_config():
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            path = ("structured_string_limit",)
+            raise RequestError(f"must be an integer >= 1, not {limit!r}", path=path)
     return limit
 
 
 def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:
-    if generation_config == "none":
-        return GenerationDefaults(eos_token_ids=_get_eos_token_ids(config))
-    _warn_of_ignored(config)
     eos_token_ids = _as_ids(config.eos_token_id)
-    temperature = 1.0 if config.temperature is None else config.temperature
-    try:
-        checked = SamplingParams(
-            temperature=temperature if config.do_sample else 0.0,
-            top_p=config.top_p if config.do_sample else None,
-            top_k=config.top_k if config.do_sample else None,
-            min_p=_get(config, "min_p") if config.do_sample else None,
-            repetition_penalty=_get(config, "repetition_penalty"),
-            stop_token_ids=eos_token_ids,
-        )
-        bans = _get_bans(config, eos_token_ids)
-    except RequestError as error:
-        raise _blame_config(error) from error
+    with _blaming_config():
+        if generation_config == "none":
+            return GenerationDefaults(eos_token_ids=_check_ids("eos_token_id", eos_token_ids))
+        return _read_defaults(config, eos_token_ids)
+
+
+def _read_defaults(config: Any, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:
+    """Return the config's defaults, or raise a `RequestError` if one is not allowed."""
+    _warn_of_ignored(config)
+    temperature = 0.0
+    if config.do_sample:
+        temperature = 1.0 if config.temperature is None else config.temperature
+    checked = SamplingParams(
+        temperature=temperature,
+        top_p=config.top_p if config.do_sample else None,
+        top_k=config.top_k if config.do_sample else None,
+        min_p=_get(config, "min_p") if config.do_sample else None,
+        repetition_penalty=_get(config, "repetition_penalty"),
+        stop_token_ids=eos_token_ids,
+    )
     return GenerationDefaults(
-        temperature=temperature if config.do_sample else 0.0,
+        temperature=temperature,
         top_p=1.0 if checked.top_p is None else checked.top_p,
         top_k=checked.top_k or 0,
         min_p=checked.min_p or 0.0,
         repetition_penalty=checked.repetition_penalty or 1.0,
         eos_token_ids=eos_token_ids,
-        bans=bans,
+        bans=_get_bans(config, eos_token_ids),
     )
 
 
-def _get_eos_token_ids(config: Any) -> tuple[int, ...]:
+@contextmanager
+def _blaming_config() -> Iterator[None]:
+    """Turn a `RequestError` into a `ModelError` that names the config, inside a `with`."""
     try:
-        return _check_ids("eos_token_id", _as_ids(config.eos_token_id))
+        yield
     except RequestError as error:
-        raise _blame_config(error) from error
-
-
-def _blame_config(error: RequestError) -> ModelError:
-    return ModelError(f"the model's generation_config.json is wrong: {error}")
+        raise ModelError(f"the model's generation_config.json is wrong: {error}") from error
 
 
 def _warn_of_ignored(config: Any) -> None:

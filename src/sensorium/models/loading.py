@@ -18,12 +18,11 @@ from transformers.utils.logging import set_tqdm_hook
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.families import ADAPTERS
-from sensorium.models.refusals import find_refusal
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 _NEEDS_TRUST = (
-    "{!r} brings code of its own: it is run only with trust_remote_code=True (--trust-remote-code)"
+    "{!r} has code of its own: that runs only with trust_remote_code=True (--trust-remote-code)"
 )
 # The keys of a checkpoint's `auto_map` that name a class that generates text.
 _AUTO_MODELS = (
@@ -33,13 +32,22 @@ _AUTO_MODELS = (
     "AutoModelForCausalLM",
 )
 # Types of checkpoints that contain several models -> config and class of the one that writes text.
-_PARTS = {
-    "qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration"),
-}
+_PARTS = {"qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# The kinds of layers that can be run, and why others can't.
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_REASONS = {
+    "linear_attention": "it has linear attention, with a state that can't be kept in KV blocks",
+    "chunked_attention": "it attends in chunks, which no attention backend supports",
+    "conv": "it has convolutions, with a state that can't be kept in KV blocks",
+}
 
 
 def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return the config of the model that writes text in a checkpoint.
+
+    Raises a `ModelError` if it can't be loaded, or if that takes code that is not trusted.
+    """
     # Raise an error if this file is broken: Transformers would silently continue without it.
     read_json(Path(directory) / "generation_config.json")
     content = read_json(Path(directory) / "config.json")
@@ -59,13 +67,14 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
 
 
 def resolve_device(device: str) -> torch.device:
+    """Return the device of this name. `auto` is the first CUDA device, or the CPU without one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise ModelError(f"unknown device {device!r}: use auto, cpu or cuda")
     resolved = torch.device(device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {device!r} was asked for, but torch finds no CUDA device")
+        raise ModelError(f"device {device!r} can't be used: torch finds no CUDA device")
     return resolved
 
 
@@ -106,6 +115,10 @@ def load_model(
     trust_remote_code: bool = False,
     use_tqdm: bool = False,
 ) -> ModelAdapter:
+    """Load a model's weights onto a device, and return it behind the adapter of its family.
+
+    Raises a `ModelError` if the model can't be run, or if its weights can't be loaded.
+    """
     model_class = get_model_class(directory, config, trust_remote_code=trust_remote_code)
     try:
         with _loading_bar(use_tqdm):
@@ -174,9 +187,7 @@ def get_model_class(
     if model_class is None and references:
         raise ModelError(_NEEDS_TRUST.format(directory))
     if model_class is None:
-        raise ModelError(
-            f"{name or config.model_type!r} is not an architecture that Transformers knows"
-        )
+        raise ModelError(f"{name or config.model_type!r} is not an architecture of Transformers")
     if (reason := find_refusal(model_class, config)) is not None:
         raise ModelError(f"{name} {reason}")
     return model_class
@@ -187,3 +198,40 @@ def _get_remote_class(directory: str, reference: str) -> Any:
         return get_class_from_dynamic_module(reference, directory)
     except Exception as error:  # the checkpoint's code and its imports may raise anything
         raise ModelError(f"the code of {directory!r} can't be loaded: {error}") from error
+
+
+def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
+    """Return why a model can't be run, or `None` if it may be tried.
+
+    The reason is a phrase that follows the model's name.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        return "is an encoder-decoder model: not supported yet"
+    if not hasattr(model_class, "generate"):
+        return "can't be run: it does not generate text"
+    if (kind := _find_unknown_layer(text_config)) is not None:
+        reason = _REASONS.get(kind, f"its layers of the kind {kind!r} are not supported")
+        return f"can't be run: {reason}"
+    if getattr(text_config, "cross_attention_layers", None):
+        return "can't be run: it has cross-attention inside its decoder"
+    if not _supports_attention(model_class, config):
+        return "can't be run: its decoder doesn't use Transformers' attention interface"
+    return None
+
+
+def _find_unknown_layer(text_config: PretrainedConfig) -> str | None:
+    kinds = getattr(text_config, "layer_types", None) or ()
+    return next((kind for kind in kinds if kind not in _KNOWN_LAYERS), None)
+
+
+def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
+    """Return whether a model uses Transformers' attention interface.
+
+    Some classes don't declare it themselves, but their decoders do.
+    """
+    if getattr(model_class, "_supports_attention_backend", False):
+        return True
+    with torch.device("meta"):
+        decoder = model_class(config).get_decoder()
+    return bool(getattr(decoder, "_supports_attention_backend", False))

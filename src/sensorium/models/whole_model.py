@@ -18,40 +18,38 @@ from sensorium.models.adapter import ModelAdapter
 _MAX_ROWS = 64  # the number of positions that have logits in memory at the same time
 # A model's own attention -> another one, to measure how much rounding alone changes.
 _OTHER_ATTENTIONS = {"sdpa": "eager"}
+# The output of the model's processor for a prompt: name -> tensor.
+Inputs = Mapping[str, torch.Tensor]
+# The tokens to score at each position, from that of the second prompt token to that of the last
+# output token.
+WantedIds = Sequence[Sequence[int]]
 
 
 class WholeModel:
+    """A model without this engine: it computes as Transformers wrote it."""
+
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
 
     def score(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        output_ids: Sequence[int],
-        wanted_ids: Sequence[Sequence[int]],
+        self, inputs: Inputs, output_ids: Sequence[int], wanted_ids: WantedIds
     ) -> list[float]:
-        """Return the log-probabilities that the model on its own gives to tokens.
+        """Return the log-probabilities that the model on its own gives to the wanted tokens.
 
-        `inputs` is the output of the model's processor for a prompt, and `output_ids` follow the
-        prompt. `wanted_ids` has the tokens to score at each position, from that of the second
-        prompt token to that of the last output token.
+        `output_ids` follow the prompt in `inputs`.
         """
         with self._adapter.own_attention():
             return self._score(inputs, output_ids, wanted_ids)
 
     def score_otherwise(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        output_ids: Sequence[int],
-        wanted_ids: Sequence[Sequence[int]],
+        self, inputs: Inputs, output_ids: Sequence[int], wanted_ids: WantedIds
     ) -> list[float]:
         """Return the same as `score`, computed by the same model with different rounding.
 
         The decoder uses Transformers' eager attention instead of PyTorch's. A model that has only
         the eager one gets embeddings that are off by about one rounding error instead.
         """
-        own = self._adapter.own_attention_name
-        other = _OTHER_ATTENTIONS.get(own)
+        other = _OTHER_ATTENTIONS.get(self._adapter.own_attention_name)
         with ExitStack() as stack:
             stack.enter_context(self._adapter.own_attention(other))
             if other is None:
@@ -60,10 +58,7 @@ class WholeModel:
 
     @torch.inference_mode()
     def _score(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        output_ids: Sequence[int],
-        wanted_ids: Sequence[Sequence[int]],
+        self, inputs: Inputs, output_ids: Sequence[int], wanted_ids: WantedIds
     ) -> list[float]:
         # A model that draws random numbers must draw the same ones each time: `score_otherwise` is
         # to differ by rounding alone.
@@ -79,7 +74,7 @@ class WholeModel:
         return found + _pick(logits.float(), wanted_ids[num_prompt_tokens - 1 :])
 
     def _generate(
-        self, inputs: Mapping[str, torch.Tensor], output_ids: Sequence[int]
+        self, inputs: Inputs, output_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the prompt's hidden states [P, width] and the logits [n, vocab] of the output."""
         adapter, states = self._adapter, []
@@ -122,7 +117,7 @@ class _Follow(LogitsProcessor):  # type: ignore[misc]
         return followed
 
 
-def _pick(logits: torch.Tensor, wanted_ids: Sequence[Sequence[int]]) -> list[float]:
+def _pick(logits: torch.Tensor, wanted_ids: WantedIds) -> list[float]:
     logprobs = logits.log_softmax(-1)
     rows = [row for row, token_ids in enumerate(wanted_ids) for _ in token_ids]
     columns = [token_id for token_ids in wanted_ids for token_id in token_ids]

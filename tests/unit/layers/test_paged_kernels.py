@@ -181,5 +181,6 @@ def test_a_step_with_spans_is_planned_by_nobody(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_this_torch_says_whether_it_reads_pages() -> None:
-    obstacle = varlen_backend.find_obstacle([], dtype=torch.bfloat16, device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    obstacle = varlen_backend.VarlenAttention.find_obstacle([], torch.bfloat16, cuda)
     assert obstacle is None or "block_table" in obstacle or "FlashAttention-3" in obstacle

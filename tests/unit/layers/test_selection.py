@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.layers.attention import (
-    ATTENTION_BACKENDS,
-    flashinfer_backend,
-    selection,
-    varlen_backend,
-)
+from sensorium.layers.attention import ATTENTION_BACKENDS, selection
 from sensorium.layers.attention.backend import StepLayout
-from sensorium.layers.attention.selection import choose_attention
+from sensorium.layers.attention.flashinfer_backend import FlashInferAttention
+from sensorium.layers.attention.selection import choose_attention, find_fault
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
-from sensorium.layers.attention.trial import find_fault
+from sensorium.layers.attention.varlen_backend import VarlenAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import ModelError
 
@@ -51,6 +47,10 @@ class FakeAttention(TorchPagedAttention):
         del device
         super().__init__(block_size=block_size, dtype=dtype)
 
+    @staticmethod
+    def find_obstacle(*_: Any) -> None:
+        """Return that nothing stands in the way."""
+
     def attend(self, *arguments: Any, **options: Any) -> torch.Tensor:
         return super().attend(*arguments, **options) * self.factor
 
@@ -69,10 +69,9 @@ class BrokenAttention(FakeAttention):
         raise OSError("no compiler")
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
-    """FlashInfer has no obstacle and is made by `make`."""
-    candidate = selection._Candidate(find_obstacle=lambda *_, **__: None, make=make)
-    monkeypatch.setitem(selection._CANDIDATES, "flashinfer", candidate)
+def pretend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Let `backend` take the place of FlashInfer."""
+    monkeypatch.setitem(selection._CANDIDATES, "flashinfer", backend)
 
 
 def test_a_cpu_gets_the_gather_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +91,7 @@ def test_a_backend_that_was_asked_for_is_not_replaced(name: str) -> None:
         choose(name, [layer(64)])
 
 
-@pytest.mark.parametrize("module", [flashinfer_backend, varlen_backend])
+@pytest.mark.parametrize("backend", [FlashInferAttention, VarlenAttention])
 @pytest.mark.parametrize(
     ("spec", "dtype", "reason"),
     [
@@ -102,9 +101,9 @@ def test_a_backend_that_was_asked_for_is_not_replaced(name: str) -> None:
     ],
 )
 def test_what_kernels_lack_is_named(
-    module: Any, spec: LayerSpec, dtype: torch.dtype, reason: str
+    backend: Any, spec: LayerSpec, dtype: torch.dtype, reason: str
 ) -> None:
-    obstacle = module.find_obstacle([layer(64), spec], dtype=dtype, device=CUDA)
+    obstacle = backend.find_obstacle([layer(64), spec], dtype, CUDA)
     assert re.search(reason, obstacle)
 
 
@@ -116,7 +115,7 @@ def test_a_backend_that_passes_its_trial_is_chosen(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("backend", "reason"),
     [
         (WrongAttention, "wrong numbers: heads of size 8, window 4: off by"),
         (NanAttention, "wrong numbers: heads of size 8, window 4: off by nan"),
@@ -124,9 +123,9 @@ def test_a_backend_that_passes_its_trial_is_chosen(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_backend_that_fails_its_trial_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Any, reason: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, backend: Any, reason: str
 ) -> None:
-    pretend(monkeypatch, make)
+    pretend(monkeypatch, backend)
     with caplog.at_level(logging.INFO):
         assert choose("auto", [layer(8, window=4)]).name == "torch"
     assert reason in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.models.adapter import ModelAdapter, _split, collate
+from sensorium.models.adapter import ModelAdapter, _split, collate, find_blocks
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams.paged_attention import _paged_attention
 from sensorium.types.errors import ModelError, RequestError
@@ -163,3 +163,32 @@ def test_logits_are_scaled_as_the_model_scales_them(
     softcap = adapter.text_config.final_logit_softcapping
     unscaled = adapter.model.get_output_embeddings()(hidden).float()
     assert torch.equal(adapter.logits(hidden), torch.tanh(unscaled / softcap) * softcap)
+
+
+def test_logits_that_are_computed_in_another_way_are_refused(
+    tiny_model: Callable[[str], str],
+) -> None:
+    directory = tiny_model("llama")
+    cpu = torch.device("cpu")
+    adapter = load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+    own = adapter.model.get_output_embeddings()
+    adapter._head = lambda hidden: own(hidden).flip(-1)
+    with pytest.raises(ModelError, match="can't be run: its logits are neither the output of its"):
+        adapter.probe_layers()
+
+
+def test_layers_of_decoder_and_encoder_call_before_they_run(
+    tiny_model: Callable[[str], str],
+) -> None:
+    directory = tiny_model("qwen2_5_vl")
+    cpu = torch.device("cpu")
+    adapter = load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+    names = {type(block).__name__ for block in find_blocks(adapter.model)}
+    assert names == {"Qwen2_5_VLVisionBlock", "Qwen2_5_VLDecoderLayer"}
+    calls: list[None] = []
+    num_blocks = adapter.call_before_blocks(lambda: calls.append(None))
+    num_layers = adapter.text_config.num_hidden_layers
+    assert num_blocks == num_layers + adapter.config.vision_config.depth
+    with torch.inference_mode(), adapter.own_attention():
+        adapter.model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert len(calls) == num_layers

@@ -28,7 +28,7 @@ def test_a_directory_is_its_own_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"revision='v1' goes with a hub id: .* is a directory"):
+    with pytest.raises(ModelError, match=r"revision='v1' needs a hub id, but .* is a directory"):
         find(str(tmp_path), revision="v1")
 
 

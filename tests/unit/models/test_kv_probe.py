@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.kv_probe import KVProbe
 from sensorium.models.loading import load_config, load_model
+from sensorium.models.probes import KVProbe
 from sensorium.types.errors import ModelError
 
 
@@ -89,5 +89,5 @@ def test_a_model_with_other_kinds_of_layers_is_refused_with_the_counts(
 ) -> None:
     adapter = load(tiny_model("llama"))
     adapter.text_config.num_hidden_layers += 1
-    with pytest.raises(ModelError, match="LlamaForCausalLM has 4 layers, of which 3 use"):
+    with pytest.raises(ModelError, match="LlamaForCausalLM can't be run: 3 of its 4 layers use"):
         adapter.probe_layers()

@@ -65,7 +65,7 @@ def test_an_unknown_device_is_refused_by_name(device: str) -> None:
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelError, match="'cuda' was asked for, but torch finds no CUDA device"):
+    with pytest.raises(ModelError, match="'cuda' can't be used: torch finds no CUDA device"):
         resolve_device("cuda")
     assert resolve_device("auto") == CPU
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils as masks
 
-from sensorium.models.mask_probe import MaskProbe, read_mask
+from sensorium.models.probes import MaskProbe, read_mask
 from sensorium.types.errors import ModelError
 
 

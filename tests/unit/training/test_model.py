@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
-from sensorium.models.torchvision_shim import ensure_torchvision
+from sensorium.models import ensure_torchvision
 from training.architecture import make_config, make_processor
 from training.conversations import IGNORED, Layout, Writer, pad
 from training.model import Thinker

@@ -36,7 +36,10 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerSpec, group_layers
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import find_weights
+from sensorium.models.checkpoint import (
+    find_weights,
+    get_num_weight_bytes,
+)
 from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.loading import (
@@ -46,7 +49,6 @@ from sensorium.models.loading import (
     resolve_device,
     resolve_dtype,
 )
-from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step

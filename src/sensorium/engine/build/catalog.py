@@ -16,8 +16,8 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.inputs.warmup import warm_up
+from sensorium.models.checkpoint import get_num_weight_bytes
 from sensorium.models.loading import get_model_class
-from sensorium.models.safetensors_header import get_num_weight_bytes
 from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
 

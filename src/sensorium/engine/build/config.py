@@ -15,7 +15,7 @@ from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.memory import MemoryPlan, format_bytes
 from sensorium.engine.build.options import EngineOptions
 from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
-from sensorium.models.context_limit import ContextLimit
+from sensorium.models.long_context import ContextLimit
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
 

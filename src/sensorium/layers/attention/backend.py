@@ -7,10 +7,13 @@ consecutive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from sensorium.layers.kv_layout import LayerSpec
 
 NO_SLOT = -1  # the slot of a padding token: kernels in graphs store nothing for it
 
@@ -61,6 +64,20 @@ def store_new_tokens(
     """Store keys and values [1, K, N, D] in their slots."""
     cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value[0].transpose(0, 1))
+
+
+def find_common_obstacle(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why no CUDA kernel for half precision can compute these layers, or `None`."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    for layer in layers:
+        if layer.key_dim != layer.value_dim:
+            return f"keys of size {layer.key_dim} with values of size {layer.value_dim}"
+    return None
 
 
 class PagedAttention(Protocol):

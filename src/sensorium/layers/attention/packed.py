@@ -9,14 +9,16 @@ have only a few different lengths.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise
-from typing import Any, Protocol
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sensorium.layers.attention.backend import find_common_obstacle
 from sensorium.utils.arrays import to_device
 
 logger = logging.getLogger(__name__)
@@ -45,48 +47,32 @@ class PackedLengths:
         return PackedLengths(lengths, starts.to(torch.int32), max(lengths, default=0))
 
 
-class PackedKernel(Protocol):
-    """An implementation of attention inside the sequences of a packed batch."""
-
-    name: str
-
-    def attend(
-        self,
-        query: torch.Tensor,  # [1, H, N, D]
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: PackedLengths,
-        *,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        """Return the output as [1, N, H, D]."""
+# A function of queries, keys and values [1, H, N, D], the lengths of the sequences in them, and the
+# scaling. It returns the output as [1, N, H, D].
+PackedKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, PackedLengths, float | None], torch.Tensor
+]
 
 
-class BatchKernel:
-    """A kernel that makes one call for all sequences of the same length."""
-
-    name = "batches of equal length"
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: PackedLengths,
-        *,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        num_heads, num_tokens, head_dim = query.shape[1:]
-        output = query.new_empty(num_tokens, num_heads, head_dim)
-        for length, rows in _group_by_length(lengths.lengths, query.device):
-            parts = (
-                tensor[0].transpose(0, 1)[rows].view(-1, length, num_heads, head_dim)
-                for tensor in (query, key, value)
-            )
-            q, k, v = (part.transpose(1, 2) for part in parts)
-            result = scaled_dot_product_attention(q, k, v, scale=scaling)
-            output[rows] = result.transpose(1, 2).reshape(-1, num_heads, head_dim)
-        return output[None]
+def attend_in_batches(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: PackedLengths,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute attention with one call for all sequences of the same length."""
+    num_heads, num_tokens, head_dim = query.shape[1:]
+    output = query.new_empty(num_tokens, num_heads, head_dim)
+    for length, rows in _group_by_length(lengths.lengths, query.device):
+        parts = (
+            tensor[0].transpose(0, 1)[rows].view(-1, length, num_heads, head_dim)
+            for tensor in (query, key, value)
+        )
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        result = scaled_dot_product_attention(q, k, v, scale=scaling)
+        output[rows] = result.transpose(1, 2).reshape(-1, num_heads, head_dim)
+    return output[None]
 
 
 @lru_cache(maxsize=64)  # all layers of an encoder ask for the same one or two groupings
@@ -97,53 +83,39 @@ def _group_by_length(
     starts_by_length: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
-        starts_by_length.setdefault(length, []).append(start)
+        if length:
+            starts_by_length.setdefault(length, []).append(start)
         start += length
-    return tuple(
-        (
-            length,
-            to_device((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), device),
-        )
-        for length, starts in starts_by_length.items()
-        if length
+    groups = []
+    for length, starts in starts_by_length.items():
+        indices = torch.tensor(starts)[:, None] + torch.arange(length)
+        groups.append((length, to_device(indices.flatten(), device)))
+    return tuple(groups)
+
+
+def attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: PackedLengths,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute attention with torch's `varlen_attn`, in one call for all sequences."""
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+    head_dim = query.shape[-1]
+    num_missing = -head_dim % _HEAD_DIM_STEP
+    tensors = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if num_missing:
+        tensors = [pad(tensor, (0, num_missing)) for tensor in tensors]
+    output = varlen_attn(
+        *(tensor if _is_aligned(tensor) else tensor.contiguous() for tensor in tensors),
+        *(lengths.starts, lengths.starts, lengths.longest, lengths.longest),
+        scale=head_dim**-0.5 if scaling is None else scaling,
     )
-
-
-class VarlenKernel:
-    """A kernel that uses torch's `varlen_attn` for sequences of different lengths."""
-
-    name = "varlen"
-
-    def __init__(self) -> None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        self._varlen_attn: Any = varlen_attn
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: PackedLengths,
-        *,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        head_dim = query.shape[-1]
-        num_missing = -head_dim % _HEAD_DIM_STEP
-        scaling = head_dim**-0.5 if scaling is None else scaling
-        tensors = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        if num_missing:
-            tensors = [pad(tensor, (0, num_missing)) for tensor in tensors]
-        output = self._varlen_attn(
-            *(tensor if _is_aligned(tensor) else tensor.contiguous() for tensor in tensors),
-            lengths.starts,
-            lengths.starts,
-            lengths.longest,
-            lengths.longest,
-            scale=scaling,
-        )
-        result: torch.Tensor = output[None, ..., :head_dim]
-        return result
+    result: torch.Tensor = output[None, ..., :head_dim]
+    return result
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -158,18 +130,16 @@ def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int
     """Return the fastest kernel that works on this device. The choice is made once."""
     obstacle = _find_obstacle(device, dtype, head_dim)
     if obstacle is None:
-        logger.info("attention of encoders: %s", VarlenKernel.name)
-        return VarlenKernel()
-    logger.info("attention of encoders: %s (not varlen: %s)", BatchKernel.name, obstacle)
-    return BatchKernel()
+        logger.info("attention of encoders: varlen")
+        return attend_varlen
+    logger.info("attention of encoders: batches of equal length (not varlen: %s)", obstacle)
+    return attend_in_batches
 
 
 def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why torch's kernel can't be used, or `None` if it can."""
-    if device.type != "cuda":
-        return f"it needs a CUDA device, not {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if (obstacle := find_common_obstacle((), dtype, device)) is not None:
+        return obstacle
     if head_dim > _MAX_HEAD_DIM:
         return f"its heads have at most {_MAX_HEAD_DIM} numbers, not {head_dim}"
     try:
@@ -187,12 +157,10 @@ def _try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str 
     # Queries, keys and values are parts of one tensor, as they often are in encoders.
     joined = torch.randn(num_tokens, 3, 2, head_dim, generator=generator).to(device, dtype)
     query, key, value = (part.transpose(0, 1)[None] for part in joined.unbind(1))
-    starts = torch.tensor([sum(_TRIAL_LENGTHS[:index]) for index in range(len(_TRIAL_LENGTHS) + 1)])
+    starts = torch.tensor([0, *accumulate(_TRIAL_LENGTHS)])
     lengths = PackedLengths.from_starts(starts.to(device), starts)
-    expected = BatchKernel().attend(
-        query.float(), key.float(), value.float(), lengths, scaling=None
-    )
-    found = VarlenKernel().attend(query, key, value, lengths, scaling=None)
+    expected = attend_in_batches(query.float(), key.float(), value.float(), lengths, None)
+    found = attend_varlen(query, key, value, lengths, None)
     # The outputs are averages of random values of about 1 and are rounded a few times, so an error
     # of a few units in the last place is allowed.
     distance = float((found.float() - expected).abs().max())

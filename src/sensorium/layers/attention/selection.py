@@ -1,23 +1,24 @@
-"""Chooses the attention backend once at start, and logs the reasons.
+"""Chooses the attention backend once at start, after a trial, and logs the reasons.
 
 `auto` takes the first backend that works here. It prefers kernels that read pages in place; the
 gather of `torch_backend` always works. A backend that the user names is never replaced: if it can't
 be used, that is an error.
+
+A kernel may be missing, fail to compile or reject a shape for reasons that can't be foreseen. The
+trial finds that at start and not in a request. It also compiles the kernels that are compiled on
+demand. The right numbers are those of the gather in `torch_backend`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from sensorium.layers.attention import flashinfer_backend, triton_backend, varlen_backend
-from sensorium.layers.attention.backend import PagedAttention
+from sensorium.layers.attention.backend import GroupTables, LayerCache, PagedAttention, StepLayout
 from sensorium.layers.attention.flashinfer_backend import FlashInferAttention
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
-from sensorium.layers.attention.trial import find_fault
 from sensorium.layers.attention.triton_backend import TritonPagedAttention
 from sensorium.layers.attention.varlen_backend import VarlenAttention
 from sensorium.layers.kv_layout import LayerSpec
@@ -25,21 +26,14 @@ from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    find_obstacle: Callable[..., str | None]
-    make: Callable[..., PagedAttention]
-
-
+_Candidate = type[FlashInferAttention] | type[VarlenAttention] | type[TritonPagedAttention]
 # Best first.
-_CANDIDATES = {
-    "flashinfer": _Candidate(
-        find_obstacle=flashinfer_backend.find_obstacle, make=FlashInferAttention
-    ),
-    "varlen": _Candidate(find_obstacle=varlen_backend.find_obstacle, make=VarlenAttention),
-    "triton": _Candidate(find_obstacle=triton_backend.find_obstacle, make=TritonPagedAttention),
+_CANDIDATES: dict[str, _Candidate] = {
+    "flashinfer": FlashInferAttention,
+    "varlen": VarlenAttention,
+    "triton": TritonPagedAttention,
 }
+_QUERY_LENS = (1, 5)  # the requests of a trial: a decoding one and a chunk of a prompt
 
 
 def choose_attention(
@@ -63,7 +57,7 @@ def choose_attention(
         if name != "auto":
             raise ModelError(f"attention_backend={name!r} can't be used: {found}")
         reasons.append(f"not {candidate}: {found}")
-    logger.info("attention backend: torch (%s)", "; ".join(reasons) or "as asked for")
+    logger.info("attention backend: torch (%s)", "; ".join(reasons) or "as configured")
     return TorchPagedAttention(block_size=block_size, dtype=dtype)
 
 
@@ -77,11 +71,10 @@ def _try(
 ) -> PagedAttention | str:
     """Return the backend, or the reason why it can't be used."""
     candidate = _CANDIDATES[name]
-    obstacle = candidate.find_obstacle(layers, dtype=dtype, device=device)
-    if obstacle is not None:
+    if (obstacle := candidate.find_obstacle(layers, dtype, device)) is not None:
         return obstacle
     try:
-        attention = candidate.make(block_size=block_size, dtype=dtype, device=device)
+        attention = candidate(block_size=block_size, dtype=dtype, device=device)
         fault = find_fault(attention, layers, block_size=block_size, dtype=dtype, device=device)
     except Exception as error:
         # Imports, compilers and kernels raise many kinds of errors. Each means that the backend
@@ -90,3 +83,79 @@ def _try(
         # The text may contain a compiler's whole output, so it is cut. The debug log has all of it.
         return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return attention if fault is None else f"a trial gave wrong numbers: {fault}"
+
+
+@torch.inference_mode()
+def find_fault(
+    attention: PagedAttention,
+    layers: Sequence[LayerSpec],
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """Return what goes wrong when each kind of layer runs once, or `None` if nothing does."""
+    kinds = {
+        (layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.window): layer
+        for layer in layers
+    }
+    gather = TorchPagedAttention(block_size=block_size, dtype=dtype)
+    for layer in kinds.values():
+        layout = _make_layout(layer.window, block_size, device)
+        expected = _run(gather, layer, layout, block_size, dtype)
+        output = _run(attention, layer, layout, block_size, dtype)
+        error = float((output.float() - expected.float()).abs().max())
+        if not error <= 8 * torch.finfo(dtype).eps:  # `not <=` is also true for NaN
+            return f"heads of size {layer.key_dim}, window {layer.window}: off by {error:.3g}"
+    return None
+
+
+def _run(
+    attention: PagedAttention,
+    layer: LayerSpec,
+    layout: StepLayout,
+    block_size: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the output of a random step, which is the same for every backend."""
+    device = layout.groups[0].block_tables.device
+    random = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random, device=device, dtype=dtype)
+
+    num_blocks = 1 + layout.groups[0].block_tables.numel()
+    num_heads, num_tokens = layer.num_kv_heads, sum(_QUERY_LENS)
+    cache = LayerCache(
+        keys=randn(num_blocks, block_size, num_heads, layer.key_dim),
+        values=randn(num_blocks, block_size, num_heads, layer.value_dim),
+        group_index=0,
+        is_shared=False,
+    )
+    attention.prepare(layout)
+    return attention.attend(
+        cache,
+        randn(1, 2 * num_heads, num_tokens, layer.key_dim),
+        randn(1, num_heads, num_tokens, layer.key_dim),
+        randn(1, num_heads, num_tokens, layer.value_dim),
+        scaling=None,
+    )
+
+
+def _make_layout(window: int | None, block_size: int, device: torch.device) -> StepLayout:
+    """Return a step of two requests that both have earlier tokens in the cache.
+
+    No block is used twice.
+    """
+    seq_lens = (2 * block_size + 1, block_size + _QUERY_LENS[1])
+    width = max(-(-length // block_size) for length in seq_lens)
+    tables = torch.arange(1, 1 + 2 * width).view(2, width)
+    slots = [
+        int(tables[row, position // block_size]) * block_size + position % block_size
+        for row, (query_len, seq_len) in enumerate(zip(_QUERY_LENS, seq_lens, strict=True))
+        for position in range(seq_len - query_len, seq_len)
+    ]
+    group = GroupTables(
+        window=window, slot_mapping=torch.tensor(slots).to(device), block_tables=tables.to(device)
+    )
+    return StepLayout(query_lens=_QUERY_LENS, seq_lens=seq_lens, groups=(group,), attend_until=None)

@@ -21,12 +21,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sensorium.layers.attention.backend import (
-    GroupTables,
-    LayerCache,
-    StepLayout,
-    store_new_tokens,
-)
+from sensorium.layers.attention.backend import GroupTables, LayerCache, StepLayout, store_new_tokens
+from sensorium.types.errors import InvariantError
 from sensorium.utils.arrays import to_device
 
 # In numbers. A bias with rows that start at other multiples would be copied by every layer.
@@ -48,14 +44,12 @@ def use_ready_kernels() -> Iterator[None]:
 class _DecodeBucket:
     rows: slice | torch.Tensor  # indices of its requests in the step
     block_ids: torch.Tensor  # [b * blocks]
-    num_blocks: int
     mask: torch.Tensor  # float [b, 1, 1, S], 0 or -inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prefill:
-    start: int  # the request's first token in the step
-    end: int
+    tokens: slice  # the request's tokens in the step
     block_ids: torch.Tensor | None  # None: all its keys are new, nothing to gather
     num_keys: int
     mask: torch.Tensor | None  # [query, S], bool, or on a GPU 0 and -inf; None: plain causal
@@ -101,9 +95,8 @@ class TorchPagedAttention:
             queries = query[0].transpose(0, 1)[: plan.num_decodes]
             self._attend_decoding(cache, queries, plan.decodes, scaling, output[: plan.num_decodes])
         for prefill in plan.prefills:
-            tokens = slice(prefill.start, prefill.end)
-            q, k, v = (tensor[:, :, tokens] for tensor in (query, key, value))
-            output[tokens] = _prefill(cache, q, k, v, prefill, scaling)[0]
+            q, k, v = (tensor[:, :, prefill.tokens] for tensor in (query, key, value))
+            output[prefill.tokens] = _prefill(cache, q, k, v, prefill, scaling)[0]
         return output[None]
 
     def _plan_group(self, layout: StepLayout, group: GroupTables) -> _GroupPlan:
@@ -111,9 +104,9 @@ class TorchPagedAttention:
         prefills = []
         start = num_decodes
         for row in range(num_decodes, len(layout.query_lens)):
-            end = start + layout.query_lens[row]
-            prefills.append(self._plan_prefill(layout, group, row, start, end))
-            start = end
+            tokens = slice(start, start + layout.query_lens[row])
+            prefills.append(self._plan_prefill(layout, group, row, tokens))
+            start = tokens.stop
         return _GroupPlan(
             slot_mapping=group.slot_mapping,
             num_decodes=num_decodes,
@@ -143,10 +136,7 @@ class TorchPagedAttention:
         if not seq_lens:
             return ()
         firsts = [self._first_block(group, seq_len - 1) for seq_len in seq_lens]
-        widths = [
-            self._last_block(seq_len) - first
-            for seq_len, first in zip(seq_lens, firsts, strict=True)
-        ]
+        widths = [self._last_block(end) - a for end, a in zip(seq_lens, firsts, strict=True)]
         rows_by_width: dict[int, list[int]] = {}
         for row, width in enumerate(widths):
             rows_by_width.setdefault(width.bit_length(), []).append(row)
@@ -176,13 +166,11 @@ class TorchPagedAttention:
     ) -> _DecodeBucket:
         device = group.block_tables.device
         first = first_blocks[:, None]
-        columns = (first + torch.arange(num_blocks, device=device)).clamp_(
-            max=group.block_tables.shape[1] - 1
-        )
+        columns = first + torch.arange(num_blocks, device=device)
+        columns.clamp_(max=group.block_tables.shape[1] - 1)
         # [b, S]: the position of each gathered key in its request
-        positions = first * self._block_size + torch.arange(
-            num_blocks * self._block_size, device=device
-        )
+        offsets = torch.arange(num_blocks * self._block_size, device=device)
+        positions = first * self._block_size + offsets
         lengths = seq_lens[:, None]
         is_seen = positions < lengths
         if group.window is not None:
@@ -192,50 +180,38 @@ class TorchPagedAttention:
         return _DecodeBucket(
             rows=slice(0, len(rows)) if is_whole else rows,
             block_ids=group.block_tables[rows[:, None], columns].flatten(),
-            num_blocks=num_blocks,
             mask=mask[:, None, None],
         )
 
     def _plan_prefill(
-        self, layout: StepLayout, group: GroupTables, row: int, start: int, end: int
+        self, layout: StepLayout, group: GroupTables, row: int, tokens: slice
     ) -> _Prefill:
         seq_len = layout.seq_lens[row]
-        first_query = seq_len - (end - start)
-        window = group.window
+        first_query = seq_len - layout.query_lens[row]
         first_block = self._first_block(group, first_query)
         first_key = first_block * self._block_size
         is_whole = first_query == 0
         is_plain = layout.attend_until is None or group.is_causal
-        is_causal = is_plain and (window is None or seq_len <= window)
-        mask = None
+        is_causal = is_plain and (group.window is None or seq_len <= group.window)
+        block_ids = mask = None
+        if not is_whole:
+            block_ids = group.block_tables[row, first_block : self._last_block(seq_len)]
         if not (is_whole and is_causal):
-            mask = self._make_mask(layout, group, start, end, first_query, first_key, seq_len)
-        return _Prefill(
-            start=start,
-            end=end,
-            block_ids=None
-            if is_whole
-            else group.block_tables[row, first_block : self._last_block(seq_len)],
-            num_keys=seq_len - first_key,
-            mask=mask,
-        )
+            mask = self._make_mask(layout, group, tokens, first_key, seq_len)
+        num_keys = seq_len - first_key
+        return _Prefill(tokens=tokens, block_ids=block_ids, num_keys=num_keys, mask=mask)
 
     def _make_mask(
-        self,
-        layout: StepLayout,
-        group: GroupTables,
-        start: int,
-        end: int,
-        first_query: int,
-        first_key: int,
-        seq_len: int,
+        self, layout: StepLayout, group: GroupTables, tokens: slice, first_key: int, seq_len: int
     ) -> torch.Tensor:
+        """Return which of the last tokens of a request attends to which of its keys."""
         device = group.block_tables.device
+        first_query = seq_len - (tokens.stop - tokens.start)
         queries = torch.arange(first_query, seq_len, device=device)[:, None]
         keys = torch.arange(first_key, seq_len, device=device)
         until = queries + 1
         if layout.attend_until is not None and not group.is_causal:
-            until = layout.attend_until[start:end, None]
+            until = layout.attend_until[tokens, None]
         mask = keys < until
         if group.window is not None:
             mask &= keys > queries - group.window
@@ -259,6 +235,51 @@ class TorchPagedAttention:
 
     def _last_block(self, seq_len: int) -> int:
         return -(-seq_len // self._block_size)
+
+
+class InPlaceAttention(TorchPagedAttention):
+    """A base of backends with kernels that read pages in place.
+
+    A step that has spans with attention in both directions uses the gather for all its tokens.
+    """
+
+    _layout: StepLayout | None = None
+
+    def prepare(self, layout: StepLayout) -> None:
+        self._layout = layout
+        if layout.attend_until is None:
+            self._prepare_pages(layout)
+        else:
+            super().prepare(layout)
+
+    def attend(
+        self,
+        cache: LayerCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        if self._layout is None:
+            raise InvariantError("attend() before prepare()")
+        if self._layout.attend_until is not None:
+            return super().attend(cache, query, key, value, scaling=scaling)
+        if not cache.is_shared:
+            slots = self._layout.groups[cache.group_index].slot_mapping
+            store_new_tokens(cache, slots, key, value)
+        queries = query[0].transpose(0, 1).contiguous()
+        return self._attend_pages(self._layout, cache, queries, scaling)[None]
+
+    def _prepare_pages(self, layout: StepLayout) -> None:
+        """Prepare the kernels for a step without spans."""
+        raise NotImplementedError
+
+    def _attend_pages(
+        self, layout: StepLayout, cache: LayerCache, queries: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Return the attention output [N, H, D] of one layer for queries [N, H, D]."""
+        raise NotImplementedError
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor, batch: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ of `torch_backend`, because its attention over many queries is fast enough.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,48 +18,42 @@ from sensorium.layers.kv_layout import LayerSpec
 from sensorium.utils.arrays import to_device
 
 
-def find_obstacle(
-    layers: Sequence[LayerSpec], *, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Return why these layers can't be computed here, or `None` if they can."""
-    del layers, dtype
-    return kernels.find_obstacle(device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingRows:
-    """The input of the kernel for the decoding requests of a step, for one group of layers."""
-
-    block_tables: torch.Tensor  # int32 [b, blocks]
-    seq_lens: torch.Tensor  # int [b]
-    window: int | None
-
-
 class TritonPagedAttention(TorchPagedAttention):
     name = "triton"
 
-    def __init__(self, *, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,  # noqa: ARG002  (every backend is made with the same arguments)
+    ) -> None:
         super().__init__(block_size=block_size, dtype=dtype)
-        del device
-        from sensorium.layers.kernels.decode_attention import attend_decoding
-        from sensorium.layers.kernels.kv_store import store_new_tokens
+        from sensorium.layers.kernels.decoding import attend_decoding, store_new_tokens
 
         self._attend = attend_decoding
         self._store_new_tokens = store_new_tokens
+
+    @staticmethod
+    def find_obstacle(
+        _layers: Sequence[LayerSpec], _dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Return why this backend can't be used here, or `None` if it can."""
+        return kernels.find_obstacle(device)
 
     def _store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         self._store_new_tokens(cache.keys, cache.values, slots, key, value)
 
-    def _plan_decodes(self, group: GroupTables, seq_lens: tuple[int, ...]) -> DecodingRows:
-        device = group.block_tables.device
-        return DecodingRows(
-            # int32 as in CUDA graphs, so that the kernel compiled for them is used here as well.
-            block_tables=group.block_tables[: len(seq_lens)].to(torch.int32),
-            seq_lens=to_device(torch.tensor(seq_lens), device),
-            window=group.window,
-        )
+    def _plan_decodes(
+        self, group: GroupTables, seq_lens: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Return the block tables [b, blocks], lengths [b] and window of the decoding requests."""
+        # int32 as in CUDA graphs, so that the kernel compiled for them is used here as well.
+        block_tables = group.block_tables[: len(seq_lens)].to(torch.int32)
+        lengths = to_device(torch.tensor(seq_lens), block_tables.device)
+        return block_tables, lengths, group.window
 
     def _attend_decoding(
         self,
@@ -70,14 +63,8 @@ class TritonPagedAttention(TorchPagedAttention):
         scaling: float | None,
         output: torch.Tensor,
     ) -> None:
-        output.copy_(
-            self._attend(
-                queries,
-                cache.keys,
-                cache.values,
-                decodes.block_tables,
-                decodes.seq_lens,
-                scaling=scaling,
-                window=decodes.window,
-            )
+        tables, lengths, window = decodes
+        attended = self._attend(
+            queries, cache.keys, cache.values, tables, lengths, scaling=scaling, window=window
         )
+        output.copy_(attended)

@@ -5,9 +5,6 @@ FA2 kernels refuse a block table. The FlashAttention-3 kernels accept one. They 
 package (`flash_attn_interface`, Hopper only), and torch uses them when asked to. FA3 takes pages of
 any size and heads of at most 256 numbers. Whether a build really works is tested by the trial at
 start.
-
-A step that has spans with attention in both directions uses the gather of `torch_backend` for all
-its tokens.
 """
 
 from __future__ import annotations
@@ -20,34 +17,14 @@ from typing import Any
 
 import torch
 
-from sensorium.layers.attention.backend import LayerCache, StepLayout, store_new_tokens
-from sensorium.layers.attention.torch_backend import TorchPagedAttention
+from sensorium.layers.attention.backend import LayerCache, StepLayout, find_common_obstacle
+from sensorium.layers.attention.torch_backend import InPlaceAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import InvariantError
 from sensorium.utils.arrays import to_device
 
-MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 256
 _KERNEL_PACKAGE = "flash_attn_interface"
-
-
-def find_obstacle(
-    layers: Sequence[LayerSpec], *, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Return why these layers can't be computed here, or `None` if they can."""
-    if device.type != "cuda":
-        return f"it needs a CUDA device, not {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    for layer in layers:
-        if layer.key_dim != layer.value_dim:
-            return f"keys of size {layer.key_dim} with values of size {layer.value_dim}"
-        if layer.key_dim > MAX_HEAD_DIM or layer.key_dim % 8:
-            return f"head sizes are multiples of 8 up to {MAX_HEAD_DIM}, not {layer.key_dim}"
-    if _find_function() is None:
-        return f"the varlen_attn of torch {torch.__version__} takes no block_table"
-    if importlib.util.find_spec(_KERNEL_PACKAGE) is None:
-        return f"pages need the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
-    return None
 
 
 def _find_function() -> Callable[..., Any] | None:
@@ -68,24 +45,35 @@ def _activate_kernels() -> None:
         activate_flash_attention_impl("FA3")
 
 
-class VarlenAttention:
+class VarlenAttention(InPlaceAttention):
     name = "varlen"
 
     def __init__(self, *, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(block_size=block_size, dtype=dtype)
         function = _find_function()
         if function is None:
             raise InvariantError("this torch has no varlen_attn that reads pages")
         _activate_kernels()
         self._varlen_attn = function
         self._device = device
-        self._gather = TorchPagedAttention(block_size=block_size, dtype=dtype)
-        self._layout: StepLayout | None = None
 
-    def prepare(self, layout: StepLayout) -> None:
-        self._layout = layout
-        if layout.attend_until is not None:
-            self._gather.prepare(layout)
-            return
+    @staticmethod
+    def find_obstacle(
+        layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Return why this backend can't compute these layers here, or `None` if it can."""
+        if (obstacle := find_common_obstacle(layers, dtype, device)) is not None:
+            return obstacle
+        for layer in layers:
+            if layer.key_dim > _MAX_HEAD_DIM or layer.key_dim % 8:
+                return f"head sizes are multiples of 8 up to {_MAX_HEAD_DIM}, not {layer.key_dim}"
+        if _find_function() is None:
+            return f"the varlen_attn of torch {torch.__version__} takes no block_table"
+        if importlib.util.find_spec(_KERNEL_PACKAGE) is None:
+            return f"pages need the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
+        return None
+
+    def _prepare_pages(self, layout: StepLayout) -> None:
         lengths = [0, *accumulate(layout.query_lens), *layout.seq_lens]
         uploaded = to_device(torch.tensor(lengths, dtype=torch.int32), self._device)
         num_starts = len(layout.query_lens) + 1
@@ -95,24 +83,12 @@ class VarlenAttention:
         self._max_query_len = max(layout.query_lens)
         self._max_seq_len = max(layout.seq_lens)
 
-    def attend(
-        self,
-        cache: LayerCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float | None,
+    def _attend_pages(
+        self, layout: StepLayout, cache: LayerCache, queries: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        if self._layout is None:
-            raise InvariantError("attend() before prepare()")
-        if self._layout.attend_until is not None:
-            return self._gather.attend(cache, query, key, value, scaling=scaling)
-        group = self._layout.groups[cache.group_index]
-        if not cache.is_shared:
-            store_new_tokens(cache, group.slot_mapping, key, value)
-        output = self._varlen_attn(
-            query[0].transpose(0, 1).contiguous(),
+        window = layout.groups[cache.group_index].window
+        output: torch.Tensor = self._varlen_attn(
+            queries,
             cache.keys,
             cache.values,
             self._query_starts,
@@ -120,9 +96,9 @@ class VarlenAttention:
             self._max_query_len,
             self._max_seq_len,
             scale=scaling,
-            window_size=(-1 if group.window is None else group.window - 1, 0),
-            enable_gqa=query.shape[1] != cache.keys.shape[2],
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=queries.shape[1] != cache.keys.shape[2],
             seqused_k=self._seq_lens,
             block_table=self._block_tables[cache.group_index],
         )
-        return output[None]
+        return output

@@ -82,15 +82,14 @@ class CausalAttention:
 
     def attend(
         self,
-        layer_index: int,
+        _layer_index: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         *,
         scaling: float | None,
-        window: int | None,
+        window: int | None,  # noqa: ARG002
     ) -> torch.Tensor:
-        del layer_index, window
         output = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )

@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from sensorium.layers import kernels
-from sensorium.models.seams.aligned_widths import align_widths
 from sensorium.models.seams.comparing import find_closest, get_distance, is_rounding, make_rows
+from sensorium.models.seams.matrix_products import SiblingGroup, align_widths, find_groups
 from sensorium.models.seams.residual_layers import find_parts, make_forward
-from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,8 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
     if kernels.find_obstacle(device) is None:
         for module in model.modules():
             _try(_fuse_gate, fusion, module, groups.get(module, ()))
-        norms: dict[nn.Module, _Norm] = {}
+        # Each fused norm -> the arguments of its kernel.
+        norms: dict[nn.Module, dict[str, Any]] = {}
         for module in model.modules():
             _try(_fuse_norm, fusion, module, norms)
         for module in model.modules():
@@ -103,7 +103,7 @@ def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *argu
 
 
 def _fuse_gate(fusion: Fusion, layer: nn.Module, groups: Sequence[SiblingGroup]) -> None:
-    from sensorium.layers.kernels.gate import KINDS, activate_and_multiply
+    from sensorium.layers.kernels.fused_layers import ACTIVATIONS, activate_and_multiply
 
     both = getattr(layer, "gate_up_proj", None)  # in some models the two products are one already
     down = getattr(layer, "down_proj", None)
@@ -120,10 +120,10 @@ def _fuse_gate(fusion: Fusion, layer: nn.Module, groups: Sequence[SiblingGroup])
     x = make_rows(weight, weight.shape[1])
     exact = _copy_exactly(layer)
     inner, products = _find_inner(exact, x.float())
-    candidates = [activate_and_multiply(products, kind=kind) for kind in KINDS]
+    candidates = [activate_and_multiply(products, kind=kind) for kind in ACTIVATIONS]
     if (index := find_closest(candidates, inner)) is None:
         return
-    kind = KINDS[index]
+    kind = ACTIVATIONS[index]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return down(activate_and_multiply(multiply(x), kind=kind))
@@ -162,14 +162,8 @@ def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.
 # ---- norms, and sums in front of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Norm:
-    weight: torch.Tensor
-    variant: dict[str, Any]  # arguments of the kernel
-
-
-def _fuse_norm(fusion: Fusion, module: nn.Module, norms: dict[nn.Module, _Norm]) -> None:
-    from sensorium.layers.kernels.rms_norm import normalize
+def _fuse_norm(fusion: Fusion, module: nn.Module, norms: dict[nn.Module, dict[str, Any]]) -> None:
+    from sensorium.layers.kernels.fused_layers import normalize
 
     eps = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
     weight = getattr(module, "weight", None)
@@ -179,27 +173,26 @@ def _fuse_norm(fusion: Fusion, module: nn.Module, norms: dict[nn.Module, _Norm])
         return
     x = make_rows(weight, len(weight))
     variants: list[dict[str, Any]] = [
-        {"eps": float(eps), "offset": offset, "rounds_first": rounds_first}
+        {"weight": weight, "eps": float(eps), "offset": offset, "rounds_first": rounds_first}
         for offset in (0.0, 1.0)
         for rounds_first in (True, False)
     ]
-    candidates = [normalize(x, weight, **variant) for variant in variants]
-    if (index := find_closest(candidates, module(x))) is None:
-        return
-    norms[module] = _Norm(weight=weight, variant=variants[index])
-    fusion.add_forward("norms", module, partial(normalize, weight=weight, **variants[index]))
+    candidates = [normalize(x, **variant) for variant in variants]
+    if (index := find_closest(candidates, module(x))) is not None:
+        norms[module] = variants[index]
+        fusion.add_forward("norms", module, partial(normalize, **variants[index]))
 
 
-def _fuse_residual(fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, _Norm]) -> None:
-    from sensorium.layers.kernels.rms_norm import add_and_normalize
+def _fuse_residual(
+    fusion: Fusion, layer: nn.Module, norms: Mapping[nn.Module, dict[str, Any]]
+) -> None:
+    from sensorium.layers.kernels.fused_layers import add_and_normalize
 
     parts = find_parts(layer)
-    if parts is None or (norm := norms.get(parts.second_norm)) is None:
+    if parts is None or parts.second_norm not in norms or _has_hooks(parts.second_norm):
         return
-    if _has_hooks(parts.second_norm):
-        return
-    add = partial(add_and_normalize, weight=norm.weight, **norm.variant)
-    if (forward := make_forward(layer, parts, norm.weight, add)) is not None:
+    add = partial(add_and_normalize, **norms[parts.second_norm])
+    if (forward := make_forward(layer, parts, add)) is not None:
         fusion.add_forward("sums with norms", layer, forward)
 
 
@@ -243,7 +236,7 @@ def _make_rotating(forward: FunctionType, weight: torch.Tensor) -> FunctionType 
 
 def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | None:
     """Return a replacement for a rotary function of Transformers, if it can be replaced."""
-    from sensorium.layers.kernels.rotary import rotate
+    from sensorium.layers.kernels.fused_layers import rotate
 
     parameters = list(inspect.signature(original).parameters) if callable(original) else []
     if parameters[:4] != ["q", "k", "cos", "sin"]:

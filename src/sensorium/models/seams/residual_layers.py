@@ -12,8 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +30,9 @@ _NAMES = (
 AddAndNormalize = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParts:
+class LayerParts(NamedTuple):
+    """The parts of a layer, in the order in which they are computed."""
+
     first_norm: nn.Module
     attention: nn.Module
     second_norm: nn.Module
@@ -40,22 +40,20 @@ class LayerParts:
 
 
 def find_parts(layer: nn.Module) -> LayerParts | None:
+    """Return the parts of a layer that has them under their usual names, or `None`."""
     children = dict(layer.named_children())
     for names in _NAMES:
         if children.keys() >= set(names):
-            first_norm, attention, second_norm, mlp = (children[name] for name in names)
-            return LayerParts(
-                first_norm=first_norm, attention=attention, second_norm=second_norm, mlp=mlp
-            )
+            return LayerParts(*(children[name] for name in names))
     return None
 
 
 def make_forward(
-    layer: nn.Module, parts: LayerParts, weight: torch.Tensor, add_and_normalize: AddAndNormalize
+    layer: nn.Module, parts: LayerParts, add_and_normalize: AddAndNormalize
 ) -> Callable[..., torch.Tensor] | None:
     """Return a `forward` for a layer, or `None` if the layer is of another kind.
 
-    `weight` is the weight of its second norm, which `add_and_normalize` replaces.
+    `add_and_normalize` replaces its first sum and its second norm.
     """
     parameters = list(inspect.signature(layer.forward).parameters.values())
     named = [p for p in parameters[1:] if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -72,6 +70,7 @@ def make_forward(
         total, normalized = add_and_normalize(hidden_states, attended)
         return total + parts.mlp(normalized)
 
+    weight: torch.Tensor = parts.second_norm.weight  # type: ignore[assignment]
     x = make_rows(weight, len(weight))[None]
     # Any objects will do as arguments: they only have to reach attention unchanged.
     takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -17,7 +17,6 @@ from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.options import LoadingOptions
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
-from sensorium.models.blocks import call_before_blocks
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
@@ -74,7 +73,7 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
     if start.pulse_fd is None:
         return make_loop()
     pulse = Pulse.attach(start.pulse_fd)
-    call_before_blocks(built.adapter.model, pulse.beat)
+    built.adapter.call_before_blocks(pulse.beat)
     listen_for_long_work(pulse.note_long_work)
     pulse.beat()  # from now on the parent watches the signs of life
     idle_s = get_idle_interval(start.options.core_stall_timeout)

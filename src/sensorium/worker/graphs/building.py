@@ -10,7 +10,7 @@ from time import monotonic
 import torch
 
 from sensorium.layers import kernels
-from sensorium.layers.attention.trial import find_fault
+from sensorium.layers.attention.selection import find_fault
 from sensorium.layers.attention.triton_backend import TritonPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
 from sensorium.models.adapter import ModelAdapter

@@ -58,8 +58,7 @@ class TritonKernels:
     """The Triton kernels of `layers.kernels`."""
 
     def __init__(self) -> None:
-        from sensorium.layers.kernels.decode_attention import attend_decoding
-        from sensorium.layers.kernels.kv_store import store_new_tokens
+        from sensorium.layers.kernels.decoding import attend_decoding, store_new_tokens
 
         self._attend = attend_decoding
         self._store = store_new_tokens

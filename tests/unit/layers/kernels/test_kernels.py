@@ -7,9 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from sensorium.layers.kernels.decode_attention import attend_decoding, get_num_splits
-from sensorium.layers.kernels.kv_store import store_new_tokens
-from sensorium.layers.kernels.rms_norm import add_and_normalize, normalize
+from sensorium.layers.kernels.decoding import attend_decoding, get_num_splits, store_new_tokens
+from sensorium.layers.kernels.fused_layers import add_and_normalize, normalize
 
 # Triton's interpreter does that.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -16,7 +16,7 @@ from sensorium.models.adapter import ModelAdapter
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams.comparing import CausalAttention
 from sensorium.models.seams.fusion import fuse
-from sensorium.models.seams.sibling_products import SiblingGroup, find_groups
+from sensorium.models.seams.matrix_products import SiblingGroup, find_groups
 from tests.parity.cases import FAMILIES
 
 CPU = torch.device("cpu")
@@ -250,11 +250,11 @@ def test_fusions_that_change_the_model_as_a_whole_are_not_used(
 def test_only_the_fused_model_rotates_by_our_kernel(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sensorium.layers.kernels import rotary
+    from sensorium.layers.kernels import fused_layers
 
     calls = []
-    rotate = rotary.rotate
-    monkeypatch.setattr(rotary, "rotate", lambda *inputs: calls.append(1) or rotate(*inputs))
+    rotate = fused_layers.rotate
+    monkeypatch.setattr(fused_layers, "rotate", lambda *inputs: calls.append(1) or rotate(*inputs))
     fused, other = (_load(tiny_model("llama")) for _ in range(2))
     fused.fuse()
     calls.clear()
@@ -332,13 +332,14 @@ def test_what_only_looks_alike_is_not_fused(module: nn.Module, dtype: torch.dtyp
 def test_the_activation_is_found(
     kind: str, act: Callable[..., torch.Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sensorium.layers.kernels import gate
+    from sensorium.layers.kernels import fused_layers
 
     torch.manual_seed(0)
     module = _Gated(act).to(dtype)
     assert fuse(module, CPU).counts["gated layers"] == 1
     kinds = []
-    monkeypatch.setattr(gate, "_multiply", _Noting(gate._multiply, kinds))
+    noting = _Noting(fused_layers._multiply, kinds)
+    monkeypatch.setattr(fused_layers, "_multiply", noting)
     module(torch.randn(2, 32, dtype=dtype))
     assert kinds == [kind]
 

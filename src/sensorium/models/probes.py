@@ -1,4 +1,6 @@
-"""Finds out from a decoder's own masks which positions each of its layers attends to.
+"""Finds out from small forward passes what a decoder's layers store, and what they attend to.
+
+So the configs of single families don't have to be interpreted.
 
 Transformers composes a mask as a function of two positions, and passes it to the attention
 implementation. This module registers an implementation that calls this function for chosen
@@ -16,6 +18,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sensorium.layers.kv_layout import LayerSpec
 from sensorium.types.errors import ModelError
 
 PROBE_ATTENTION = "sensorium_probe"
@@ -24,6 +27,53 @@ _FAR = 1_000_003
 _ANSWER = "sensorium_answer"  # the attribute of a mask tensor that holds the `MaskAnswer`
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class KVProbe:
+    """An `AttentionCall` that records the shapes of each layer's keys and values.
+
+    Layers that share keys and values pass the very same tensors.
+    """
+
+    def __init__(self) -> None:
+        # Addresses of keys and values -> the first layer that passed them. The tensors are kept
+        # alive, because later ones could get the address of one that was freed.
+        self._sources: dict[tuple[int, int], int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._specs: dict[int, LayerSpec] = {}
+
+    def attend(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,  # noqa: ARG002
+        window: int | None,
+    ) -> torch.Tensor:
+        """Record the layer, and return zeros as its output."""
+        if layer_index in self._specs:
+            # Keys and values are stored by layer, so the second call would overwrite the first.
+            raise ModelError(
+                f"layer {layer_index} attends more than once in a forward pass: not supported"
+            )
+        self._tensors += (key, value)
+        addresses = (key.data_ptr(), value.data_ptr())
+        self._specs[layer_index] = LayerSpec(
+            layer_index=layer_index,
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            window=window,
+            source=self._sources.setdefault(addresses, layer_index),
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Return the layers that were recorded, in the order of their indices."""
+        return tuple(self._specs[index] for index in sorted(self._specs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +89,7 @@ class MaskProbe:
     """A recorder of the mask of every layer in a decoder that runs with `PROBE_ATTENTION`."""
 
     def __init__(self) -> None:
-        self._windows: dict[int, int | None] = {}
-
-    @property
-    def windows(self) -> dict[int, int | None]:
-        """Return a map from the index of each layer to its window."""
-        return dict(self._windows)
+        self.windows: dict[int, int | None] = {}  # layer index -> its window
 
     def note(
         self,
@@ -72,7 +117,7 @@ class MaskProbe:
                 f"{'has none' if answer.window is None else f'has one of {answer.window}'}: "
                 "not supported"
             )
-        self._windows[layer_index] = answer.window
+        self.windows[layer_index] = answer.window
 
 
 def read_mask(mask_function: MaskFunction) -> MaskAnswer:
@@ -129,10 +174,9 @@ def _make_probe_mask(
     kv_length: int,
     mask_function: MaskFunction,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **_kwargs: Any,  # versions of Transformers differ in them
 ) -> torch.Tensor:
     """Return a mask with its `MaskAnswer` attached."""
-    del kwargs  # versions of Transformers differ in them
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     setattr(mask, _ANSWER, read_mask(mask_function))
     return mask

@@ -11,8 +11,8 @@ import torch
 import sensorium.models  # noqa: F401  (before Transformers' model classes)
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.loading import load_config, load_model
-from sensorium.models.seams import host_lengths, packed_attention
-from sensorium.models.seams.packed_attention import PACKED_ATTENTION
+from sensorium.models.seams import packed_encoders
+from sensorium.models.seams.packed_encoders import PACKED_ATTENTION
 
 PACKING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen2_5_omni")
 GRIDS = ((1, 16, 20), (1, 24, 12), (1, 4, 4))  # time, height and width in patches
@@ -73,7 +73,7 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def attend(*arguments: Any, **options: Any) -> Any:
         calls.append(options.get("cu_seq_lens_q") is not None)
-        return packed_attention._packed_attention(*arguments, **options)
+        return packed_encoders._packed_attention(*arguments, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, PACKED_ATTENTION, attend)
     return calls
@@ -101,7 +101,7 @@ def test_a_tower_never_reads_from_its_device(load_tiny: LoadTiny, family: str) -
     grids = torch.cat([item["image_grid_thw"] for item in items])
     on_device = grids.to("meta")
 
-    with torch.inference_mode(), host_lengths.keeping([(on_device, grids)]):
+    with torch.inference_mode(), packed_encoders.keep_host_copies([(on_device, grids)]):
         output = tower(pixels, grid_thw=on_device)
 
     assert output.pooler_output.device.type == "meta"

@@ -1,4 +1,4 @@
-"""The shim acts only where torchvision is there and can't be imported without it."""
+"""The operators are declared only where torchvision is there and can't be imported without."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_torchvision_that_works_or_is_not_there_is_left_alone(tmp_path: Path) 
     script = """
 import sys
 sys.path.insert(0, "absent")
-from sensorium.models import torchvision_shim
-print("torchvision" in sys.modules, torchvision_shim._library)
+from sensorium import models
+print("torchvision" in sys.modules, models._library)
 sys.path.insert(0, "intact")
-torchvision_shim.ensure_torchvision()
-print("torchvision" in sys.modules, torchvision_shim._library)
+models.ensure_torchvision()
+print("torchvision" in sys.modules, models._library)
 """
     assert run(tmp_path, script) == ["False", "None", "True", "None"]
 
@@ -59,6 +59,6 @@ except RuntimeError as error:
     print("nms" in str(error))
 import sensorium.models
 import torchvision
-print(torchvision.nms is not None, "sensorium.models.torchvision_shim" in sys.modules)
+print(torchvision.nms is not None, sensorium.models._library is not None)
 """
     assert run(tmp_path, script) == ["True", "True", "True"]

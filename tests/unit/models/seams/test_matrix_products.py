@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sensorium.models.seams.aligned_widths import align_widths
+from sensorium.models.seams.matrix_products import align_widths
 
 
 class _Gated(nn.Module):

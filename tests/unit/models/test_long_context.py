@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers as tf
 
-from sensorium.models.long_rope import LongRope
+from sensorium.models.long_context import LongRope
 
 BORDER = 16
 

@@ -1,9 +1,10 @@
-"""Computes paged attention for requests that decode, with one query token each, in two kernels.
+"""Stores the new keys and values of a step, and computes attention for requests that decode.
 
-The first kernel divides the keys of each request among several programs, so that a few long
-requests use the device as fully as many short ones. The second kernel merges their results.
-Everything that changes from step to step is read from tensors, and nothing is planned on the host.
-So every step of a batch size consists of the same two launches, which is what CUDA graphs need.
+Attention over one query token of each request takes two kernels. The first one divides the keys of
+each request among several programs, so that a few long requests use the device as fully as many
+short ones. The second one merges their results. Everything that changes from step to step is read
+from tensors, and nothing is planned on the host. So every step of a batch size consists of the same
+launches, which is what CUDA graphs need.
 
 Keys and values beyond a request's length are never loaded, so it does not matter what an earlier
 request left in its last block.
@@ -22,6 +23,53 @@ _MIN_SIDE = 16  # the smallest side of a matrix product in Triton
 _ENDLESS = 1 << 30  # a window that is longer than any request
 
 
+# ---- storing
+
+
+@triton.jit
+def _store(
+    new_keys, new_values, slots, keys, values, key_head, key_token, value_head, value_token,
+    K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Store the key and value of one token and one head, unless its slot is below 0."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        i = tl.arange(0, PADDED)
+        k = tl.load(new_keys + head * key_head + token * key_token + i, mask=i < D)
+        tl.store(keys + (slot * K + head) * D + i, k, mask=i < D)
+        v = tl.load(new_values + head * value_head + token * value_token + i, mask=i < DV)
+        tl.store(values + (slot * K + head) * DV + i, v, mask=i < DV)
+
+
+def store_new_tokens(
+    keys: torch.Tensor,  # [blocks, block_size, K, D], contiguous
+    values: torch.Tensor,
+    slots: torch.Tensor,  # int64 [N]; below 0: not stored
+    new_keys: torch.Tensor,  # [1, K, N, D]
+    new_values: torch.Tensor,
+) -> None:
+    """Store new keys and values in their slots."""
+    if new_keys.stride(-1) != 1:
+        new_keys = new_keys.contiguous()
+    if new_values.stride(-1) != 1:
+        new_values = new_values.contiguous()
+    num_heads, num_tokens, head_dim = new_keys.shape[1:]
+    value_dim = new_values.shape[3]
+    _store[(num_tokens, num_heads)](
+        *(new_keys, new_values, slots, keys, values),
+        *(*new_keys.stride()[1:3], *new_values.stride()[1:3]),
+        K=num_heads,
+        D=head_dim,
+        DV=value_dim,
+        PADDED=triton.next_power_of_2(max(head_dim, value_dim)),
+        num_warps=1,
+    )
+
+
+# ---- attention
+
 # Triton compiles a kernel anew for numbers that are 1 or divisible by 16, and for addresses that
 # are aligned. The arguments below change from step to step if prompts are computed beside decoding
 # requests. They are not specialised, so that no kernel is compiled while requests wait.
@@ -29,7 +77,6 @@ _NUMBERS_THAT_CHANGE = ("table_row", "num_splits")
 _ADDRESSES_THAT_CHANGE = ("tables", "seq_lens", "sums")
 
 
-# fmt: off
 @triton.jit(
     do_not_specialize=_NUMBERS_THAT_CHANGE, do_not_specialize_on_alignment=_ADDRESSES_THAT_CHANGE
 )
@@ -39,7 +86,7 @@ def _attend_part(
     PAGE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Attend to one part of one request's keys, for the query heads of one key head."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
@@ -93,22 +140,15 @@ def _attend_part(
         sum_of_values,
         mask=is_head[:, None] & (dv[None, :] < DV),
     )
-# fmt: on
 
 
 @triton.jit(
     do_not_specialize=_NUMBERS_THAT_CHANGE, do_not_specialize_on_alignment=_ADDRESSES_THAT_CHANGE
 )
 def _merge_parts(
-    parts,
-    maxima,
-    sums,
-    output,
-    num_splits,
-    SPLITS_PAD: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-):
+    parts, maxima, sums, output, num_splits,
+    SPLITS_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
     """Merge the parts of one query head. A part without any key gets the weight 0."""
     row = tl.program_id(0)
     split = tl.arange(0, SPLITS_PAD)

@@ -1,0 +1,168 @@
+"""Holds the code that single families of models need, with one section for each family.
+
+A family gets code here only for what its model can't be asked, 150 lines at most. The adapter of a
+family is found by its `model_type`. Models of other types run through the generic adapter, if they
+pass a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from sensorium.models.adapter import ModelAdapter, check_num_embeds, collate, gather_arguments
+from sensorium.types.families import FAMILIES
+from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
+
+# ---- Gemma 3
+
+
+class Gemma3Adapter(ModelAdapter):
+    """The adapter of Gemma 3: an image's embeddings attend to each other in both directions."""
+
+    bidirectional_modalities = frozenset({"image"})
+
+
+# ---- Gemma 4
+
+
+class Gemma4Adapter(ModelAdapter):
+    """The adapter of Gemma 4: each layer of the decoder has inputs that are looked up by token.
+
+    If its config asks for it, layers with a window attend to images and videos in both directions.
+    """
+
+    has_causal_full_layers = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        if self.text_config.use_bidirectional_attention == "vision":
+            self.bidirectional_modalities = frozenset({"image", "video"})
+        ids = [getattr(self.config, f"{modality}_token_id", None) for modality in MODALITIES]
+        self._placeholder_ids = torch.tensor(
+            [token_id for token_id in ids if token_id is not None], device=self.device
+        )
+
+    def embed(
+        self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the embeddings of tokens, and the inputs of each layer.
+
+        As in Transformers, every placeholder is looked up as padding here, even one that the model
+        itself generated.
+        """
+        is_placeholder = torch.isin(input_ids, self._placeholder_ids)
+        token_ids = input_ids.masked_fill(is_placeholder, self.text_config.pad_token_id)
+        embeds, extra = super().embed(token_ids, mm_index, mm_embeds)
+        if self.text_config.hidden_size_per_layer_input:
+            extra["per_layer_inputs"] = self.decoder.get_per_layer_inputs(token_ids[None], None)
+        return embeds, extra
+
+
+# ---- Qwen2-Audio
+
+
+class Qwen2AudioAdapter(ModelAdapter):
+    """The adapter of Qwen2-Audio: its model has no function that only encodes sounds."""
+
+    def encode(
+        self, _modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Return the embeddings of each sound. Audio is the only modality of this family."""
+        tensors = {name: self.to_model(tensor) for name, tensor in collate(items).items()}
+        tower = self._base.audio_tower
+        features = tensors["input_features"]
+        num_frames = tensors["feature_attention_mask"].sum(-1)
+        lengths, output_lengths = tower._get_feat_extract_output_lengths(num_frames)
+        check_num_embeds(output_lengths.tolist(), num_embeds)
+        hidden = tower(
+            features, attention_mask=self._make_mask(lengths, (features.shape[-1] - 2) // 2 + 1)
+        ).last_hidden_state
+        embeds = self._base.multi_modal_projector(hidden)
+        return [row[:length] for row, length in zip(embeds, num_embeds, strict=True)]
+
+    def _make_mask(self, lengths: torch.Tensor, size: int) -> torch.Tensor | None:
+        """Return a mask that lets tokens attend to sound, and not to padding."""
+        is_sound = torch.arange(size, device=self.device) < lengths[:, None]
+        return create_bidirectional_mask(
+            config=self._base.audio_tower.config,
+            inputs_embeds=torch.zeros(len(lengths), size, 1, dtype=self.dtype, device=self.device),
+            attention_mask=is_sound.long(),
+        )
+
+
+# ---- Qwen2.5-Omni
+
+
+class Qwen25OmniAdapter(ModelAdapter):
+    """The adapter of Qwen2.5-Omni's thinker: it computes positions from arguments of its own."""
+
+    def _get_rope_index(
+        self,
+        input_ids: torch.Tensor,
+        _token_types: torch.Tensor,  # the model finds the placeholders itself
+        items: Sequence[MultiModalKwargsItem],
+    ) -> torch.Tensor:
+        arguments = gather_arguments(items, ("image_grid_thw", "video_grid_thw"))
+        masks = gather_arguments(items, ("feature_attention_mask",))
+        seconds = gather_arguments(items, ("video_second_per_grid",))
+        positions: torch.Tensor = self._base.get_rope_index(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            audio_seqlens=masks["feature_attention_mask"].sum(-1) if masks else None,
+            second_per_grids=seconds.get("video_second_per_grid"),
+            **arguments,
+        )[0]
+        return positions
+
+
+# ---- Qwen3-VL
+
+
+class Qwen3VLAdapter(ModelAdapter):
+    """The adapter of Qwen3-VL: media embeddings go to the decoder's first layers too (DeepStack).
+
+    The DeepStack embeddings are appended to an item's own, as more columns.
+    """
+
+    def split(
+        self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        embeds = torch.cat(super().split(output, items, num_embeds))
+        layers = [
+            # A list has one tensor per item. Older versions of Transformers give a single tensor.
+            layer if isinstance(layer, torch.Tensor) else torch.cat(layer)
+            for layer in output.deepstack_features
+        ]
+        return list(torch.cat([embeds, *layers], dim=-1).split(list(num_embeds)))
+
+    def embed(
+        self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        if mm_index is None or mm_embeds is None:
+            return super().embed(input_ids, None, None)
+        own, *layers = mm_embeds.split(int(self.text_config.hidden_size), dim=-1)
+        embeds, extra = super().embed(input_ids, mm_index, own)
+        is_visual = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(0, mm_index, True)
+        deepstack = {"visual_pos_masks": is_visual[None], "deepstack_visual_embeds": layers}
+        return embeds, {**extra, **deepstack}
+
+
+# ---- the adapter of each family
+
+OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
+    "gemma3": Gemma3Adapter,
+    "gemma4": Gemma4Adapter,
+    "qwen2_5_omni_thinker": Qwen25OmniAdapter,
+    "qwen2_audio": Qwen2AudioAdapter,
+    "qwen3_vl": Qwen3VLAdapter,
+    "qwen3_vl_moe": Qwen3VLAdapter,
+}
+# model_type -> adapter, for every known family.
+ADAPTERS: dict[str, type[ModelAdapter]] = {
+    family.model_type: OWN_ADAPTERS.get(family.model_type, ModelAdapter) for family in FAMILIES
+}

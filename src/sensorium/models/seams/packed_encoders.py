@@ -1,0 +1,201 @@
+"""Lets encoders compute a batch of packed sequences without waiting for the device.
+
+Many encoders of Transformers, or towers, pack pictures, frames or windows into one sequence. Two
+things make them wait, and both are changed here:
+
+1. Attention. If the name of the attention implementation contains "flash", towers call it once and
+   pass the lengths. Any other implementation is called in a loop, for which they read the lengths
+   from the device. So ours has "flash" in its name. Only towers that can call it in this way get
+   it. All others keep their attention.
+2. Lengths and positions. A tower gets the grids of its pictures as a tensor on the device. It
+   derives positions, windows and lengths from it with functions of `transformers.vision_utils`.
+   These read the tensor back, and so wait for all pending work of the device. But the host had the
+   grids before. Inside `keep_host_copies` these functions compute on the host and send their
+   results to the device. They are replaced in the Python modules of the towers, under the names
+   that are used there. Outside `keep_host_copies` they work as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, vision_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import get_max_seqlen, is_flash_attention_requested
+
+from sensorium.layers.attention.packed import PackedLengths, choose_packed_kernel
+from sensorium.utils.arrays import to_device
+
+PACKED_ATTENTION = "sensorium_flash_packed"
+# The implementation that ours replaces, and that it uses for calls without lengths.
+DENSE_ATTENTION = "sdpa"
+Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers on the device and on the host
+
+
+# ---- attention
+
+
+def find_packing_towers(model: PreTrainedModel, decoder: torch.nn.Module) -> list[PreTrainedModel]:
+    """Return the encoders that can be called with the lengths of packed sequences."""
+    inside_decoder = set(decoder.modules())
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and module not in inside_decoder
+        and not any(part is decoder for part in module.modules())
+        and module.config._attn_implementation == DENSE_ATTENTION
+        and _can_pack(module)
+    ]
+
+
+def set_attention(towers: list[PreTrainedModel], name: str) -> None:
+    """Make towers use the attention implementation of this name."""
+    for tower in towers:
+        tower.config._attn_implementation = name
+
+
+def _can_pack(tower: PreTrainedModel) -> bool:
+    """Return whether a tower's code checks for a flash attention, and passes it the lengths."""
+    module = sys.modules[type(tower).__module__]
+    asks = any(value is is_flash_attention_requested for value in vars(module).values())
+    return asks and "cu_seq_lens_q=" in inspect.getsource(module)
+
+
+def _packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention behind the interface of Transformers."""
+    if cu_seq_lens_q is None:
+        dense = ALL_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
+        output, _ = dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output, None
+    attend = choose_packed_kernel(query.device, query.dtype, query.shape[-1])
+    return attend(query, key, value, _get_lengths(cu_seq_lens_q), scaling), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)
+# Without this line Transformers would make no masks, and tokens would attend to padding unnoticed.
+ALL_MASK_ATTENTION_FUNCTIONS.register(
+    PACKED_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
+)
+
+
+# ---- lengths and positions
+
+
+class _Copies:
+    """The host's copies of tensors on the device."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        # `id` of the tensor on the device -> both tensors. That on the device is kept as well,
+        # because Python may reuse the `id` of an object that was freed.
+        self._pairs: dict[int, Pair] = {id(pair[0]): pair for pair in pairs}
+        # `id` of a tensor with the starts of packed sequences -> the lengths of the sequences
+        self.lengths: dict[int, PackedLengths] = {}
+
+    def add(self, on_device: torch.Tensor, on_host: torch.Tensor) -> None:
+        self._pairs[id(on_device)] = (on_device, on_host)
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        pair = self._pairs.get(id(tensor))
+        return None if pair is None else pair[1]
+
+
+_current: ContextVar[_Copies | None] = ContextVar("host copies of tensors", default=None)
+
+
+@contextmanager
+def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[None]:
+    """Use these host copies, and those that are derived from them, inside a `with`."""
+    token = _current.set(_Copies(pairs))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _get_lengths(starts: torch.Tensor) -> PackedLengths:
+    """Return the lengths of packed sequences from their starts on the device.
+
+    If the host has no copy of the starts, this waits for the device. All layers of a tower need the
+    same lengths, so inside `keep_host_copies` they are computed only once.
+    """
+    copies = _current.get()
+    if copies is None:
+        return PackedLengths.from_starts(starts, starts.cpu())
+    host_starts = copies.find(starts)
+    if host_starts is None:
+        host_starts = starts.cpu()
+        copies.add(starts, host_starts)
+    if id(starts) not in copies.lengths:
+        copies.lengths[id(starts)] = PackedLengths.from_starts(starts, host_starts)
+    return copies.lengths[id(starts)]
+
+
+def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:
+    """Replace the functions with which towers compute lengths and positions.
+
+    That is done once for each Python module.
+    """
+    for name in {type(tower).__module__ for tower in towers}:
+        names = vars(sys.modules[name])
+        for key, value in list(names.items()):
+            if _derives_from_grids(value):
+                names[key] = _on_host(value)
+
+
+def _derives_from_grids(value: Any) -> bool:
+    if getattr(value, "computes_on_host", False) or not callable(value):
+        return False
+    is_helper = getattr(value, "__module__", None) == vision_utils.__name__
+    return value is get_max_seqlen or (is_helper and value.__name__.startswith("get_"))
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def compute(*arguments: Any, **options: Any) -> Any:
+        copies = _current.get()
+        given = [*arguments, *options.values()]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if copies is None or any(copies.find(tensor) is None for tensor in tensors):
+            return function(*arguments, **options)
+        result = function(
+            *(_replace(value, copies) for value in arguments),
+            **{name: _replace(value, copies) for name, value in options.items()},
+        )
+        device = tensors[0].device
+        if isinstance(result, tuple):
+            return tuple(_send(value, device, copies) for value in result)
+        return _send(result, device, copies)
+
+    compute.computes_on_host = True  # type: ignore[attr-defined]
+    return compute
+
+
+def _replace(value: Any, copies: _Copies) -> Any:
+    return copies.find(value) if isinstance(value, torch.Tensor) else value
+
+
+def _send(value: Any, device: torch.device, copies: _Copies) -> Any:
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+        return value
+    sent = to_device(value, device)
+    copies.add(sent, value)
+    return sent
