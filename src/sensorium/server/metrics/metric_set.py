@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sensorium.types.errors import InvariantError
-from sensorium.types.request import ITEM_STAGES, FinishReason
+from sensorium.types.multimodal import ITEM_STAGES, FinishReason
 from sensorium.types.scheduling import StepMode
 
 if TYPE_CHECKING:
