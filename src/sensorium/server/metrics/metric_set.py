@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import ITEM_STAGES, FinishReason
+from sensorium.types.multimodal import ITEM_STAGES
+from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import StepMode
 
 if TYPE_CHECKING:

@@ -39,16 +39,13 @@ class Source:
         return await answer
 
 
-@pytest.mark.parametrize("kind", [MediaFetchError, ValueError])
-def test_callers_of_one_url_share_a_fetch_and_each_gets_its_own_error(
-    kind: type[Exception],
-) -> None:
+def test_callers_of_one_url_share_a_fetch_and_each_gets_its_own_error() -> None:
     async def run() -> None:
         shared, source = SharedFetches(), Source()
         tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(3)]
         await settle()
         assert (len(source.answers), shared.num_waiting) == (1, 3)
-        source.answers[0].set_exception(kind("gone"))
+        source.answers[0].set_exception(MediaFetchError("gone"))
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(error) for error in errors] == ["gone"] * 3
         assert len(set(map(id, errors))) == 3
@@ -56,6 +53,23 @@ def test_callers_of_one_url_share_a_fetch_and_each_gets_its_own_error(
         await settle()
         source.answers[1].set_result(MediaBytes(b"picture"))
         assert (await again).data == b"picture"
+        assert shared.num_waiting == 0
+
+    asyncio.run(run())
+
+
+def test_an_error_that_is_no_answer_of_the_host_is_not_shared() -> None:
+    async def run() -> None:
+        shared, source = SharedFetches(), Source()
+        tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(2)]
+        await settle()
+        source.answers[0].set_exception(ValueError("a fault of ours"))
+        await settle()
+        assert len(source.answers) == 2
+        source.answers[1].set_result(media := MediaBytes(b"picture"))
+        with pytest.raises(ValueError, match="a fault of ours"):
+            await tasks[0]
+        assert await tasks[1] is media
         assert shared.num_waiting == 0
 
     asyncio.run(run())
