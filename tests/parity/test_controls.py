@@ -127,8 +127,8 @@ def test_causal_image_tokens_are_seen(reference_of: ReferenceOf, family: str) ->
     reference = reference_of(family)
     llm = make_llm(reference.directory)
     batch: Any = llm.core.runner._input_batch  # type: ignore[attr-defined]
-    assert batch._bidirectional_modalities
-    batch._bidirectional_modalities = frozenset()
+    assert batch.bidirectional_modalities
+    batch.bidirectional_modalities = frozenset()
     assert run(llm, reference.expected)
 
 
@@ -137,11 +137,11 @@ def test_spans_seen_by_layers_without_a_window_are_seen(reference_of: ReferenceO
     reference = reference_of("gemma4")
     llm = make_llm(reference.directory)
     batch: Any = llm.core.runner._input_batch  # type: ignore[attr-defined]
-    assert batch._has_causal_full_layers
+    assert batch.has_causal_full_layers
     params = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
     prompt = reference.expected[1].prompt
     right = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
-    batch._has_causal_full_layers = False
+    batch.has_causal_full_layers = False
     llm.core.scheduler.kv_cache.clear_cache()
     wrong = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
     assert right != wrong
