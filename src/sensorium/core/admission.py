@@ -20,7 +20,11 @@ _MEDIA = ("multi_modal_data",)  # the path of a prompt's media items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits on requests and steps, and the properties of the model that affect scheduling."""
+    """The limits on requests and steps, and the properties of the model that affect scheduling.
+
+    Lengths are in tokens. The two encoder limits are in embeddings, the vectors that an encoder
+    produces for a media item: how many the cache holds, and how many one step may compute.
+    """
 
     max_model_len: int
     max_num_batched_tokens: int

@@ -41,8 +41,7 @@ class Request:
 
     `rank` is its place in the order of service, and `spans` are the token ranges that must each be
     computed in one step. `arrived` and all other times are in seconds of the scheduler's clock. If
-    the request has more than `long_after` tokens, the model computes it in another way (see
-    `Limits`).
+    the request has more than `long_after` tokens, the model computes it with other rotary factors.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Request:
     def is_long(self) -> bool:
         """Whether the request has more than `long_after` tokens.
 
-        The model computes such a request in another way (see `Limits.long_after`).
+        The model computes such a request with other rotary factors.
         """
         return self._long_after is not None and self.num_tokens > self._long_after
 
@@ -138,10 +137,10 @@ class Request:
         return self.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def count_encoder_items(self, *, encoded: tuple[int, ...], shared: tuple[int, ...]) -> None:
-        """Record which media items found their output in the encoder cache (`shared`).
+        """Record which media items of a step found their output in the encoder cache.
 
-        Both arguments are indices of media items. Items that were recorded before a preemption are
-        not recorded again.
+        These are the indices in `shared`; the items in `encoded` are encoded in the step. Items
+        that were recorded before a preemption are not recorded again.
         """
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
@@ -222,11 +221,12 @@ class Request:
 
 
 def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
-    """Return the hash that takes the place of a parent for a request's first KV cache block.
+    """Return the hash that the chain of a request's KV cache block names begins with.
 
-    Requests with different adapters or cache salts get different hashes, and so share no blocks. So
-    do requests with `is_long`, which the model computes in another way because they have more than
-    `Limits.long_after` tokens.
+    The name of a block is a hash of its contents and of the name before it. Requests with different
+    adapters or cache salts get different hashes here, and so share no blocks. `is_long` means that
+    the request has more than `Limits.long_after` tokens; such requests share no blocks with shorter
+    ones.
     """
     variant = b"long" if is_long else b""
     return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt) + variant).digest()

@@ -66,7 +66,7 @@ class SchedulerCounters:
     steps: Counter[StepMode] = field(default_factory=Counter)
 
     def add_token(self, request: Request) -> None:
-        """Count the token that was just appended to a request, and its prompt if it is first."""
+        """Count a new output token of a request, and with the first one the prompt tokens."""
         self.num_sampled_tokens += 1
         if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
             self.num_prompt_tokens += request.num_prompt_tokens

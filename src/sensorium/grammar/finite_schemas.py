@@ -40,9 +40,9 @@ _DEFINITIONS = ("$defs", "definitions")
 def make_finite(root: Schema, max_string_length: int) -> Schema:
     """Return a schema that allows only those answers of `root` that are of bounded length.
 
-    Strings get at most `max_string_length` characters, and lists, numbers and recursive definitions
-    get limits too, unless the schema sets its own. Raises a `RecursionError` if the schema is
-    nested too deeply.
+    Strings get at most `max_string_length` characters, or more if they have a pattern or a format.
+    Lists, numbers and recursive definitions get limits too. Limits that the schema sets itself are
+    kept. Raises a `RecursionError` if the schema is nested too deeply.
     """
     narrowing = _Narrowing(root, max_string_length)
     narrowed = narrowing.narrow(root, 0, 0)

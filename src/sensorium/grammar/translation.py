@@ -82,10 +82,11 @@ def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> st
 
 
 def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """Return the JSON schema of a constraint as text for llguidance, closed and narrowed.
+    """Return the JSON schema of a constraint as text for llguidance, with stricter rules.
 
-    Rules for whitespace between the tokens of the JSON text are added, unless the schema has its
-    own in "x-guidance". Raises a `RequestError` if the text is not a JSON schema.
+    Objects allow no undeclared keys, and with `max_string_length` answers are of bounded length.
+    The whitespace in an answer is limited, unless the schema has its own rules for it in
+    "x-guidance". Raises a `RequestError` if the text is not a JSON schema.
     """
     try:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))

@@ -186,7 +186,11 @@ def get_mm_features_in_window(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmReference:
-    """A reference to a media item in the shared-memory store."""
+    """A reference to a media item in the shared-memory store.
+
+    It is no longer valid if the generation of the slot has changed, because the item was evicted
+    and the slot reused.
+    """
 
     slot: int
     generation: int  # a number that changes when the slot is used again after an eviction
@@ -211,7 +215,11 @@ class MirrorUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The media that is sent to the core with one request, and changes to the core's cache."""
+    """The media that is sent to the core with one request, and changes to the core's cache.
+
+    `payloads` has tensors, or references to shared memory, by the hash of the media item. The core
+    is expected to have all other media items of the request.
+    """
 
     # mm_hash -> payload. The frontend expects the core to have the other items of the request.
     payloads: Mapping[str, Payload] = field(default_factory=dict)

@@ -64,7 +64,7 @@ class Option:
 
     @property
     def destination(self) -> str:
-        """The attribute that argparse stores the value of the flag under."""
+        """The name of the attribute in which argparse stores the value of the flag."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property

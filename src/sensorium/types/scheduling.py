@@ -15,10 +15,14 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """A media item that the worker has to encode in a step."""
+    """A media item that the worker has to encode in a step.
 
-    mm_index: int  # among the items of its request
-    key: str  # the key under which the output is kept
+    `mm_index` is its index among the media items of the request. The output is kept in the encoder
+    cache under `key`.
+    """
+
+    mm_index: int
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
