@@ -175,7 +175,7 @@ class Scheduler:
         return step
 
     def _make_room_for_others(self) -> None:
-        """Preempt requests of a client call that takes too many seats while other calls wait."""
+        """Preempt requests of a client call that runs too many of them while other calls wait."""
         # This comes first because a request that has work in a step is not preempted in it.
         if not self.waiting:
             return
@@ -363,8 +363,8 @@ class Scheduler:
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
         """End all requests of a step that failed in the worker, and return their last outputs.
 
-        It is unknown how far the worker came. So the next plan repeats what to drop, and adds the
-        encoder outputs that this step was to compute.
+        It is unknown how far the worker came. So the next plan lists again what to drop, and also
+        the encoder outputs that this step was to compute.
         """
         self._stopped[:0] = output.stopped_request_ids
         self.encoder_cache.add_freed_keys(output.freed_encoder_keys)
@@ -380,7 +380,7 @@ class Scheduler:
         return outputs
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
-        """Return the request if it still runs, or `None` if it has ended (its id may be reused)."""
+        """Return the request of an entry in a plan, or `None` if it does not run any more."""
         request = self.requests.get(scheduled.request_id)
         is_running = request is not None and request.status is RequestStatus.RUNNING
         return request if is_running else None
@@ -437,7 +437,7 @@ class Scheduler:
         result: ModelRunnerOutput,
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> EngineCoreOutput:
-        """Append the sampled token to a request, which it may end, and return its output."""
+        """Append the sampled token, end the request if it is complete, and return the output."""
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
         was_long = request.is_long
@@ -470,7 +470,7 @@ class Scheduler:
         )
 
     def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:
-        """End a request as failed with `error`, or as aborted without; return its last output."""
+        """End a request with `error`, or as aborted if that is `None`; return its last output."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         self._end(request, reason)
         return EngineCoreOutput(

@@ -96,7 +96,7 @@ class SamplingParams:
     )
     top_p: float | None = parameter(
         None,
-        "Choose among the likeliest tokens whose probabilities reach this sum.",
+        "Choose among the likeliest tokens, until their probabilities reach this sum.",
         least=1e-9,
         most=1,
     )
@@ -117,15 +117,20 @@ class SamplingParams:
         most=100,
     )
     presence_penalty: float = parameter(
-        0.0, "Subtracted once for each token that the answer has.", least=-2, most=2
+        0.0, "Subtracted from the logit of each token that occurs in the answer.", least=-2, most=2
     )
     frequency_penalty: float = parameter(
-        0.0, "Subtracted for each occurrence of a token in the answer.", least=-2, most=2
+        0.0,
+        "Subtracted from a token's logit for each time it occurs in the answer.",
+        least=-2,
+        most=2,
     )
     logit_bias: Mapping[int, float] = parameter(
         {}, f"Token id -> a number in [-{MAX_BIAS}, {MAX_BIAS}] added to its logit."
     )
-    bad_words: str | Sequence[str] = parameter((), "Texts that are never completed.", kind="words")
+    bad_words: str | Sequence[str] = parameter(
+        (), "Texts that the model never writes.", kind="words"
+    )
     allowed_token_ids: Sequence[int] | None = parameter(
         None, "Choose only among these tokens.", min_length=1
     )
@@ -151,11 +156,11 @@ class SamplingParams:
         None, "The same as `logprobs` for the tokens of the prompt.", least=0, most=MAX_LOGPROBS
     )
     structured_outputs: StructuredOutputsParams | None = parameter(
-        None, "What the answer must look like: exactly one of its fields."
+        None, "A constraint on the answer, with exactly one of its fields."
     )
     skip_special_tokens: bool = parameter(True, "Leave special tokens out of the text.")
     kept_special_token_ids: Sequence[int] = parameter(
-        (), "Special tokens that stay in the text even so.", is_internal=True
+        (), "Special tokens that stay in the text nevertheless.", is_internal=True
     )
 
     def __post_init__(self) -> None:
