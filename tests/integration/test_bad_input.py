@@ -155,7 +155,7 @@ def test_text_that_has_no_utf8_form_is_refused(neighbours_of: NeighboursOf) -> N
         ({"seed": 1.5}, "seed: must be an integer, not 1.5"),
         ({"max_tokens": 0}, "max_tokens: must be an integer >= 1, not 0"),
         ({"max_tokens": 2, "min_tokens": 3}, "min_tokens: must be at most max_tokens=2"),
-        ({"stop": ["", "a"]}, "stop: must be non-empty text or a list of it"),
+        ({"stop": ["", "a"]}, "stop: must be non-empty text or a list of non-empty texts"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
     ],

@@ -20,7 +20,11 @@ _MEDIA = ("multi_modal_data",)  # the path of a prompt's media items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a step, and what the model demands of it."""
+    """The limits on requests and steps, and the properties of the model that affect scheduling.
+
+    Lengths are in tokens. The two encoder limits are in embeddings, the vectors that an encoder
+    produces for a media item: how many the cache holds, and how many one step may compute.
+    """
 
     max_model_len: int
     max_num_batched_tokens: int
@@ -49,13 +53,13 @@ def check_length(num_tokens: int, max_model_len: int) -> None:
     if num_tokens >= max_model_len:
         raise RequestError(
             f"the prompt has {num_tokens} tokens, but the context holds {max_model_len} "
-            "and needs room for at least one new token",
+            "and needs room for at least one new token: shorten the prompt",
             path=("prompt",),
         )
 
 
 def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
-    """Return how many tokens the request can have at most, prompt and output together."""
+    """Return how many tokens a request can have at most, prompt and output together."""
     max_tokens = request.sampling_params.max_tokens
     if max_tokens is None:
         return limits.max_model_len
@@ -65,7 +69,11 @@ def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
 def check_growth(
     request: EngineCoreRequest, limits: Limits, spans: Spans, kv_cache: KVCacheManager
 ) -> None:
-    """Raise a `RequestError` if the whole KV cache can't hold the request at its full length."""
+    """Raise a `RequestError` if a request at its full length does not fit into the KV cache.
+
+    `spans` are the token ranges that must each be computed in one step. The whole cache is assumed
+    to be free.
+    """
     longest_span = max((end - start for start, end in spans), default=0)
     max_new_tokens = max(limits.max_num_batched_tokens, longest_span)
     max_tokens = get_max_tokens(request, limits)
@@ -75,7 +83,7 @@ def check_growth(
     is_too_long = not kv_cache.can_ever_fit(num_needed, max_new_tokens)
     raise RequestError(
         f"the request may grow to {max_tokens} tokens, more than the whole KV cache holds: "
-        "ask for fewer max_tokens, or start with a larger kv_cache_memory_bytes",
+        "ask for fewer max_tokens, or start the engine with a larger kv_cache_memory_bytes",
         path=("prompt" if is_too_long else "max_tokens",),
     )
 
@@ -90,8 +98,8 @@ def _check_features(
                 features,
                 mm_index,
                 f"needs {num_embeds} embeddings, but the encoder cache holds "
-                f"{limits.encoder_cache_size}: send a smaller one, or start with a larger "
-                "encoder_cache_size",
+                f"{limits.encoder_cache_size}: send a smaller one, or start the engine with "
+                "a larger encoder_cache_size",
             )
     if limits.is_encoder_decoder:
         _check_first_step(features, limits)
@@ -100,21 +108,22 @@ def _check_features(
 
 
 def _check_first_step(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> None:
-    """Raise a `RequestError` if the items do not fit into the first step, which needs all of them.
+    """Raise a `RequestError` if an encoder-decoder model can't encode all media items at once.
 
-    Items of an encoder-decoder model have no places of their own in the prompt.
+    Such a model encodes all of them in the first step. They take no positions in the prompt, so
+    each must have offset 0.
     """
     for mm_index, feature in enumerate(features):
         offset = feature.mm_position.offset
         if offset != 0:
-            reason = f"begins at {offset}: an encoder-decoder model has its items at 0"
+            reason = f"begins at {offset}: with an encoder-decoder model it must begin at 0"
             raise _make_error(features, mm_index, reason)
     num_embeds = sum({f.mm_hash: f.mm_position.get_num_embeds() for f in features}.values())
     if num_embeds > limits.encoder_cache_size:
         raise RequestError(
             f"the {len(features)} media items need {num_embeds} embeddings at once, but the "
-            f"encoder cache holds {limits.encoder_cache_size}: send fewer, or start with a larger "
-            "encoder_cache_size",
+            f"encoder cache holds {limits.encoder_cache_size}: send fewer, or start the engine "
+            "with a larger encoder_cache_size",
             path=_MEDIA,
         )
 
@@ -125,13 +134,13 @@ def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) ->
         position = feature.mm_position
         reason = None
         if position.length == 0:
-            reason = "takes no place in the prompt"
+            reason = "has no placeholder tokens in the prompt"
         elif position.offset < previous_end:
             reason = (
-                f"begins at {position.offset}, before the item ahead of it ends ({previous_end})"
+                f"begins at token {position.offset}, but the previous item ends at {previous_end}"
             )
         elif position.end > num_tokens:
-            reason = f"ends at {position.end}, beyond the prompt's {num_tokens} tokens"
+            reason = f"ends at {position.end}, but the prompt has only {num_tokens} tokens"
         if reason is not None:
             raise _make_error(features, mm_index, reason)
         previous_end = position.end
@@ -140,14 +149,22 @@ def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) ->
 def _make_error(
     features: Sequence[MultiModalFeatureSpec], mm_index: int, reason: str
 ) -> RequestError:
-    """Return an error about one item, with its place among the items of its modality."""
+    """Return a `RequestError` about one media item, with the path of the item in the request.
+
+    The path has the item's modality and its index among the items of that modality. `reason`
+    follows the name of the item in the message, and so begins with a verb.
+    """
     modality = features[mm_index].modality
     index = sum(feature.modality == modality for feature in features[:mm_index])
     return RequestError(f"{modality} item {index} {reason}", path=(*_MEDIA, modality, index))
 
 
 def get_unsplittable_spans(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> Spans:
-    """Return the sorted ranges of positions that must be computed within one step."""
+    """Return the sorted token ranges of media items that must each be computed in one step.
+
+    The ends are exclusive. Raises a `RequestError` if two items that the model attends to in both
+    directions have no text between them.
+    """
     if limits.is_encoder_decoder:
         return ()
     spans = tuple(
@@ -159,7 +176,7 @@ def get_unsplittable_spans(features: Sequence[MultiModalFeatureSpec], limits: Li
     for (_, end), (start, _) in pairwise(spans):
         if start == end:
             raise RequestError(
-                f"two media items touch at position {start}: this model needs text between them",
+                f"two media items meet at token {start}: put text between them for this model",
                 path=("prompt",),
             )
     if limits.disable_chunked_mm_input:

@@ -1,7 +1,7 @@
-"""A pool of equal KV blocks: which are used, how often, and which free ones are worth keeping.
+"""A pool of KV cache blocks of equal size, which counts references and remembers their contents.
 
-Owns reference counts, the names of cached blocks and the order of eviction. Has no requests and no
-tensors.
+Owns reference counts, the names of cached blocks and the order of eviction. Holds neither requests
+nor tensors.
 
 Invariants:
   1. A block is either free or has references, never both; the null block is neither.
@@ -22,7 +22,11 @@ NULL_BLOCK = 0  # stands in block tables for positions that no layer of the grou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPoolStatistics:
-    """The numbers of blocks in a pool."""
+    """The number of KV cache blocks in a pool, and how many are used, cached or were evicted.
+
+    A block is used while a request holds a reference to it. A cached block has computed contents
+    that later requests can find by name; it may be used or free.
+    """
 
     num_blocks: int
     num_used: int
@@ -31,11 +35,16 @@ class BlockPoolStatistics:
 
 
 class BlockPool:
-    """A fixed number of blocks that are allocated, shared and evicted."""
+    """A pool of KV cache blocks of equal size that requests allocate, share and release.
+
+    A released block keeps its contents and its name, so that a later request with the same tokens
+    can reuse it, until it is allocated for something else (evicted). Block 0 is the null block,
+    which is never allocated.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise InvariantError(f"a pool needs the null block and one more, not {num_blocks}")
+            raise InvariantError(f"a block pool needs at least 2 blocks, not {num_blocks}")
         self.num_blocks = num_blocks
         self._num_refs = [0] * num_blocks
         self._name_of: list[bytes | None] = [None] * num_blocks
@@ -44,7 +53,7 @@ class BlockPool:
         # when they are used again.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_evictions = 0
-        self.num_releases = 0  # references dropped so far; there is new room only if it changes
+        self.num_releases = 0  # references dropped so far; blocks become free only when it grows
 
     @property
     def num_free(self) -> int:
@@ -61,9 +70,13 @@ class BlockPool:
         return block_id in self._free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks with one reference each, and forget what they held."""
+        """Take `count` free blocks, give each one reference, and return their ids.
+
+        If a block was cached, its old contents can no longer be found. Raises an `InvariantError`
+        if fewer than `count` blocks are free.
+        """
         if count > len(self._free):
-            raise InvariantError(f"{count} blocks are wanted, but {len(self._free)} are free")
+            raise InvariantError(f"{count} blocks are needed, but only {len(self._free)} are free")
         return [self._allocate_one() for _ in range(count)]
 
     def _allocate_one(self) -> int:
@@ -77,13 +90,17 @@ class BlockPool:
         return block_id
 
     def acquire(self, block_id: int) -> None:
-        """Add a reference to a cached block."""
+        """Add a reference to a cached block, so that it can't be evicted."""
         if self._num_refs[block_id] == 0:
             del self._free[block_id]
         self._num_refs[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference to each block. The first ones are evicted first."""
+        """Drop one reference to each of the blocks, and free those that have no reference left.
+
+        Cached blocks that become free are evicted in the order in which they are given here. Null
+        blocks are skipped.
+        """
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -97,9 +114,11 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, name: bytes) -> None:
-        """Make a computed block findable.
+        """Make a computed block findable under a name, which is a hash of its contents.
 
-        The first block of a name keeps it; a duplicate gets no name.
+        If another block has this name already, that one keeps it, and this block gets no name. A
+        block that has a name keeps its first one. Raises an `InvariantError` if the block has no
+        reference.
         """
         if self._num_refs[block_id] <= 0:
             raise InvariantError(f"block {block_id} is registered although it has no reference")
@@ -108,7 +127,10 @@ class BlockPool:
             self._block_of[name] = block_id
 
     def clear_cache(self) -> None:
-        """Forget all names; blocks in use stay in use."""
+        """Remove the names of all blocks, so that later requests can't reuse their contents.
+
+        Blocks that requests hold stay allocated.
+        """
         self._block_of.clear()
         self._name_of = [None] * self.num_blocks
 

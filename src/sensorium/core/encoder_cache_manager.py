@@ -1,4 +1,4 @@
-"""Accounting for encoder outputs: what the worker holds, and which requests need it.
+"""Accounting for encoder outputs: which ones the worker holds, and which requests need them.
 
 Owns capacity, references and eviction order. Holds no tensors: `worker.encoder_runner` does, and
 acts only on what the scheduler puts into `SchedulerOutput`. Sizes are counted in embeddings.
@@ -27,7 +27,11 @@ from sensorium.types.multimodal import get_mm_features_in_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCacheStatistics:
-    """The sizes of the cache and its counters. A preempted request is counted again."""
+    """The size of the encoder cache, what it holds, and how often it was used.
+
+    Sizes are counted in embeddings. A media item of a preempted request is counted again in
+    `num_queries` and `num_hits`.
+    """
 
     capacity: int
     num_used_embeds: int
@@ -35,13 +39,13 @@ class EncoderCacheStatistics:
     num_entries: int
     num_references: int
     num_evictions: int
-    num_queries: int  # items that were given a reference
-    num_hits: int  # items that were given a reference to an entry that was there before
+    num_queries: int  # media items that were given a reference
+    num_hits: int  # those of them that found their entry in the cache
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One encoder output, with the items that need it."""
+    """An encoder output in the cache, with the media items of requests that need it."""
 
     num_embeds: int
     is_computed: bool = False
@@ -49,7 +53,12 @@ class _Entry:
 
 
 class EncoderCacheManager:
-    """The entries of the worker's encoder cache, with their references."""
+    """A record of the encoder outputs in the worker's cache, and of the requests that need them.
+
+    An entry is the encoder output of a media item. It is reserved when it is scheduled to be
+    encoded, then computed. It stays in the cache while a media item of a request holds a reference
+    to it. After that it may be evicted.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -61,12 +70,15 @@ class EncoderCacheManager:
         self._num_evictions = 0
         self._num_queries = 0
         self._num_hits = 0
-        self.num_releases = 0  # entries given up so far; there is new room only if it changes
+        self.num_releases = 0  # entries given up so far; space becomes free only when it grows
         self._freed_keys: list[str] = []
 
     @property
     def num_reclaimable_embeds(self) -> int:
-        """The most that an allocation can get: free space and evictable entries."""
+        """The number of embeddings that an allocation can get at most.
+
+        It is the free space plus the entries that may be evicted.
+        """
         return self._num_free + self._num_evictable
 
     def is_computed(self, key: str) -> bool:
@@ -81,20 +93,24 @@ class EncoderCacheManager:
         return key in self._evictable
 
     def get_num_embeds(self, key: str) -> int:
-        """Return the size of an entry, which must be there."""
+        """Return how many embeddings an entry has; the cache must hold it."""
         return self._entries[key].num_embeds
 
     def has_reference(self, request: Request, mm_index: int) -> bool:
         return mm_index in self.request_cached_ids.get(request.request_id, ())
 
     def get_cached_input_ids(self, request: Request) -> frozenset[int] | set[int]:
-        """Return the items of the request that hold a reference, without copying them."""
+        """Return the indices of the request's media items that hold a reference to an entry.
+
+        The result is the manager's own set, not a copy, so the caller must not change it.
+        """
         return self.request_cached_ids.get(request.request_id, frozenset())
 
     def check_and_update_cache(self, request: Request, mm_index: int) -> bool:
-        """Take a reference if the item is computed, or reserved in this step by another request.
+        """Give a media item a reference to its encoder output, if the cache has an entry for it.
 
-        Return whether it was taken.
+        The entry may be computed, or only reserved by an item that is encoded in this step. Return
+        whether there was such an entry.
         """
         key = request.get_encoder_key(mm_index)
         entry = self._entries.get(key)
@@ -111,11 +127,17 @@ class EncoderCacheManager:
         return num_embeds <= self.num_reclaimable_embeds
 
     def allocate(self, request: Request, mm_index: int) -> None:
-        """Reserve space for an item that is about to be encoded, evicting unused entries."""
+        """Reserve space for the encoder output of a media item that is about to be encoded.
+
+        If needed, entries that no request holds are evicted. Raises an `InvariantError` if they do
+        not free enough space, or if the cache has an entry for the item.
+        """
         key = request.get_encoder_key(mm_index)
         num_embeds = request.mm_features[mm_index].mm_position.get_num_embeds()
         if key in self._entries or not self.can_allocate(num_embeds):
-            raise InvariantError(f"encoder entry {key} is held already, or does not fit")
+            raise InvariantError(
+                f"encoder entry {key} is in the cache already, or too large for it"
+            )
         while self._num_free < num_embeds:
             self._evict_oldest()
         entry = self._entries[key] = _Entry(num_embeds)
@@ -123,7 +145,11 @@ class EncoderCacheManager:
         self._add_reference(entry, request.request_id, mm_index)
 
     def mark_computed(self, key: str) -> None:
-        """Note that the worker has encoded an item, which is evictable if no request needs it."""
+        """Record that the worker has encoded the media item of an entry.
+
+        If no request needs the entry any more, it may be evicted from now on. An unknown key is
+        ignored.
+        """
         entry = self._entries.get(key)
         if entry is None or entry.is_computed:
             return
@@ -132,12 +158,16 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def discard(self, key: str) -> set[str]:
-        """Forget an item that the worker could not encode, and return the requests it was for."""
+        """Remove an entry that the worker could not encode, and return the ids of its requests.
+
+        The set is empty if the cache has no such entry. Raises an `InvariantError` if the entry was
+        computed.
+        """
         entry = self._entries.get(key)
         if entry is None:
             return set()
         if entry.is_computed:
-            raise InvariantError(f"encoder entry {key} was computed before")
+            raise InvariantError(f"encoder entry {key} is computed and can't be discarded")
         del self._entries[key]
         self._num_free += entry.num_embeds
         self.num_releases += 1
@@ -146,7 +176,7 @@ class EncoderCacheManager:
         return {request_id for request_id, _ in entry.references}
 
     def free_encoder_input(self, request: Request, mm_index: int) -> None:
-        """Drop the item's reference, if it holds one."""
+        """Drop the reference of a media item to its encoder output, if it holds one."""
         if not self.has_reference(request, mm_index):
             return
         self._remove_from_index(request.request_id, mm_index)
@@ -157,7 +187,11 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def free_passed_items(self, request: Request, start: int) -> None:
-        """Release the items of a request that its computed tokens from `start` on have passed."""
+        """Drop the references of media items that no token to be computed needs any more.
+
+        An item is dropped if it overlaps the tokens from `start` on and ends at or before
+        `request.num_computed_tokens`.
+        """
         end = request.num_computed_tokens
         lo, hi = get_mm_features_in_window(request.mm_features, start, end)
         for mm_index in range(lo, hi):
@@ -165,21 +199,27 @@ class EncoderCacheManager:
                 self.free_encoder_input(request, mm_index)
 
     def free(self, request: Request) -> None:
-        """Drop all references of the request; linear in what it holds."""
+        """Drop all references that the media items of a request hold."""
         for mm_index in tuple(self.request_cached_ids.get(request.request_id, ())):
             self.free_encoder_input(request, mm_index)
 
     def add_freed_keys(self, keys: Iterable[str]) -> None:
-        """Let the worker drop entries that it may hold although there are none here."""
+        """Put keys on the list of encoder outputs that the worker must drop in the next step.
+
+        It is for outputs that the worker may hold although this manager has no entry for them.
+        """
         self._freed_keys.extend(keys)
 
     def take_freed_keys(self) -> tuple[str, ...]:
-        """Return the keys that the worker must drop: evicted or given up since the last call."""
+        """Return the keys of the encoder outputs that the worker must drop, and empty the list.
+
+        They are the entries that were evicted, and the keys that were added, since the last call.
+        """
         freed, self._freed_keys = tuple(self._freed_keys), []
         return freed
 
     def clear_cache(self) -> None:
-        """Evict all entries without references."""
+        """Evict all entries that no request holds a reference to."""
         while self._evictable:
             self._evict_oldest()
 

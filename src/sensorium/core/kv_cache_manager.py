@@ -4,10 +4,10 @@ Owns the block tables and one `BlockPool` per group of layers. Holds no tensors:
 does.
 
 Invariants:
-  1. An allocation gives all blocks that are wanted, in every group, or changes nothing.
+  1. An allocation gives all blocks that are needed, in every group, or changes nothing.
   2. A block is findable only after its positions were computed.
-  3. In a group with a window, blocks that no later position reads are released; their place holds
-     the null block.
+  3. In a group with a sliding window, blocks that no later position reads are released; the
+     block table has the null block in their place.
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ from sensorium.types.scheduling import BlockIds, KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """The longest cached prefix of a request."""
+    """The longest beginning of a request's tokens that the KV cache already holds.
+
+    `block_ids` has the cached blocks of each group of layers. Where a sliding window no longer
+    reaches, it has null blocks.
+    """
 
     num_tokens: int
-    block_ids: BlockIds  # null blocks before a window
+    block_ids: BlockIds  # null blocks before a sliding window
 
 
 @dataclass(slots=True)
 class _BlockTable:
-    """One request's blocks in one group."""
+    """The ids of the KV cache blocks that one request holds in one group of layers."""
 
     block_ids: list[int] = field(default_factory=list)
-    num_passed: int = 0  # leading entries that were released, or never held, because of a window
+    num_passed: int = 0  # leading entries that a sliding window has passed: null blocks
 
 
 class KVCacheManager:
-    """The block tables of all requests, and the pools that their blocks come from."""
+    """The KV cache blocks of all requests, and the pools that the blocks are allocated from.
+
+    Each group of layers has its own pool, and each request has a block table (a list of block ids
+    in the order of its tokens) in each group. The manager counts blocks only; the worker holds the
+    tensors.
+    """
 
     def __init__(
         self, groups: Sequence[KVCacheGroup], *, block_size: int, enable_prefix_caching: bool = True
@@ -52,16 +61,20 @@ class KVCacheManager:
 
     @property
     def num_releases(self) -> int:
-        """The references dropped so far. If it has not changed, there is no new room."""
+        """The number of block references that were dropped since the start.
+
+        While it does not change, an allocation that failed would fail again.
+        """
         return sum(pool.num_releases for pool in self._pools)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         return tuple(tuple(table.block_ids) for table in self._tables.get(request_id, ()))
 
     def can_ever_fit(self, num_tokens: int, max_new_tokens: int) -> bool:
-        """Return whether an otherwise empty cache holds a request of `num_tokens`.
+        """Return whether a request of `num_tokens` tokens fits into an otherwise empty KV cache.
 
-        It is computed in steps of at most `max_new_tokens`.
+        `max_new_tokens` is the most tokens that one step computes. It matters for layers with a
+        sliding window, which keep only the blocks that the current step reads.
         """
         return all(
             self._num_blocks_at_most(group, num_tokens, max_new_tokens) <= pool.capacity
@@ -72,14 +85,15 @@ class KVCacheManager:
         total = -(-num_tokens // self.block_size)
         if group.window is None:
             return total
-        # A window may begin and end inside a block.
+        # A sliding window may begin and end inside a block.
         live = -(-(group.window - 1 + min(max_new_tokens, num_tokens)) // self.block_size) + 1
         return min(total, live)
 
     def find_prefix(self, request: Request, max_tokens: int) -> PrefixHit:
-        """Return the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
+        """Return the longest cached prefix of a request, with at most `max_tokens` tokens.
 
-        It doesn't end inside an unsplittable span.
+        The prefix consists of whole blocks, and does not end inside a media span that must be
+        computed in one step. Nothing is allocated; the caller passes the result to `allocate`.
         """
         num_blocks = max_tokens // self.block_size if self.enable_prefix_caching else 0
         for group, pool in zip(self.groups, self._pools, strict=True):
@@ -101,16 +115,22 @@ class KVCacheManager:
         return at_most
 
     def _get_shorter(self, request: Request, num_blocks: int) -> int | None:
-        """Return the next shorter candidate, or `None` if a prefix of `num_blocks` is usable."""
+        """Return a smaller number of blocks to try, or `None` if `num_blocks` blocks can be reused.
+
+        They can't be reused if the prefix would end inside an unsplittable media span, or if a
+        layer group with a sliding window lacks a block that it needs.
+        """
         span = request.get_split_span(num_blocks * self.block_size)
         if span is not None:
             return span[0] // self.block_size
         return self._window_miss(request, num_blocks)
 
     def _window_miss(self, request: Request, num_blocks: int) -> int | None:
-        """Return the last block that a prefix needs in a group with a window and is not cached.
+        """Return the index of the last block that a layer group needs for its window and lacks.
 
-        Every shorter prefix that reaches beyond it needs it too: the next candidate ends before it.
+        The prefix has `num_blocks` blocks. Return `None` if each group with a sliding window has
+        all blocks that it needs. Every shorter prefix that contains the missing block needs it too,
+        so the caller next tries the prefix that ends before it.
         """
         for group, pool in zip(self.groups, self._pools, strict=True):
             if group.window is None:
@@ -128,14 +148,15 @@ class KVCacheManager:
         for index in range(first, num_tokens // self.block_size):
             block_id = pool.get_cached(request.block_hash(index))
             if block_id is None:
-                raise InvariantError(f"block {index} of a prefix hit is not cached")
+                raise InvariantError(f"block {index} of a cached prefix is not in the cache")
             blocks.append(block_id)
         return blocks
 
     def _first_live_block(self, group: KVCacheGroup, num_computed_tokens: int) -> int:
-        """Return the first block that a position at or after `num_computed_tokens` reads.
+        """Return the index of the first block that later positions of a request still read.
 
-        Position p reads from p - window + 1 on.
+        Later positions are those from `num_computed_tokens` on. Position p reads from p - window +
+        1 on, or from 0 on if the group has no sliding window.
         """
         if group.window is None:
             return 0
@@ -144,10 +165,11 @@ class KVCacheManager:
     def allocate(
         self, request: Request, num_tokens: int, hit: PrefixHit | None = None
     ) -> BlockIds | None:
-        """Give the request blocks for its first `num_tokens` tokens.
+        """Extend the blocks of a request so that they hold its first `num_tokens` tokens.
 
-        Return the new ids for each group, or `None` if there is no room. With `hit`, a request that
-        has no blocks yet starts on a cached prefix.
+        Return the ids of the added blocks for each group of layers, or `None`, with nothing
+        allocated, if a pool has too few free blocks. If the request has no blocks yet, it starts
+        with the cached blocks of `hit`, which are part of the result.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
@@ -197,7 +219,11 @@ class KVCacheManager:
                 table.num_passed = first
 
     def commit(self, request: Request) -> None:
-        """Make the blocks findable that `request.num_computed_tokens` has filled."""
+        """Let later requests reuse the blocks that the computed tokens of a request have filled.
+
+        The first `request.num_computed_tokens` tokens are computed. This does nothing if prefix
+        caching is off.
+        """
         if not self.enable_prefix_caching:
             return
         first = self._num_registered[request.request_id]
@@ -210,7 +236,11 @@ class KVCacheManager:
         self._num_registered[request.request_id] = max(first, last)
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request, if it has any. The last ones are evicted first."""
+        """Release all blocks of a request, if it has any.
+
+        The blocks at its end are evicted before those at its beginning, which other requests are
+        more likely to share.
+        """
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

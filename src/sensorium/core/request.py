@@ -26,7 +26,10 @@ _VERSION = b"sensorium-kv-1"  # of the names of blocks
 
 
 class RequestStatus(Enum):
-    """The states WAITING → RUNNING → FINISHED; a preemption leads from RUNNING to WAITING."""
+    """The state of a request, which goes from WAITING to RUNNING to FINISHED.
+
+    A preemption takes a request from RUNNING back to WAITING.
+    """
 
     WAITING = auto()
     RUNNING = auto()
@@ -34,9 +37,11 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A request with its tokens, and how far they are computed.
+    """A request in the scheduler, with its tokens and how many of them are computed.
 
-    Times are in seconds of the scheduler's clock. For `long_after` see `Limits`.
+    `rank` is its place in the order of service, and `spans` are the token ranges that must each be
+    computed in one step. `arrived` and all other times are in seconds of the scheduler's clock. If
+    the request has more than `long_after` tokens, the model computes it with other rotary factors.
     """
 
     def __init__(
@@ -83,7 +88,10 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether the request is computed differently, because of more than `long_after` tokens."""
+        """Whether the request has more than `long_after` tokens.
+
+        The model computes such a request with other rotary factors.
+        """
         return self._long_after is not None and self.num_tokens > self._long_after
 
     @property
@@ -96,9 +104,10 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """The tokens that may come from the prefix cache.
+        """The number of leading tokens that may be taken from the prefix cache.
 
-        At least one is computed, and so is every token with logits that are still needed.
+        The last token must always be computed, and so must every prompt token with a
+        log-probability that is still to be returned.
         """
         if self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
             return self.num_tokens - 1
@@ -107,9 +116,11 @@ class Request:
     def take_unscored(
         self, entries: tuple[TokenLogprobs, ...], start: int
     ) -> tuple[TokenLogprobs, ...]:
-        """Return those of the prompt's log-probabilities from `start` on that are new.
+        """Return the log-probabilities of prompt tokens that were not returned before.
 
-        A preempted request computes some of them again.
+        `entries` are those that a step computed, for the positions from `start` on. After a
+        preemption some of them are computed for a second time; these are left out. The result is
+        empty if the client did not ask for log-probabilities of the prompt.
         """
         if self.num_scored_tokens is None:
             return ()
@@ -118,11 +129,19 @@ class Request:
         return new
 
     def get_encoder_key(self, mm_index: int) -> str:
-        """Return the key of an item's encoder output: its hash, separated by salt and adapter."""
+        """Return the key of a media item's output in the encoder cache.
+
+        It is the hash of the item, with a suffix that keeps requests with different cache salts or
+        adapters apart.
+        """
         return self.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def count_encoder_items(self, *, encoded: tuple[int, ...], shared: tuple[int, ...]) -> None:
-        """Count items once, although a preempted request needs them again."""
+        """Record which media items of a step found their output in the encoder cache.
+
+        These are the indices in `shared`; the items in `encoded` are encoded in the step. Items
+        that were recorded before a preemption are not recorded again.
+        """
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
@@ -136,7 +155,10 @@ class Request:
         )
 
     def get_split_span(self, position: int) -> tuple[int, int] | None:
-        """Return the unsplittable span that a border before `position` would split, if any."""
+        """Return the span that would be split if a step ended before `position`, or `None`.
+
+        A span is a token range, with an exclusive end, that must be computed in one step.
+        """
         # The last span that begins before `position`.
         index = bisect_left(self.spans, (position,)) - 1
         if index >= 0 and position < self.spans[index][1]:
@@ -146,11 +168,12 @@ class Request:
     def get_stop(
         self, *, max_model_len: int, is_complete: bool = False
     ) -> tuple[FinishReason, int | None] | None:
-        """Return why the request ends with its newest token, or `None` if it goes on.
+        """Return why the request ends after its newest token, or `None` if it goes on.
 
-        The second value is the token id if a stop token of the caller ended it. With `is_complete`
-        its grammar allows nothing more, so that it ends in spite of `min_tokens` and `ignore_eos`.
-        The frontend looks for stop strings.
+        The second value of the pair is the id of the stop token if one of the client's
+        `stop_token_ids` ended the request, else `None`. `is_complete` means that the request's
+        grammar allows no further token; then the request ends in spite of `min_tokens` and
+        `ignore_eos`. Stop strings are not checked here but in the frontend.
         """
         params = self.sampling_params
         token_id = self.token_ids[-1]
@@ -179,9 +202,10 @@ class Request:
         return hash_root(request.adapter, request.cache_salt, is_long=self.is_long)
 
     def block_hash(self, index: int) -> bytes:
-        """Return the name of the block at `index`, which must be full.
+        """Return the name of the KV cache block at `index`, which must be full.
 
-        Names are made once, in order.
+        A name is a hash of everything that the block's keys and values depend on. Each name is
+        computed once.
         """
         while len(self._block_hashes) <= index:
             self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))
@@ -197,9 +221,12 @@ class Request:
 
 
 def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
-    """Return the parent of a request's first block.
+    """Return the hash that the chain of a request's KV cache block names begins with.
 
-    With `is_long` the request is computed as one of more than `Limits.long_after` tokens.
+    The name of a block is a hash of its contents and of the name before it. Requests with different
+    adapters or cache salts get different hashes here, and so share no blocks. `is_long` means that
+    the request has more than `Limits.long_after` tokens; such requests share no blocks with shorter
+    ones.
     """
     variant = b"long" if is_long else b""
     return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt) + variant).digest()
@@ -208,9 +235,10 @@ def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = Fa
 def hash_block(
     parent: bytes, token_ids: Sequence[int], mm_items: Sequence[tuple[str, int]]
 ) -> bytes:
-    """Return the name of the block that follows `parent`.
+    """Return the name of a KV cache block, a hash of its tokens and of all blocks before it.
 
-    `mm_items` has `(mm_hash, offset relative to the block)` for each item that overlaps the block.
+    `parent` is the name of the block before it. `mm_items` has a pair for each media item that
+    overlaps the block: its `mm_hash`, and its offset relative to the start of the block.
     """
     digest = hashlib.sha256(parent)
     digest.update(struct.pack("<q", len(token_ids)))

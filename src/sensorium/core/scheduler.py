@@ -1,21 +1,18 @@
 """Decides which requests run in the next step, with how many tokens and which encoder inputs.
 
-Owns all requests and their order. Uses the block and encoder accounting; holds no tensors and does
-no I/O.
+Owns all requests and their order. Holds no tensors and does no I/O.
 
 Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
-  4. Nothing is given out of order, with two exceptions. Tokens are kept for a span that found too
-     few of them in the last step, from those ahead of it: they go on in the next step. Beside
-     others, requests of one call are passed over beyond its shares (`seat_shares`).
+  4. Requests are served in order, with two exceptions. Tokens are reserved for a media span that
+     did not fit into the last step. Requests of a client call beyond its share are passed over.
   5. The first running request is never preempted: all behind it can be preempted for it.
   6. A step is empty only if there are no requests.
-  7. A step encodes at most one item beyond the encoder budget. What it encoded too much is made up
-     for by steps that encode nothing, while there is something else to do.
-  8. A request that grows beyond `Limits.long_after` tokens starts again, once: what it has computed
-     is right for a shorter one only.
+  7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
+     they encode nothing, while there is something else to do.
+  8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
 """
 
 from __future__ import annotations
@@ -52,8 +49,8 @@ _rank_of = attrgetter("rank")
 class SchedulerCounters:
     """Counters of what a scheduler has done since its start.
 
-    A request for several completions is several requests here. Its prompt is counted with the first
-    of them only.
+    Each completion that a client asks for is a request of its own here. The tokens of a prompt are
+    counted with its first completion only.
     """
 
     num_scheduled_tokens: int = 0
@@ -69,7 +66,7 @@ class SchedulerCounters:
     steps: Counter[StepMode] = field(default_factory=Counter)
 
     def add_token(self, request: Request) -> None:
-        """Count the token that was just appended to a request."""
+        """Count a new output token of a request, and with the first one the prompt tokens."""
         self.num_sampled_tokens += 1
         if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
             self.num_prompt_tokens += request.num_prompt_tokens
@@ -77,9 +74,9 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """The queue of waiting requests and the running ones.
+    """A scheduler that holds the waiting and running requests and plans each step of the model.
 
-    `policy` is "fcfs" or "priority" (lower values first, then first come, first served).
+    `policy` is "fcfs" (first come, first served) or "priority" (lower values first, then fcfs).
     """
 
     def __init__(
@@ -104,19 +101,19 @@ class Scheduler:
         self._shares = SeatShares(limits.max_num_seqs)
         self._num_arrivals = 0
         self._stopped: list[str] = []
-        # The request with a span that found too few tokens in the last step, and how many it needs.
+        # The request with a media span that did not fit into the last step, and its tokens.
         self._deferred: tuple[str, int] | None = None
         # Embeddings that were encoded beyond the budgets of the steps so far.
         self._encoder_debt = 0
-        # The first waiting request (by its rank) found no room when so much had been released.
+        # The rank of the waiting request that found no room, and the releases until then.
         self._blocked: tuple[Rank, int] | None = None
 
     # ---- requests come and go
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Accept a request, or raise a `RequestError` if it can never run."""
+        """Put a request into the queue, or raise a `RequestError` if it can never run."""
         if core_request.request_id in self.requests:
-            raise RequestError(f"request id {core_request.request_id!r} is in use")
+            raise RequestError(f"request id {core_request.request_id!r} is in use: choose another")
         check_request(core_request, self.limits)
         spans = get_unsplittable_spans(core_request.mm_features, self.limits)
         check_growth(core_request, self.limits, spans, self.kv_cache)
@@ -133,7 +130,7 @@ class Scheduler:
         insort(self.waiting, request, key=_rank_of)
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
-        """End a request that is no longer wanted. Return `None` if it has ended already."""
+        """End a request early and return its last output, or `None` if it has ended already."""
         request = self.requests.get(request_id)
         return None if request is None else self._finish(request)
 
@@ -144,16 +141,16 @@ class Scheduler:
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. There is neither a prefill nor a decode phase.
+        """Plan the next step, and return the plan for the worker.
 
-        Each request has tokens that are not computed yet, and a step gives it some of them.
+        Prefill and decode are not separate phases: one step may compute tokens of both.
         """
         step = self._fill_step()
         while not step.scheduled and (
             step.is_short_of_blocks or step.reserved_for or step.is_encoder_resting
         ):
-            # It only preempted, or kept tokens for a request that could not take them, or there is
-            # nothing to do but to encode.
+            # The step only preempted requests, or reserved tokens for a request that could not use
+            # them, or there is nothing to do but to encode.
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._encoder_debt = 0
             step = self._fill_step()
@@ -172,14 +169,14 @@ class Scheduler:
         while self.waiting and self._can_start(step):
             if not self._schedule_waiting(self._shares.get_next(self.waiting), step):
                 break
-        # A span with an item that has to wait for its encoder keeps its turn.
+        # A deferred span keeps its turn while the encoders rest.
         kept = self._deferred if step.is_encoder_resting else None
         self._deferred = kept or step.deferred
         return step
 
     def _make_room_for_others(self) -> None:
-        """Preempt what one call holds beyond its share, if requests of others find no seat."""
-        # Before the step gives out anything: a request with work in a step is not preempted in it.
+        """Preempt requests of a client call that runs too many of them while other calls wait."""
+        # This comes first because a request that has work in a step is not preempted in it.
         if not self.waiting:
             return
         blocked_rank = None if self._blocked is None else self._blocked[0]
@@ -190,7 +187,7 @@ class Scheduler:
             self._preempt(request)
 
     def _begin_step(self) -> Step:
-        """Return a step that keeps tokens for the span that found too few in the last step."""
+        """Start a step, and reserve tokens for a media span that did not fit into the last one."""
         step = Step(
             max_num_tokens=self.limits.max_num_batched_tokens,
             is_encoder_resting=self._encoder_debt > 0,
@@ -288,7 +285,7 @@ class Scheduler:
         self._set_back(request)
 
     def _set_back(self, request: Request) -> None:
-        """Take everything from a request but its tokens, so that it computes them again later."""
+        """Move a running request to the queue, so that it computes all of its tokens again."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
@@ -310,8 +307,8 @@ class Scheduler:
     def _commit_encoder_inputs(
         self, request: Request, plan: WindowPlan, step: Step
     ) -> tuple[EncoderInput, ...]:
-        # What is shared comes first, so that it is not evicted for what is encoded; duplicates need
-        # the entry to exist.
+        # Shared entries come first, so that they are not evicted to make space. Duplicates need the
+        # entry to exist.
         for mm_index in plan.to_share:
             self.encoder_cache.check_and_update_cache(request, mm_index)
         for mm_index in plan.to_encode:
@@ -340,7 +337,7 @@ class Scheduler:
     def update_from_output(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Advance every request of the step, and return their outputs."""
+        """Apply the results of a step to its requests, and return the outputs for their clients."""
         for scheduled in output.scheduled:
             if scheduled.encoder_inputs:
                 self._note_encoded(scheduled, result)
@@ -364,10 +361,10 @@ class Scheduler:
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
-        """End the requests of a step that could not be run, or not to its end.
+        """End all requests of a step that failed in the worker, and return their last outputs.
 
-        It is unknown how far the worker came. So the next plan repeats what to drop, and adds the
-        items that this step was to encode.
+        It is unknown how far the worker came. So the next plan lists again what to drop, and also
+        the encoder outputs that this step was to compute.
         """
         self._stopped[:0] = output.stopped_request_ids
         self.encoder_cache.add_freed_keys(output.freed_encoder_keys)
@@ -383,7 +380,7 @@ class Scheduler:
         return outputs
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
-        """Return the request, unless it has ended and its id is gone or that of a waiting one."""
+        """Return the request of an entry in a plan, or `None` if it does not run any more."""
         request = self.requests.get(scheduled.request_id)
         is_running = request is not None and request.status is RequestStatus.RUNNING
         return request if is_running else None
@@ -399,7 +396,10 @@ class Scheduler:
     def _fail_requests(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """End requests with items that can't be encoded, and those without a usable result."""
+        """End the requests that failed in a step, and return their last outputs.
+
+        A request fails if one of its media items can't be encoded, or if it has no usable result.
+        """
         errors: dict[str, RequestError] = {}  # request id -> the first reason
         for key, reason in result.failed_encodes.items():
             for request_id in sorted(self.encoder_cache.discard(key)):
@@ -415,9 +415,9 @@ class Scheduler:
         ]
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, *, is_late: bool) -> None:
-        """Note the computed tokens, without the last one if the request is late.
+        """Record which tokens of a request the step has computed.
 
-        The next step computes that one again, and the unsplittable span that it ends, if any.
+        If `is_late` (no next token could be chosen yet), the last token is computed again later.
         """
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
@@ -437,7 +437,7 @@ class Scheduler:
         result: ModelRunnerOutput,
         prompt_logprobs: tuple[TokenLogprobs, ...],
     ) -> EngineCoreOutput:
-        """Append the token that the worker chose, and end the request if it is its last one."""
+        """Append the sampled token, end the request if it is complete, and return the output."""
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
         was_long = request.is_long
@@ -470,7 +470,7 @@ class Scheduler:
         )
 
     def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:
-        """End a request that failed, or that is aborted if there is no error."""
+        """End a request with `error`, or as aborted if that is `None`; return its last output."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         self._end(request, reason)
         return EngineCoreOutput(
@@ -491,7 +491,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Give back blocks and encoder references, and let the worker drop the request."""
+        """Free the KV blocks and encoder references of a request, and make the worker drop it."""
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request)
         if request.status is RequestStatus.RUNNING:

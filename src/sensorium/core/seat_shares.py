@@ -1,11 +1,13 @@
-"""Limits the share of one call with many requests: half of the seats, a quarter of a step.
+"""Limits what a client call with many requests gets: half of the seats, a quarter of a step.
 
-A call of a client may be many requests of the core: its prompts times their completions. While
-requests of others wait, one call holds at most half of all seats; alone it may hold them all, and
-gives the surplus back when others come. Larger steps take longer for all running requests: while
-others run, at most a quarter of all seats decode for one call in a step, in turns. Nothing is taken
-from a call for others that are less urgent. Makes decisions only: the scheduler preempts and
-starts.
+A seat is a place for a running request; there are `max_num_seqs`. A client call may consist of many
+requests of the core: its prompts times their completions.
+
+While requests of other calls wait, one call holds at most half of all seats. Alone it may hold all
+of them, and gives the surplus back when others come. Larger steps take longer for all running
+requests: while others run, at most a quarter of all seats decode for one call in a step, in turns.
+Nothing is taken from a call for others that are less urgent. This module only decides: the
+scheduler preempts and starts requests.
 
 Invariants:
   1. At most one call holds more than its share: two would need more seats than there are.
@@ -26,7 +28,11 @@ from sensorium.core.request import Request
 
 
 class SeatShares:
-    """The numbers of seats that calls hold, and the decisions that follow from them."""
+    """A record of how many seats each client call holds, and the rules that limit its share.
+
+    A seat is one of the `max_num_seqs` places for running requests. A client call may consist of
+    many requests, which have the same `group`.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
@@ -36,14 +42,14 @@ class SeatShares:
         self._largest: str | None = None  # the group that holds more than its share
 
     def take(self, request: Request) -> None:
-        """Note that a request runs from now on."""
+        """Record that a request has started to run, and so holds a seat."""
         group = request.group
         self._num_held[group] += 1
         if self._num_held[group] > self._share:
             self._largest = group
 
     def release(self, request: Request) -> None:
-        """Note that a request runs no more."""
+        """Record that a request has stopped running, and so gives its seat back."""
         group = request.group
         self._num_held[group] -= 1
         if group == self._largest and self._num_held[group] <= self._share:
@@ -54,9 +60,9 @@ class SeatShares:
     def get_next(self, waiting: Sequence[Request]) -> Request:
         """Return the waiting request that is to start next.
 
-        It is the first one of a call that holds less than its share. If no request that is as
-        urgent as the first one has such a call, it is the first one. Passing over the rest costs
-        time in proportion to the waiting requests of one call.
+        Among the requests with the priority of the first one, this is the first one of a client
+        call that holds less than its share of the seats. If there is none, it is the first waiting
+        request. The search takes time in proportion to the waiting requests that it passes over.
         """
         for request in waiting:
             if _get_urgency(request) > _get_urgency(waiting[0]):
@@ -68,11 +74,12 @@ class SeatShares:
     def get_surplus(
         self, running: Sequence[Request], waiting: Sequence[Request], *, is_next_blocked: bool
     ) -> list[Request]:
-        """Return the requests that must give their seats to others.
+        """Return the running requests that must give up their seats to other client calls.
 
-        They are the last ones of the call that holds more than its share, one for each request of
-        others that finds no seat. With `is_next_blocked` the next of these found no room although
-        there was a seat.
+        They are the latest requests of the client call that holds more than its share of the seats:
+        one for each waiting request of another call that is entitled to a seat and finds none.
+        `is_next_blocked` means that the next waiting request could not start for lack of memory;
+        then the free seats are not counted as available.
         """
         if self._largest is None or not waiting:
             return []
@@ -86,11 +93,12 @@ class SeatShares:
         return own[::-1][: min(num_wanted, num_over)]
 
     def get_resting(self, running: Sequence[Request]) -> set[str]:
-        """Return the ids of requests that take no part in the next step.
+        """Return the ids of the running requests that must sit out the next step.
 
-        They belong to a call beyond its share of a step, if others as urgent run too. The ones with
-        the fewest tokens go on, so that all advance alike. Only requests that decode rest; the
-        others fill tokens, not rows.
+        A client call may decode at most a quarter of `max_num_seqs` requests in a step while
+        requests of others that are at least as urgent run too. Its requests with the fewest tokens
+        take part, so that all of them advance at the same rate. Requests that still compute their
+        prompt never sit out.
         """
         if len(self._num_held) < 2:
             return set()
@@ -108,7 +116,7 @@ class SeatShares:
         return resting
 
     def _count_entitled(self, waiting: Iterable[Request], *, most: int) -> int:
-        """Count the waiting requests that their calls' shares have room for, up to `most`."""
+        """Count the waiting requests that could start within their calls' shares, up to `most`."""
         taken: Counter[str] = Counter()
         num_entitled = 0
         for request in waiting:
@@ -122,5 +130,5 @@ class SeatShares:
 
 
 def _get_urgency(request: Request) -> int:
-    """Return the priority of a request. Lower values are more urgent."""
+    """Return the priority of a request, where a lower value is more urgent."""
     return request.rank[0]

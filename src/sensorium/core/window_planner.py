@@ -1,12 +1,12 @@
 """Decides how many tokens of a request fit into a step, given its media.
 
-Makes decisions only, which the scheduler commits.
+Only plans: the scheduler carries the plans out.
 
 Invariants:
   1. Planning changes neither the request nor the caches.
   2. A window never ends inside an unsplittable span.
   3. The first request of a step can always take a whole span, and encode one item, whatever the
-     budgets are, unless the encoders rest in this step.
+     budgets are, unless this step encodes nothing (`Step.is_encoder_resting`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sensorium.types.scheduling import ScheduledRequest, StartedRequest
 
 
 class Shortage(Enum):
-    """The reason why a window was cut short."""
+    """The resource that was missing when a request was given fewer tokens than it has left."""
 
     NONE = auto()
     TOKENS = auto()
@@ -33,21 +33,25 @@ class Shortage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """What one call of `Scheduler.schedule` has used and decided so far."""
+    """A record of what a step of the scheduler has used and decided while it is being planned.
+
+    It has the tokens and encoder embeddings that are used up, the requests with work in the step,
+    and the tokens that are reserved for one request.
+    """
 
     max_num_tokens: int
-    reserved_for: str | None = None  # a request that tokens are kept for, from those ahead of it
+    reserved_for: str | None = None  # the request that tokens are reserved for, if any
     num_reserved_tokens: int = 0
     num_tokens: int = 0
     num_encoder_embeds: int = 0
-    # An earlier request waits for its media, so that later ones may not take encoder space.
+    # An earlier request waits for encoder space, so that later ones may not take it.
     is_encoder_closed: bool = False
-    # Nothing is encoded in this step, so that others go on after an item beyond the budget.
+    # Nothing is encoded in this step, because an earlier one encoded more than its budget.
     is_encoder_resting: bool = False
     is_short_of_blocks: bool = False
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     started: list[StartedRequest] = field(default_factory=list)
-    # The first request with an unsplittable span that found too few tokens, and how many it needs.
+    # The first request with an unsplittable span that did not fit, and the tokens that it needs.
     deferred: tuple[str, int] | None = None
 
     @property
@@ -57,12 +61,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """The tokens `[start, end)` of a request, and their items. An empty window has no items."""
+    """The tokens of a request that a step may compute, and what to do with their media items.
+
+    The tokens (the window) go from `start` to `end`, exclusive. The tuples hold the indices of the
+    media items that the window needs encoder outputs of. An empty window has no items. `shortage`
+    is the reason why the window is shorter than the rest of the request.
+    """
 
     start: int
     end: int
     shortage: Shortage
-    to_encode: tuple[int, ...] = ()
+    to_encode: tuple[int, ...] = ()  # items that this window encodes
     to_share: tuple[int, ...] = ()  # items with an encoder output in the cache
     duplicates: tuple[int, ...] = ()  # items equal to one that this window encodes
 
@@ -72,14 +81,21 @@ class WindowPlan:
 
 
 class WindowPlanner:
-    """A planner of the windows of tokens that requests compute in a step."""
+    """A planner that decides which tokens of a request the next step may compute.
+
+    It respects the token budget, the space in the encoder cache and the compute budget of the
+    encoders, and changes none of them.
+    """
 
     def __init__(self, limits: Limits, encoder_cache: EncoderCacheManager) -> None:
         self._limits = limits
         self._encoder_cache = encoder_cache
 
     def get_plan(self, request: Request, start: int, step: Step) -> WindowPlan:
-        """Return the window that begins at `start`, empty if there is no room in this step."""
+        """Return a plan for the tokens of a request from `start` on that fit into a step.
+
+        The plan is empty, with the reason in `shortage`, if none of them fit.
+        """
         end = min(request.num_tokens, start + step.num_tokens_left)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
@@ -102,9 +118,11 @@ class WindowPlanner:
     def _get_end_outside_span(
         self, request: Request, start: int, end: int, *, is_first: bool
     ) -> int:
-        """Return the end, moved to the start of the span that it would split.
+        """Return `end`, moved so that it does not split a media span that needs a single step.
 
-        It is moved to the end of the span if nothing else runs and nothing comes before the span.
+        It moves to the start of the span. If the window would be empty then, and this is the first
+        request of the step (`is_first`), it moves to the end of the span instead, even beyond the
+        token budget.
         """
         span = request.get_split_span(end)
         if span is None:
@@ -117,7 +135,12 @@ class WindowPlanner:
     def _get_end_with_encoders(
         self, request: Request, start: int, end: int, room: _EncoderRoom
     ) -> int:
-        """Put the window's items into `room`, and return the end before the first without room."""
+        """Return `end`, or the start of the first media item that can't be encoded in this step.
+
+        The media items before it are added to `room`, which keeps the balance of encoder space and
+        compute. An encoder-decoder model needs all items at once: if one does not fit, `start` is
+        returned.
+        """
         limits = self._limits
         if not request.mm_features or (limits.is_encoder_decoder and start > 0):
             return end
@@ -143,7 +166,11 @@ class WindowPlanner:
 
 
 class _EncoderRoom:
-    """A trial balance of encoder space and compute for one window."""
+    """A running balance of encoder cache space and encoder compute while a window is planned.
+
+    Nothing is taken from the cache itself. `to_encode`, `to_share` and `duplicates` collect the
+    indices of the media items that fit, as in `WindowPlan`.
+    """
 
     def __init__(self, cache: EncoderCacheManager, limits: Limits, step: Step) -> None:
         self.to_encode: list[int] = []
@@ -161,7 +188,11 @@ class _EncoderRoom:
         self._shared: set[str] = set()
 
     def take(self, key: str, mm_index: int, num_embeds: int) -> bool:
-        """Take the item if there is room for it in this step, and return whether there is."""
+        """Add a media item to the plan if its encoder output fits into this step.
+
+        `key` is the key of the output in the encoder cache. Return whether it fits; if not,
+        `shortage` is the reason.
+        """
         if key in self._encoded:
             self.duplicates.append(mm_index)
             return True
@@ -181,7 +212,12 @@ class _EncoderRoom:
         return True
 
     def _get_num_reclaimed(self, key: str, num_embeds: int, *, is_held: bool) -> int:
-        """Return how much less can be reclaimed once the item is taken."""
+        """Return how many reclaimable embeddings of the encoder cache a media item takes up.
+
+        An item that is not in the cache (`is_held` is false) takes its own size. An entry that
+        could have been evicted takes its size too, because the item keeps it from being evicted.
+        Any other entry takes nothing.
+        """
         if not is_held:
             return num_embeds
         is_reclaimable = self._cache.is_evictable(key) and key not in self._shared

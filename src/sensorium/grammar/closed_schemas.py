@@ -22,15 +22,19 @@ _OWN_RULES = ("additionalProperties", "unevaluatedProperties")
 
 
 def close_objects(root: Schema) -> Schema:
-    """Return the schema with its objects closed.
+    """Return a copy of a JSON schema in which objects have no keys but the declared ones.
 
-    Raises a `RecursionError` if it is nested too deeply.
+    Each object that declares keys gets `additionalProperties: false`, unless the schema itself has
+    a rule for other keys. Raises a `RecursionError` if the schema is nested too deeply.
     """
     return _Closing(root).close(root)
 
 
 def resolve_reference(root: Schema, reference: str) -> Schema | None:
-    """Return the schema that a reference within `root` points to, or `None`."""
+    """Return the part of the schema `root` that a `$ref` such as "#/$defs/name" points to.
+
+    Return `None` if the reference points outside of `root` or to a place that does not exist.
+    """
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -46,13 +50,21 @@ def resolve_reference(root: Schema, reference: str) -> Schema | None:
 
 
 class _Closing:
-    """A pass that closes the objects of one schema."""
+    """A pass over one JSON schema that closes its objects.
+
+    To close an object means to forbid all keys that the schema does not declare for it.
+    """
 
     def __init__(self, root: Schema) -> None:
         self._root = root  # references are resolved within it
 
     def close(self, schema: Schema, *, is_part: bool = False) -> Schema:
-        """Return a closed schema. With `is_part`, the schema around it closes its keys."""
+        """Return a copy of a schema in which undeclared keys are forbidden in objects.
+
+        With `is_part`, the schema is a branch of another schema (of its `allOf`, say) and describes
+        the same object. Then only the objects inside it are closed, and the outer schema forbids
+        undeclared keys of the object itself.
+        """
         if not isinstance(schema, Mapping):
             return schema
         schema = _move_reference(schema)
@@ -69,10 +81,11 @@ class _Closing:
         return result
 
     def _close_branch(self, branch: Schema, is_part: bool) -> Schema:
-        """Return a closed branch of `allOf`, `anyOf` or `oneOf`.
+        """Return a closed copy of one branch of `allOf`, `anyOf` or `oneOf`.
 
-        If a part is a reference, the definition is copied into it. The definition itself may also
-        be used on its own, and is closed there.
+        With `is_part`, the outer schema describes the same object and closes it. Then, if the
+        branch is a `$ref`, a copy of the definition takes its place: the definition may be used
+        elsewhere too, and is closed there.
         """
         if is_part and isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
             found = resolve_reference(self._root, branch["$ref"])
@@ -82,7 +95,11 @@ class _Closing:
         return self.close(branch, is_part=is_part)
 
     def _collect_names(self, schema: Mapping[str, Any]) -> list[str] | None:
-        """Return all keys that are declared for this object, or `None` if it stays as it is."""
+        """Return the keys that an object may have, or `None` if it must not be closed.
+
+        It is not closed if the schema declares no keys, or if the schema or a branch of it has a
+        rule of its own for other keys.
+        """
         if any(key in schema for key in _OWN_RULES) or not _has_keys(schema):
             return None
         of_branches = self._collect_branches(schema)
@@ -92,9 +109,10 @@ class _Closing:
         return list(dict.fromkeys(_list_names(schema) + of_branches)) if is_declared else None
 
     def _collect_branches(self, schema: Mapping[str, Any]) -> list[str] | None:
-        """Return the keys that the branches of a schema declare.
+        """Return all keys that the `allOf`, `anyOf` and `oneOf` branches of a schema declare.
 
-        Return `None` if one of them has its own rule for other keys.
+        Return `None` if a branch, at any depth, has a rule of its own for undeclared keys, such as
+        `additionalProperties`.
         """
         names: list[str] = []
         for branch in (entry for key in _BRANCHES for entry in _get_list(schema, key)):
@@ -111,7 +129,11 @@ class _Closing:
 
 
 def _map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
-    """Return a copy of the schema with the schemas of its items and properties changed."""
+    """Return a copy of a schema with `change` applied to each schema directly inside it.
+
+    These are the schemas of its properties, list items and definitions, but not the branches of
+    `allOf`, `anyOf` and `oneOf`.
+    """
     result = dict(schema)
     for key in _SCHEMA_MAPS:
         if isinstance(schema.get(key), Mapping):
@@ -126,27 +148,30 @@ def _map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema])
 
 
 def _has_keys(schema: Mapping[str, Any]) -> bool:
-    """Return whether the schema declares keys of an object, or joins parts that may do so."""
+    """Return whether a schema declares keys of an object, or has `allOf` parts that may do so."""
     properties = schema.get("properties")
     is_pattern = isinstance(schema.get("patternProperties"), Mapping)
     return isinstance(properties, Mapping) or is_pattern or isinstance(schema.get("allOf"), list)
 
 
 def _list_names(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a schema describes or requires."""
+    """Return the keys that are listed in the `properties` or `required` of a schema."""
     properties = schema.get("properties")
     names = list(properties) if isinstance(properties, Mapping) else []
     return names + [name for name in _get_list(schema, "required") if isinstance(name, str)]
 
 
 def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the list under a key, or an empty one if there is no list."""
+    """Return the list under a key of a schema, or an empty list if the value is no list."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
 
 def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Turn a reference beside declared keys into one more part of `allOf`."""
+    """Return a schema with its `$ref` moved into `allOf`, if it also declares keys itself.
+
+    The keys of both can then be closed together. Any other schema is returned unchanged.
+    """
     if not isinstance(schema.get("$ref"), str) or not _has_keys(schema):
         return schema
     rest = {key: value for key, value in schema.items() if key != "$ref"}

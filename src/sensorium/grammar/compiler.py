@@ -1,4 +1,4 @@
-"""Compiles each grammar once. Frontends and the core use it, and so make the same checks.
+"""Compiles grammars for frontends and the core, so that both make the same checks.
 
 Owns the tokenizer of llguidance, which is made for the first grammar, and a cache of the latest
 results. Grammars that were refused are cached as well. Any number of threads may use a compiler.
@@ -40,7 +40,10 @@ Words = npt.NDArray[np.int64]  # bit i of word w is set if token 64 * w + i may 
 
 
 class Matcher:
-    """The position of one answer in its grammar. Only one thread at a time may use a matcher."""
+    """The state of one answer within its grammar: which tokens may come next.
+
+    Only one thread at a time may use a matcher.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -50,7 +53,10 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Return why the matcher has failed, or `None`. A failed matcher can't be used again."""
+        """The reason why this matcher has failed, or `None` if it has not failed.
+
+        A failed matcher can't be used again.
+        """
         if not self._matcher.is_error():
             return None
         reason = self._matcher.get_error().replace("<non-verbose/>", "")
@@ -58,20 +64,27 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing but an end can follow."""
+        """Whether the answer is complete, so that the grammar allows nothing but its end."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Continue the answer with these tokens. If they are not allowed, `error` is set."""
+        """Append tokens to the answer; if the grammar does not allow them, `error` is set."""
         self._matcher.consume_tokens(list(token_ids))
 
     def fill_mask(self, words: Words) -> None:
-        """Write into `words` which tokens may follow. Other Python threads run meanwhile."""
+        """Overwrite the bit mask `words` with the tokens that may come next.
+
+        The global interpreter lock is released meanwhile, so that other Python threads can run.
+        """
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
 
 class GrammarCompiler:
-    """A compiler of grammars for one model."""
+    """A compiler that turns constraints on answers into matchers, for the tokens of one model.
+
+    It keeps the latest results, also those that are errors. `load_tokenizer` is called once, for
+    the first grammar.
+    """
 
     def __init__(
         self,
@@ -93,9 +106,10 @@ class GrammarCompiler:
         self._tokenizer_lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
-        """Return a new matcher that stands at the beginning of an answer.
+        """Return a new matcher for a constraint, at the beginning of an answer.
 
-        Raises a `RequestError` with the path of the field if the grammar can't be used.
+        Raises a `RequestError` with the path of the field if the constraint is malformed, can't be
+        met, or is too complex.
         """
         with self._lock:
             known = self._compiled.get(params)
@@ -107,12 +121,12 @@ class GrammarCompiler:
             return _take(made)
 
     def make_mask(self) -> Words:
-        """Return an empty mask, in which no token is allowed."""
+        """Return a new bit mask over the vocabulary in which no token is allowed."""
         return np.zeros(int(self._tokenizer.vocab_size) // WORD_BITS, dtype=np.int64)
 
     @cached_property
     def end_mask(self) -> Words:
-        """Return a mask of the tokens that end an answer."""
+        """The bit mask in which only the tokens that end an answer are allowed."""
         words = self.make_mask().view(np.uint64)
         for token_id in self._tokenizer.eos_tokens:
             words[token_id // WORD_BITS] |= np.uint64(1 << token_id % WORD_BITS)
@@ -128,7 +142,7 @@ class GrammarCompiler:
         return make_tokenizer(self._load_tokenizer(), self._vocab_size, self._eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> Matcher | RequestError:
-        """Return the matcher of a grammar, or the error that refuses it."""
+        """Return the matcher of a constraint, or the error to raise if it can't be used."""
         tokenizer = self._tokenizer
         path = ("structured_outputs", params.kind)
         began = time.thread_time()
@@ -137,18 +151,22 @@ class GrammarCompiler:
         except RequestError as error:
             return copy.copy(error)  # without its causes, which hold frames and their values
         except UnicodeEncodeError:
-            return RequestError("holds half a surrogate pair", path)
+            return RequestError("contains an unpaired surrogate, which is not a character", path)
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         if matcher.error is not None:
             return RequestError(matcher.error, path)
         if (reason := self._try(matcher.copy())) is not None:
             return RequestError(reason, path)
         if time.thread_time() - began > MAX_COMPILE_S:
-            return RequestError("takes too long to compile", path)
+            return RequestError("takes too long to compile: make it simpler", path)
         return matcher
 
     def _try(self, matcher: Matcher) -> str | None:
-        """Follow one answer for one token that does not end it. Return the reason if that fails."""
+        """Return why a grammar can't be used, or `None` if it can.
+
+        As a test, the mask of the first token is computed, and one allowed token is consumed that
+        does not end the answer.
+        """
         mask = self.make_mask()
         matcher.fill_mask(mask)
         if matcher.error is not None:
@@ -159,7 +177,7 @@ class GrammarCompiler:
             lowest = (int(others[word]) & -int(others[word])).bit_length() - 1
             matcher.consume((word * WORD_BITS + lowest,))
         if matcher.error is not None:
-            return f"has no end, or is too complex: {matcher.error}"
+            return f"forces an answer that has no end, or is too complex: {matcher.error}"
         return None
 
 
@@ -170,7 +188,10 @@ def _take(made: Matcher | RequestError) -> Matcher:
 
 
 def _run_on_large_stack(work: Callable[[], Matcher | RequestError]) -> Matcher | RequestError:
-    """Run `work` in a thread with a large stack. Return its result, or raise its error."""
+    """Call `work` in a thread with a large stack, and return its result or raise its error.
+
+    llguidance recurses as deeply as a grammar is nested, which could overflow a normal stack.
+    """
     result: Future[Matcher | RequestError] = Future()
 
     def run() -> None:

@@ -22,7 +22,7 @@ _MAX_PATTERN_LENGTH = 256
 _MAX_INTEGER = 10**15 - 1  # every JSON reader represents it exactly
 _MAX_NUMBER = 10**9
 _FRACTION = 0.001  # numbers are multiples of it, which limits their digits
-_WORDS = r"^\S+(\s\S+)*$"  # words with single blanks between them
+_WORDS = r"^\S+(\s\S+)*$"  # words with single whitespace characters between them
 _NO_WORDS_OR_SOME = r"^(\S+(\s\S+)*)?$"
 _KEY = r"^[A-Za-z_][A-Za-z0-9_]{0,15}$"
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -38,9 +38,11 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def make_finite(root: Schema, max_string_length: int) -> Schema:
-    """Return the narrowed schema.
+    """Return a schema that allows only those answers of `root` that are of bounded length.
 
-    Raises a `RecursionError` if it is nested too deeply.
+    Strings get at most `max_string_length` characters, or more if they have a pattern or a format.
+    Lists, numbers and recursive definitions get limits too. Limits that the schema sets itself are
+    kept. Raises a `RecursionError` if the schema is nested too deeply.
     """
     narrowing = _Narrowing(root, max_string_length)
     narrowed = narrowing.narrow(root, 0, 0)
@@ -48,10 +50,11 @@ def make_finite(root: Schema, max_string_length: int) -> Schema:
 
 
 class _Narrowing:
-    """A pass that narrows one schema.
+    """A pass over one JSON schema that adds limits, so that every answer ends.
 
-    Each place in the schema has a `depth` and a `level`. The depth is the number of lists and maps
-    around it. The level is the number of definitions around it that contain themselves.
+    Each place in the schema has a `depth` and a `level`. The depth is the number of lists and
+    free-key objects around it. The level is the number of definitions around it that contain
+    themselves.
     """
 
     def __init__(self, root: Schema, max_string_length: int) -> None:
@@ -65,7 +68,12 @@ class _Narrowing:
         self._names: dict[tuple[str, int, int], str] = {}  # (reference, depth, level) -> name
 
     def narrow(self, schema: Schema, depth: int, level: int, *, is_part: bool = False) -> Schema:
-        """Return a narrowed schema. With `is_part`, the schema around it limits the keys."""
+        """Return a copy of a schema that allows only answers of bounded length.
+
+        For `depth` and `level` see the class. With `is_part`, the schema is a branch of another
+        schema and describes the same object; then the outer schema limits which other keys the
+        object may have.
+        """
         if schema is True:
             return self._make_any(depth)
         if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
@@ -100,7 +108,11 @@ class _Narrowing:
                 ]
 
     def _define(self, reference: str, depth: int, level: int) -> str | None:
-        """Return a reference to the narrowed definition, or `None` if that would go too deep."""
+        """Return a `$ref` to a narrowed copy of the definition that `reference` points to.
+
+        The copy is made if it does not exist yet. Return `None` if a definition would contain
+        itself too often. A reference that can't be resolved is returned unchanged.
+        """
         target = resolve_reference(self._root, reference)
         if target is None:
             return reference  # the compiler will report what is wrong with it
@@ -114,7 +126,10 @@ class _Narrowing:
         return f"#/$defs/{self._names[key]}"
 
     def _make_any(self, depth: int) -> dict[str, Any]:
-        """Return a schema for a value of any type. At `_MAX_DEPTH` it is no list and no object."""
+        """Return a schema that allows a bounded value of any JSON type.
+
+        From depth `_MAX_DEPTH` on, it allows neither lists nor objects.
+        """
         is_nested = depth < _MAX_DEPTH
         kinds = ["string", "number", "boolean", "null", *(("array", "object") * is_nested)]
         return {"anyOf": [self.narrow({"type": kind}, depth, 0) for kind in kinds]}
@@ -147,17 +162,21 @@ class _Narrowing:
         self._bound_entries(schema, "Items", depth)
 
     def _bound_entries(self, schema: dict[str, Any], noun: str, depth: int) -> None:
-        """Limit the number of entries of a list ("Items") or of an object ("Properties")."""
+        """Set the most entries of a list or an object in a schema, unless it has a limit.
+
+        `noun` is "Items" for a list and "Properties" for an object, as in the keywords `maxItems`
+        and `maxProperties`.
+        """
         most = self._max_entries[min(depth, _MAX_DEPTH)]
         schema.setdefault(f"max{noun}", max(most, _get_count(schema, f"min{noun}")))
 
     def _bound_object(
         self, schema: dict[str, Any], depth: int, level: int, *, is_part: bool
     ) -> None:
-        """Limit the keys of an object.
+        """Limit the keys of an object, and narrow the schemas of its values; `schema` is changed.
 
-        Beside declared keys, free keys are not allowed. An object without declared keys gets free
-        keys that are few and short.
+        If the schema declares keys, it allows no others. If not, it allows a few others with short
+        names. With `is_part`, the outer schema decides about other keys.
         """
         is_joined = any(key in schema for key in _APPLICATORS)
         for key in ("properties", "patternProperties"):
@@ -183,7 +202,11 @@ class _Narrowing:
 
 
 def _get_types(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types that a schema allows, found by its other keywords if it names none."""
+    """Return the JSON types that a schema allows.
+
+    If the schema has no `type`, the types are inferred from its other keywords; the list may be
+    empty.
+    """
     types = schema.get("type")
     if isinstance(types, str):
         return [types]
@@ -199,7 +222,10 @@ def _get_count(schema: Mapping[str, Any], key: str) -> int:
 
 
 def _bound_range(schema: dict[str, Any], most: int) -> None:
-    """Give a number both bounds. A bound that is missing is set far from the other one."""
+    """Set the missing bounds of a number in `schema`, in place.
+
+    A missing bound is set `most` away from zero, or from the other bound if that is further out.
+    """
     low = _get_bound(schema, "minimum", "exclusiveMinimum")
     high = _get_bound(schema, "maximum", "exclusiveMaximum")
     if low is None:
@@ -215,9 +241,9 @@ def _get_bound(schema: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def _find_recursive(root: Schema) -> frozenset[str]:
-    """Return the references to definitions that lead back to themselves.
+    """Return the `$ref` values in a schema that point to definitions which contain themselves.
 
-    References on a path between two of them are included.
+    References on a path between two such definitions are included.
     """
     direct: dict[str, list[str]] = {}
     waiting = _list_references(root)
@@ -236,7 +262,11 @@ def _find_recursive(root: Schema) -> frozenset[str]:
 def _find_endless(
     forward: Mapping[str, list[str]], backward: Mapping[str, list[str]]
 ) -> frozenset[str]:
-    """Return the nodes of a graph from which a walk along `forward` can be endless."""
+    """Return the nodes of a graph from which a walk can go on for ever.
+
+    `forward` has the targets of each node's edges, and `backward` the sources of the edges that
+    lead to it.
+    """
     num_open = {node: len(targets) for node, targets in forward.items()}
     waiting = [node for node, number in num_open.items() if number == 0]
     for node in waiting:  # the list grows meanwhile, but each node enters it at most once
@@ -248,7 +278,7 @@ def _find_endless(
 
 
 def _list_references(schema: Schema) -> list[str]:
-    """Return the references in a schema, without those inside the definitions that it holds."""
+    """Return the `$ref` values in a schema, but not those inside its `$defs` or `definitions`."""
     found: list[str] = []
     waiting = [schema]
     while waiting:

@@ -13,23 +13,24 @@ WORD_BITS = 64  # masks are made of whole words
 
 
 def make_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return llguidance's form of a fast tokenizer of Transformers, or of one of mistral-common.
+    """Return the llguidance form of a model's tokenizer.
 
-    A mask has a bit for each of the model's `vocab_size` logits, or for each token if there are
-    more tokens than logits.
+    The tokenizer must be a fast one of Transformers, or one of mistral-common; for any other a
+    `RequestError` is raised.
 
-    llguidance needs a token that ends an answer. Without `eos_token_ids`, one of the special tokens
-    is used.
+    Masks get a bit for each of the model's `vocab_size` logits, or for each token if there are more
+    tokens than logits. llguidance needs a token that ends an answer. If `eos_token_ids` is empty,
+    one of the tokenizer's special tokens is used.
     """
     try:
         if getattr(tokenizer, "is_fast", False):
             return _make_fast(tokenizer, vocab_size, eos_token_ids)
         if type(tokenizer).__name__ == "MistralCommonBackend":
             return _make_mistral(tokenizer, vocab_size, eos_token_ids)
-        raise ValueError("it is not a fast one")
+        raise ValueError("it is not a fast tokenizer of Transformers")
     except ValueError as error:
         raise RequestError(
-            f"this model's tokenizer can't be constrained: {error}", path=("structured_outputs",)
+            f"can't be used with this model's tokenizer: {error}", path=("structured_outputs",)
         ) from error
 
 
@@ -58,9 +59,10 @@ def _make_mistral(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int])
 
 
 class _MistralTokens:
-    """The interface that `TokenizerWrapper` needs, over a tokenizer of mistral-common.
+    """An adapter that gives a mistral-common tokenizer the interface of `TokenizerWrapper`.
 
-    The wrapper takes the number of tokens from the length of `tokens`, so the list is padded.
+    The wrapper takes the size of the vocabulary from the length of `tokens`, so this list is padded
+    with empty tokens to `num_bits` entries.
     """
 
     def __init__(self, inner: Any, num_bits: int) -> None:
@@ -85,7 +87,7 @@ def _get_end(tokenizer: Any, eos_token_ids: Sequence[int], num_tokens: int) -> l
     others = (tokenizer.eos_token_id, tokenizer.pad_token_id, *tokenizer.all_special_ids)
     end = given or [token_id for token_id in others if token_id is not None][:1]
     if not end:
-        raise ValueError("it has no special token")
+        raise ValueError("it has no special token that could end an answer")
     return end
 
 

@@ -14,21 +14,22 @@ from sensorium.types.errors import RequestError
 from sensorium.types.structured import MAX_CHARACTERS, StructuredOutputsParams
 
 _JSON, _GRAMMAR = ("structured_outputs", "json"), ("structured_outputs", "grammar")
-# A blank, or a new line and its indentation, as people and programs write JSON. If any whitespace
-# was allowed, some models would fill the context with blanks.
+# A space, or a new line and its indentation, as people and programs write JSON. If any whitespace
+# was allowed, some models would fill the context with it.
 _WHITESPACE = r"[\x20\x09]|\x0D?\x0A[\x20\x09]{0,32}"
-# The blanks of `json.dumps`, for schemas that are narrowed so that every answer ends.
+# The whitespace of `json.dumps`, for schemas that are narrowed so that every answer ends.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_GBNF_CHARACTERS = 2**15  # GBNF is parsed in Python, and other threads have to wait
 _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MULTILINE)
 
 
 def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | None = None) -> str:
-    """Return a grammar in the form that `LLMatcher` takes.
+    """Return the llguidance grammar for a constraint, as the text that `LLMatcher` takes.
 
-    Raises a `RequestError` with the path of the field for text that isn't JSON or GBNF. The
-    compiler finds all other errors. With `max_string_length`, all parts of an answer that follows a
-    schema have limited lengths.
+    If `max_string_length` is given, answers that follow a JSON schema are of bounded length:
+    strings have at most that many characters, and lists and numbers are limited too. Raises a
+    `RequestError` with the path of the field for text that is not JSON or GBNF. Other errors are
+    found when the grammar is compiled.
     """
     if params.kind == "regex":
         return str(LLMatcher.grammar_from_regex(params.regex or ""))
@@ -38,15 +39,16 @@ def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | No
 
 
 def prepare_schema(schema: Schema, max_string_length: int | None) -> Schema:
-    """Return the schema that answers must follow: closed, and narrowed if there is a limit.
+    """Return the JSON schema that answers must follow, which is stricter than the given one.
 
-    Raises a `RequestError` if the schema is nested too deeply.
+    Objects are closed (they allow no undeclared keys). If `max_string_length` is not `None`,
+    answers are also of bounded length. Raises a `RequestError` if the schema is nested too deeply.
     """
     try:
         closed = close_objects(schema)
         return closed if max_string_length is None else make_finite(closed, max_string_length)
     except RecursionError as error:
-        raise RequestError("is nested too deeply", path=_JSON) from error
+        raise RequestError("is nested too deeply: use fewer levels", path=_JSON) from error
 
 
 def make_grammar_after(
@@ -56,10 +58,11 @@ def make_grammar_after(
     token_id: int | None = None,
     max_string_length: int | None = None,
 ) -> StructuredOutputsParams:
-    """Return a grammar of free text up to and including `end_tag`, followed by that of `params`.
+    """Return a grammar of free text that ends with `end_tag`, and then the grammar of `params`.
 
-    It is for prompts that have opened a model's reasoning. Blanks may stand between both parts.
-    `token_id` is the id of the tag if it is a special token of the model and not text.
+    It is for prompts that end inside a model's reasoning: the model first completes the reasoning,
+    and the answer after it is constrained. Whitespace may stand between both. `token_id` is the id
+    of the tag if the tag is a special token of the model, or `None` if it is plain text.
     """
     free = "reasoning" if token_id is None else f"/(.|\\n)*/ <[{token_id}]>"
     rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
@@ -70,7 +73,7 @@ def make_grammar_after(
 
 
 def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """Return a grammar as the right side of a rule."""
+    """Return a constraint in the form in which it may stand on the right side of a Lark rule."""
     if params.kind in ("json", "json_object"):
         return f"%json {_get_schema(params, max_string_length)}"
     if params.kind == "regex":
@@ -79,7 +82,12 @@ def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> st
 
 
 def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """Return the text of a schema, with our rules for blanks if it has none of its own."""
+    """Return the JSON schema of a constraint as text for llguidance, with stricter rules.
+
+    Objects allow no undeclared keys, and with `max_string_length` answers are of bounded length.
+    The whitespace in an answer is limited, unless the schema has its own rules for it in
+    "x-guidance". Raises a `RequestError` if the text is not a JSON schema.
+    """
     try:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
     except (ValueError, RecursionError) as error:
@@ -89,7 +97,7 @@ def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) 
     if isinstance(schema, dict):
         own = schema.get("x-guidance", {})
         if not isinstance(own, dict):
-            raise RequestError("x-guidance must be an object", path=_JSON)
+            raise RequestError("has an x-guidance that is not an object", path=_JSON)
         if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
             blanks = {"whitespace_pattern": _WHITESPACE} if max_string_length is None else SPACING
             own = {**own, **blanks}
@@ -104,9 +112,9 @@ def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) 
 
 
 def _check_patterns(schema: object) -> None:
-    """Raise a `RequestError` if the patterns in a schema are too long.
+    """Raise a `RequestError` if the regular expressions in a JSON schema are too long in all.
 
-    They cost as much as regular expressions on their own, so they have the same limit.
+    They are as costly as a constraint that is a regular expression, so they have the same limit.
     """
     waiting, num_characters = [schema], 0
     while waiting:
@@ -122,7 +130,8 @@ def _check_patterns(schema: object) -> None:
     limit = MAX_CHARACTERS["regex"]
     if num_characters > limit:
         raise RequestError(
-            f"has patterns of {num_characters} characters; at most {limit} are allowed", path=_JSON
+            f"has patterns of {num_characters} characters in all; at most {limit} are allowed",
+            path=_JSON,
         )
 
 
@@ -134,21 +143,24 @@ def _get_lark(params: StructuredOutputsParams) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return a text as a string of Lark, which has the syntax of JSON's strings.
+    """Return text as a string literal of Lark, which has the syntax of JSON strings.
 
-    Raises a `RequestError` for half a surrogate pair: it is not a character, so no answer can
-    contain it.
+    Raises a `RequestError` for an unpaired surrogate, which is not a character, so that no answer
+    can contain it.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError("holds half a surrogate pair", path=("structured_outputs", "choice"))
+        raise RequestError(
+            "contains an unpaired surrogate, which is not a character",
+            path=("structured_outputs", "choice"),
+        )
     return json.dumps(text, ensure_ascii=False)
 
 
 def _translate_gbnf(text: str) -> str:
     if len(text) > _MAX_GBNF_CHARACTERS:
         raise RequestError(
-            f"has {len(text)} characters; as GBNF it may have {_MAX_GBNF_CHARACTERS} (Lark's "
-            "notation may have more)",
+            f"has {len(text)} characters; GBNF may have at most {_MAX_GBNF_CHARACTERS} (in Lark's "
+            "notation it may have more)",
             path=_GRAMMAR,
         )
     try:

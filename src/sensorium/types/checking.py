@@ -39,7 +39,10 @@ _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"
 
 
 def check(value: Any, kind: type[_Checked]) -> _Checked:
-    """Return a value converted to its type. Raise a `RequestError` with the path of a mistake."""
+    """Return a value converted to the type `kind`.
+
+    Raises a `RequestError` with the path of the first mistake if it does not have that type.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -54,7 +57,10 @@ def check(value: Any, kind: type[_Checked]) -> _Checked:
 
 
 def _with_integers(value: Any, hint: Any) -> Any:
-    """Return a copy in which whole numbers are integers wherever the type wants integers."""
+    """Return a copy of a value with integers for whole floats such as 1.0.
+
+    Floats are converted only where the type `hint` allows integers and no floats.
+    """
     if isinstance(value, float):
         kinds = set(_list_members(hint))
         is_wanted = int in kinds and float not in kinds and value.is_integer()
@@ -72,7 +78,10 @@ def _with_integers(value: Any, hint: Any) -> Any:
 
 
 def _list_members(hint: Any) -> list[Any]:
-    """Return the types of a union, without the annotations on them."""
+    """Return the types in a union as a list, without their `Annotated` metadata.
+
+    Any other type is returned as a list of one.
+    """
     if get_origin(hint) is Annotated:
         return _list_members(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -81,7 +90,7 @@ def _list_members(hint: Any) -> list[Any]:
 
 
 def _choose_member(value: Any, hint: Any) -> Any:
-    """Return the member of a union that a list or a mapping may belong to, or `None`."""
+    """Return the first type of a union that a list or dictionary can have, or `None`."""
     for member in _list_members(hint):
         origin = get_origin(member)
         if isinstance(value, list) and origin in (list, tuple):
@@ -116,9 +125,10 @@ def _explain(message: str, value: Any, hint: Any) -> RequestError:
 
 
 def _follow(value: Any, hint: Any, steps: list[str]) -> tuple[FieldPath, Any, Any]:
-    """Go down the steps of msgspec's path, and return where they lead.
+    """Follow the path in an error of msgspec down through a value and its type.
 
-    Return the path with the keys that msgspec does not name, and the value and the type at its end.
+    `steps` are the parts of msgspec's path. Return the full path, with the dictionary keys that
+    msgspec leaves out, and the value and the type at its end.
     """
     path: list[str | int] = []
     for step in steps:
@@ -145,7 +155,7 @@ def _is_right(value: Any, hint: Any) -> bool:
 
 
 def _translate(message: str) -> str:
-    """Return one of msgspec's messages in words that need no knowledge of Python."""
+    """Return an error message of msgspec in plain words, without names of Python types."""
     if found := _KIND.fullmatch(message):
         names = [name for name in found[1].split(" | ") if name != "null"] or ["null"]
         expected = " or ".join(_NOUNS.get(name, name) for name in names)

@@ -1,4 +1,4 @@
-"""Errors by fault: who has to change something so that it doesn't happen again.
+"""The errors, sorted by who has to change something so that they don't happen again.
 
 SensoriumError
 ├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
@@ -9,12 +9,12 @@ SensoriumError
 ├── CapacityError    no fault: there is no room right now, trying again helps (HTTP 429 / 503)
 │   ├── EngineLostError    us: the engine ended while it had the request (HTTP 503)
 │   └── StoppingError      us: the server is stopping (HTTP 503)
-└── InvariantError   us: a bug; loud
+└── InvariantError   us: a bug
 
 A `RequestError` carries the path of the field that is wrong. Code that looks at one field raises
 without a path, or with the steps below that field; code that goes down into a field wraps the call
-with `at`, which puts the field's own steps before them. So words and places never mix, and no
-reader has to find a place in a text.
+with `at`, which puts the field's own steps before them. So messages don't contain paths, and no
+reader has to find a path in a message.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _MAX_MESSAGE_LENGTH = 10_000
 
 
 class SensoriumError(Exception):
-    """Base of every error that Sensorium raises on purpose."""
+    """The base class of all errors that Sensorium raises on purpose."""
 
 
 class RequestError(SensoriumError):
-    """The request can't be served as it is.
+    """An error that is raised when a request can't be served as it is.
 
-    It can be copied and pickled, whatever its subclass is made from. An error that several callers
-    wait for must be copied for each, since a traceback and a path grow on the way up.
+    `path` leads to the field that is wrong, such as `("messages", 0, "role")`. All subclasses can
+    be copied and pickled. If several callers wait for the same error, each must raise a copy,
+    because raising adds to the traceback, and `at` adds to the path.
     """
 
-    # The outputs of the whole call of `LLM.generate`, so that neighbours are not lost.
+    # The outputs of all prompts of a call of `LLM.generate`, so that none is lost with the error.
     outputs: tuple[object, ...] = ()
 
     def __init__(self, message: str, path: Iterable[str | int] = ()) -> None:
@@ -53,7 +54,7 @@ class RequestError(SensoriumError):
 
     @property
     def message(self) -> str:
-        """What is wrong, without the place."""
+        """The text of the error without the path of the field."""
         return str(self.args[0])
 
     def __str__(self) -> str:
@@ -64,14 +65,21 @@ class RequestError(SensoriumError):
 
 
 def _restore(kind: type[RequestError], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    """Make an error again without its constructor: subclasses differ in their arguments."""
+    """Make a `RequestError` again from its pickled form.
+
+    The constructor is not called, because subclasses have different parameters.
+    """
     error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error
 
 
 class at:  # noqa: N801 - reads as a word: `with at("messages", 0):`
-    """A context that puts steps before the path of a `RequestError` that leaves it."""
+    """A context manager that puts `steps` in front of the path of a `RequestError`.
+
+    Code that checks one field of a request wraps the call that goes down into the field, so that
+    the error names the whole path. Other errors pass unchanged.
+    """
 
     __slots__ = ("_steps",)
 
@@ -87,7 +95,10 @@ class at:  # noqa: N801 - reads as a word: `with at("messages", 0):`
 
 
 def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_Read]:
-    """Return what `read` makes of each entry; its errors get the index of the entry."""
+    """Return a list with `read(entry)` for each entry.
+
+    If `read` raises a `RequestError`, the index of the entry is put in front of the error's path.
+    """
     results = []
     for index, entry in enumerate(entries):
         with at(index):
@@ -96,22 +107,26 @@ def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_
 
 
 def format_path(path: Iterable[str | int]) -> str:
-    """Return a path as it is written for people: `messages[0].content[1].image_url`."""
+    """Return the path of a field as text, such as `messages[0].content[1].image_url`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")[:_MAX_PATH_LENGTH]
 
 
 def describe(message: str, path: FieldPath) -> str:
-    """Return a message with the place that it is about, if there is one."""
+    """Return an error message with the path of the field in front, if there is a path."""
     return f"{format_path(path)}: {message}" if path else message
 
 
 class MediaFetchError(RequestError):
-    """The media behind an address could not be fetched, or may not be."""
+    """An error that is raised when media can't be fetched from its address, or must not be."""
 
 
 class MissingMediaError(RequestError):
-    """Media that the client itself left out (a uuid or a hash alone) is not in any cache."""
+    """An error that is raised when media that the client did not send is in no cache.
+
+    The client sent only a uuid or a hash of the media. `missing` has these uuids or hashes as the
+    client wrote them.
+    """
 
     def __init__(
         self, message: str, missing: tuple[str, ...] = (), path: Iterable[str | int] = ()
@@ -121,18 +136,22 @@ class MissingMediaError(RequestError):
 
 
 class FailedRequestError(RequestError):
-    """A step of the engine or the work on an item failed, and the request with it, by our fault.
+    """An error that is raised when a request fails through a fault of the server.
 
-    The same request may succeed later.
+    A step of the engine or the processing of a media item has failed. The same request may succeed
+    later.
     """
 
 
 class ModelError(RequestError):
-    """The model or its configuration can't be run, with the reason."""
+    """An error that is raised when this engine can't run a model, or not with these options."""
 
 
 class CapacityError(SensoriumError):
-    """There is no room at this moment; the same request may succeed later."""
+    """An error that is raised when there is no room for a request at this moment.
+
+    The same request may succeed later; a client should wait for `retry_after_s` seconds.
+    """
 
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -141,15 +160,21 @@ class CapacityError(SensoriumError):
 
 
 class EngineLostError(CapacityError):
-    """The engine's process has ended; another one is being started."""
+    """An error that is raised for requests that were in the engine when its process ended.
+
+    A new engine process is being started, so the same request may succeed later.
+    """
 
 
 class StoppingError(CapacityError):
-    """The server is stopping; another one may serve the same request."""
+    """An error that is raised because the server is shutting down.
+
+    Another server may serve the same request.
+    """
 
 
 class InvariantError(SensoriumError):
-    """A rule of our own was broken. Always a bug of Sensorium."""
+    """An error that is raised when the code breaks a rule of its own, which is always a bug."""
 
 
 # The classes above by name. Subclasses that other modules define later are not among them.
@@ -162,7 +187,7 @@ _KINDS: dict[str, type[SensoriumError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRecord:
-    """An error as plain values, which can be sent to another process."""
+    """The content of an error as plain values, which can be sent to another process."""
 
     kind: str = RequestError.__name__  # the name of its class, or of the nearest known base
     message: str
@@ -171,7 +196,7 @@ class ErrorRecord:
     retry_after_s: int = 1  # of a `CapacityError`
 
     def make_error(self) -> SensoriumError:
-        """Return an error of the recorded kind; the caller raises it."""
+        """Return an error of the class that `kind` names, for the caller to raise."""
         error = _KINDS.get(self.kind, RequestError)(self.message)
         if isinstance(error, RequestError):
             error.path = self.path
@@ -183,9 +208,10 @@ class ErrorRecord:
 
 
 def make_record(error: SensoriumError) -> ErrorRecord:
-    """Return the record of an error: its kind, its text and its place, and no traceback.
+    """Return the content of an error as plain values: its class, its text and its path.
 
-    It can always be encoded: what a client or a library wrote is cut, and made valid Unicode.
+    The traceback is left out. Texts are shortened and made valid Unicode, so that the record can
+    always be encoded.
     """
     known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
     kind = next(known, InvariantError.__name__)
@@ -207,12 +233,12 @@ def make_record(error: SensoriumError) -> ErrorRecord:
 
 
 def _as_text(value: object, most: int = _MAX_MESSAGE_LENGTH) -> str:
-    """Return text of bounded length, with question marks for halves of surrogate pairs."""
+    """Return a value as text of at most `most` characters, with "?" for unpaired surrogates."""
     return str(value)[:most].encode(errors="replace").decode()
 
 
 def _as_seconds(value: object) -> int:
-    """Return a time in whole seconds, or 1 if the value is no finite number."""
+    """Return a time in whole seconds, rounded up, or 1 if the value is no finite number."""
     try:
         return math.ceil(float(value))  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

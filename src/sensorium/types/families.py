@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family, and what is known about it."""
+    """A model family that Sensorium supports, with the facts that the documentation lists."""
 
     model_type: str  # as in the checkpoint's config
     name: str

@@ -34,7 +34,12 @@ ItemTimes = Mapping[str, float]  # stage -> seconds, for the stages that took pl
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
-    """The prompt positions `[offset, offset + length)` that one media item takes."""
+    """The range of prompt tokens that one media item takes.
+
+    It goes from `offset` to `offset + length`, exclusive. `is_embed` marks the positions that are
+    replaced by embeddings from the encoder. The other positions keep their text tokens. `None`
+    means that all positions are replaced.
+    """
 
     offset: int
     length: int
@@ -57,7 +62,8 @@ class PlaceholderRange:
             object.__setattr__(self, "is_embed", mask)
         if mask and len(mask) != self.length:
             raise RequestError(
-                f"is_embed has {len(mask)} entries for a placeholder of {self.length} positions"
+                f"is_embed has {len(mask)} entries for a placeholder of {self.length} positions: "
+                "it needs one entry per position"
             )
         object.__setattr__(self, "end", self.offset + self.length)
         object.__setattr__(
@@ -65,15 +71,16 @@ class PlaceholderRange:
         )
 
     def get_num_embeds(self) -> int:
-        """Return how many embeddings the item's encoder must give."""
+        """Return how many positions are replaced by embeddings from the encoder."""
         if self.embeds_cumsum is None:
             return self.length
         return self.embeds_cumsum[-1] if self.embeds_cumsum else 0
 
     def get_embeds_indices_in_range(self, start: int, end: int) -> tuple[int, int]:
-        """Return the item's embeddings `[a, b)` that belong to its positions `[start, end)`.
+        """Return which of the item's embeddings belong to the positions from `start` to `end`.
 
-        The positions are relative to `offset`.
+        The positions are relative to `offset`. The result is a range of indices into the encoder's
+        output. Both ends are exclusive.
         """
         cumsum = self.embeds_cumsum
         if cumsum is None:
@@ -83,7 +90,10 @@ class PlaceholderRange:
         return (cumsum[start - 1] if start > 0 else 0), (cumsum[end - 1] if end > 0 else 0)
 
     def extract_embeds_range(self) -> list[tuple[int, int]]:
-        """Return the absolute spans of consecutive embedding positions."""
+        """Return the ranges of consecutive prompt positions that are replaced by embeddings.
+
+        The positions are absolute, and the ends are exclusive.
+        """
         if self.is_embed is None:
             return [(self.offset, self.end)] if self.length else []
         spans = []
@@ -97,9 +107,10 @@ class PlaceholderRange:
 
 
 def as_runs(is_embed: Sequence[bool] | None) -> tuple[int, ...] | None:
-    """Return the lengths of the runs of a mask, beginning with a run of False.
+    """Return a mask in run-length form: the lengths of its runs of equal values.
 
-    `(2, 3)` is FFTTT, `(0, 2)` is TT. `None` is `None`: all True.
+    The first length is that of a run of False: `(2, 3)` stands for FFTTT, and `(0, 2)` for TT. For
+    `None` (a mask that is all True) return `None`.
     """
     if is_embed is None:
         return None
@@ -108,7 +119,7 @@ def as_runs(is_embed: Sequence[bool] | None) -> tuple[int, ...] | None:
 
 
 def as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
-    """Return the mask that has runs of these lengths."""
+    """Return the mask that `as_runs` turned into run lengths; `None` stays `None`."""
     if runs is None:
         return None
     return tuple(bool(index % 2) for index, length in enumerate(runs) for _ in range(length))
@@ -116,26 +127,36 @@ def as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLayout:
-    """The text that replaces an item's marker in a prompt."""
+    """The text that replaces the marker of a media item in a prompt.
+
+    The text contains `token_id` once for each of the item's `num_embeds` embeddings.
+    """
 
     text: str
     token_id: int  # the token in the text that stands for one embedding
-    num_embeds: int  # how often it does
+    num_embeds: int  # how often it occurs in the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedItem:
-    """One media item as its processor has made it."""
+    """A media item after its processor has run: the tensors for the model, and its layout.
+
+    The layout is the text that replaces the item's marker in a prompt. It is `None` if the item
+    came with a prompt that was already expanded.
+    """
 
     modality: str
     mm_hash: str
     kwargs: MultiModalKwargsItem
-    layout: ItemLayout | None  # None: injected without one, for prompts that are already expanded
+    layout: ItemLayout | None  # None: it came with a prompt that was already expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalFeatureSpec:
-    """One media item of a request, as metadata; its tensors are sent beside it by `mm_hash`."""
+    """The metadata of a media item in a request: its modality, its hash and its prompt range.
+
+    Its tensors are sent separately, under the same `mm_hash`.
+    """
 
     modality: str
     mm_hash: str
@@ -153,10 +174,11 @@ def get_mm_features_in_window(
     *,
     is_encoder_decoder: bool = False,
 ) -> tuple[int, int]:
-    """Return the items `[lo, hi)` that overlap the positions `[start, end)`.
+    """Return the range of media items that overlap the prompt positions from `start` to `end`.
 
-    `mm_features` are sorted and don't overlap. An encoder-decoder model has every item at offset 0,
-    not at a place of the prompt: `lo` is 0 there.
+    The result is a pair of indices into `mm_features`. Both ranges have exclusive ends. The items
+    must be sorted and must not overlap. With an encoder-decoder model every item has offset 0 and
+    takes no positions in the prompt; then the first index is always 0.
     """
     lo = 0 if is_encoder_decoder else bisect_right(mm_features, start, key=_end_of)
     return lo, bisect_left(mm_features, end, lo=lo, key=_offset_of)
@@ -164,7 +186,11 @@ def get_mm_features_in_window(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmReference:
-    """The place of an item in the shared-memory store."""
+    """A reference to a media item in the shared-memory store.
+
+    It is no longer valid if the generation of the slot has changed, because the item was evicted
+    and the slot reused.
+    """
 
     slot: int
     generation: int  # a number that changes when the slot is used again after an eviction
@@ -175,17 +201,25 @@ Payload = MultiModalKwargsItem | ShmReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorUpdate:
-    """The changes for the core's half of the mirrored cache, which makes the evictions first."""
+    """The changes that the core makes to its media cache, as the frontend decides them.
 
-    epoch: int  # the life of the core that the frontend believes to be connected to
-    sequence: int  # the number of this message in that life, from 0
+    The cache is mirrored: the frontend decides which items the core keeps. The core makes the
+    evictions before the inserts.
+    """
+
+    epoch: int  # the id of a life of the core's cache; the core compares it with its own
+    sequence: int  # the number of this message in that epoch, from 0
     inserts: tuple[str, ...] = ()  # items to keep, with payloads in the same transfer
     evictions: tuple[str, ...] = ()  # items to forget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The media that is sent with one request."""
+    """The media that is sent to the core with one request, and changes to the core's cache.
+
+    `payloads` has tensors, or references to shared memory, by the hash of the media item. The core
+    is expected to have all other media items of the request.
+    """
 
     # mm_hash -> payload. The frontend expects the core to have the other items of the request.
     payloads: Mapping[str, Payload] = field(default_factory=dict)
@@ -194,13 +228,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingItems:
-    """The core's answer to a request that it did not take because it lacks media.
+    """The core's answer to a request that it refuses because it lacks some of the media.
 
-    If the frontend has another epoch than the core, it starts anew with the core's epoch. Then
-    `mm_hashes` are all hashes of the request, which may be none. The message was not applied, and
-    has to be made again.
+    The frontend sends the request again with the items in `mm_hashes`. If `epoch` differs from the
+    frontend's, the core's media cache is empty now, and the core has not applied the frontend's
+    last message. Then `mm_hashes` has all media of the request, and the frontend adopts the epoch.
     """
 
     mm_hashes: tuple[str, ...]  # the items to send
-    epoch: int  # the core's own
+    epoch: int  # the core's: the id of the present life of its media cache
     num_applied: int = 0  # the messages of this epoch that the core has applied

@@ -1,4 +1,4 @@
-"""How an option is declared: once, as a field of a frozen dataclass.
+"""Declares each option once, as a field of a frozen dataclass.
 
 A field that is made with `option` carries its help, its bounds and its choices. From these come the
 flag of the command line, the check of the value, the keyword of `LLM` and the row of the reference
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from sensorium.types.errors import ModelError
 
 # How a value is written and checked. "texts" is a flag that may be repeated, "names" one flag with
-# several words, "bytes" an integer that may have a unit, "counts" a number for each modality.
+# several values, "bytes" an integer that may have a unit, "counts" a number for each modality.
 Kind = Literal[
     "switch",
     "integer",
@@ -44,7 +44,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option as it was declared, with the name and the default of its field."""
+    """The declaration of one option: its name, default, help, allowed values and flag."""
 
     name: str = ""
     default: Any = None
@@ -64,12 +64,12 @@ class Option:
 
     @property
     def destination(self) -> str:
-        """Return the name of the flag's value among parsed arguments."""
+        """The name of the attribute in which argparse stores the value of the flag."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
     def rule(self) -> str:
-        """Return what a value must be, to be put behind "must be"."""
+        """The condition on a value in words, such as "an integer >= 1", to follow "must be"."""
         if self.choices:
             return join_words(self.choices)
         noun, _ = _RULES[self.kind]
@@ -83,7 +83,7 @@ class Option:
         return f"{noun} from {self.least:.12g} to {self.most:.12g}"
 
     def is_valid(self, value: object) -> bool:
-        """Return whether a value of the field is allowed, apart from `None`."""
+        """Return whether a value other than `None` is allowed for this option."""
         if self.choices:
             return value in self.choices
         _, has_kind = _RULES[self.kind]
@@ -97,7 +97,11 @@ class Option:
         )
 
     def describe_default(self, command: str = "") -> str:
-        """Return the default in words, as a keyword has it or as a command has it."""
+        """Return the default in words, for the documentation or the help text.
+
+        `command` names the command of the command line, which may have another default or unit.
+        Without it, the text is for the keyword argument in Python.
+        """
         if self.server_default and command in SERVERS:
             return self.server_default
         if self.default_text:
@@ -110,10 +114,11 @@ class Option:
 
 
 def option(default: Any, *, help: str, kind: Kind | None = None, **details: Any) -> Any:
-    """Return a field of a dataclass that is an option. `details` are the fields of `Option`.
+    """Return a dataclass field that declares an option.
 
-    A flag is named after its field unless it has a name of its own. The kind follows from the
-    default, where that is not `None` or empty.
+    `details` are further fields of `Option`. The flag is named after the field unless `flag` is
+    given. `kind` may be left out if it follows from the type of the default (bool, int, float or
+    str).
     """
     declared = Option(help=help, kind=kind or _KINDS[type(default)], **details)
     if isinstance(default, dict):
@@ -123,9 +128,9 @@ def option(default: Any, *, help: str, kind: Kind | None = None, **details: Any)
 
 @functools.cache
 def list_options(group: type) -> tuple[Option, ...]:
-    """Return the options of a dataclass, in their order.
+    """Return the options that a dataclass declares, in the order of its fields.
 
-    A section goes on until a field begins another one.
+    An option without a section of its own belongs to the section of the option before it.
     """
     found: list[Option] = []
     for each in fields(group):
@@ -147,12 +152,16 @@ def list_options(group: type) -> tuple[Option, ...]:
 
 
 def get_default(each: Field[Any]) -> Any:
-    """Return the default of a dataclass's field."""
+    """Return the default value of a dataclass field, also if it has a factory."""
     return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def check_options(group: Any, *, label: str = "") -> None:
-    """Raise a `ModelError` that names the first option with a value that is not allowed."""
+    """Raise a `ModelError` that names the first option with a value that is not allowed.
+
+    `group` is an instance of a dataclass with options. `label` is put in front of the option's
+    name.
+    """
     kind: type = type(group)
     for each in list_options(kind):
         value = getattr(group, each.name)
@@ -163,13 +172,19 @@ def check_options(group: Any, *, label: str = "") -> None:
 
 
 def make_group(group: type[Group], given: Mapping[str, Any]) -> Group:
-    """Return a group with those of the given values that are its own."""
+    """Return an instance of the dataclass `group`, made from those values that are its fields.
+
+    Values with other names are ignored.
+    """
     names = {each.name for each in fields(group)}  # type: ignore[arg-type]
     return group(**{name: value for name, value in given.items() if name in names})
 
 
 def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) -> None:
-    """Raise a `TypeError` if a name is no field of any group, with the nearest that is."""
+    """Raise a `TypeError` if a name is not a field of any of the dataclasses in `groups`.
+
+    The message begins with `caller` and suggests the most similar field.
+    """
     known = [each.name for group in groups for each in fields(group)]
     for name in given:
         if name not in known:
@@ -179,10 +194,10 @@ def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) ->
 
 
 def takes_options(*groups: type) -> Callable[[Function], Function]:
-    """Decorate a function that takes the fields of groups as keywords.
+    """Decorate a function so that its signature and help list the fields of dataclasses.
 
-    `help` and `inspect.signature` show them as if they had been written out, in place of the
-    function's `**options`.
+    The function takes them as `**options`. `help` and `inspect.signature` show the fields in place
+    of that, as if they had been written out.
     """
 
     def decorate(function: Function) -> Function:
@@ -214,7 +229,7 @@ def takes_options(*groups: type) -> Callable[[Function], Function]:
 
 
 def join_words(words: Iterable[str]) -> str:
-    """Return words as a list in a sentence, such as "a, b or c"."""
+    """Return words as an enumeration for a sentence, such as "a, b or c"."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last
 

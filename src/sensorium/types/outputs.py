@@ -11,7 +11,7 @@ from sensorium.types.request import CoreTimes, FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """The log-probability of one token at one position."""
+    """The log-probability of one token at one position, and its rank among all tokens."""
 
     logprob: float
     rank: int  # 1 for the likeliest token
@@ -20,7 +20,11 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of the sequences that were generated for a prompt."""
+    """One of the completions that were generated for a prompt.
+
+    `finish_reason` is `None` while the completion is being generated. `logprobs` has one entry per
+    token, which maps token ids to log-probabilities; it is `None` if they were not asked for.
+    """
 
     index: int
     text: str
@@ -34,7 +38,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItemReport:
-    """A report of how one media item was processed and sent to the core."""
+    """A report of how one media item was processed, and how it was sent to the engine core."""
 
     modality: str
     mm_hash: str
@@ -47,7 +51,7 @@ class MediaItemReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its `n` completions, in the order of their indices."""
+    """The result of one prompt: its completions, sorted by index, and how they were computed."""
 
     request_id: str
     prompt: str | None
@@ -67,7 +71,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionDelta:
-    """The part of one completion that is new since the last delta."""
+    """The part of one completion that was generated since the previous delta of a stream."""
 
     index: int
     text: str  # may lag behind `token_ids`: it comes when nothing that follows can change it
@@ -79,9 +83,10 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDelta:
-    """The part of a streamed request that is new since the last delta.
+    """The part of a streamed request that was generated since the previous delta.
 
-    The texts of all deltas of a completion, joined, are its text in `final`.
+    The texts of all deltas of a completion, joined, are its text in `final`, which only the last
+    delta has.
     """
 
     request_id: str

@@ -13,7 +13,7 @@ from sensorium.types.sampling import NO_BANS, SamplingParams, TokenBans
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt of text or token ids, with media that is processed here."""
+    """A prompt of text or token ids, with media that still has to be processed."""
 
     # Either text, with the model's own marker for each media item, or token ids.
     prompt: str
@@ -36,7 +36,10 @@ class TextPrompt(TypedDict, total=False):
 
 
 class RenderedPrompt(TypedDict, total=False):
-    """A prompt that was expanded, with media that was processed, here or elsewhere."""
+    """A prompt of token ids that already has the placeholders of its media, which is processed.
+
+    The media may have been processed by this server or by another one.
+    """
 
     prompt_token_ids: Sequence[int]
     # The next four: modality -> a list with one entry per item.
@@ -58,7 +61,7 @@ Prompt = str | Sequence[int] | TextPrompt | RenderedPrompt
 
 
 class FinishReason(str, Enum):
-    """Why a request ended; every accepted request ends with exactly one."""
+    """The reason why a request ended; every accepted request ends with exactly one."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
@@ -71,7 +74,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreRequest:
-    """A request that is ready to run: tokens and metadata, no text and no tensors."""
+    """A request as the engine core gets it: token ids and metadata, without text and tensors."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -89,9 +92,9 @@ class EngineCoreRequest:
 
     @property
     def encoder_key_suffix(self) -> str:
-        """The end of an encoder output's key, after the item's `mm_hash`.
+        """The text that is appended to a media item's `mm_hash` to get its encoder cache key.
 
-        With it, requests with different salts or adapters share no encoder outputs.
+        It keeps requests with different cache salts or adapters from sharing encoder outputs.
         """
         if self.cache_salt is None and self.adapter is None:
             return ""
@@ -100,9 +103,10 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreTimes:
-    """The moments of one request in the core; `None` for those that it did not reach.
+    """The times at which a request reached each stage in the engine core.
 
-    They are in seconds of the machine's monotonic clock, which all of its processes share.
+    They are in seconds of the machine's monotonic clock, which all of its processes share. `None`
+    means that the request has not reached the stage.
     """
 
     arrived: float
@@ -114,7 +118,7 @@ class CoreTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """The log-probabilities of tokens at one position."""
+    """The log-probabilities at one position: of the token there, and of the likeliest tokens."""
 
     logprob: float  # of the token that stands there: sampled, or of the prompt
     rank: int  # of that token; 1 is the likeliest
@@ -124,7 +128,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreOutput:
-    """The results of a step for one request. The output with a `finish_reason` is its last."""
+    """The results of a step for one request; an output with a `finish_reason` is its last one."""
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()

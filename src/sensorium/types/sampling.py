@@ -28,12 +28,12 @@ GREEDY_TEMPERATURE = 1e-5  # below this, dividing float32 logits overflows; it m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBans:
-    """Tokens and sequences of tokens that are never generated."""
+    """A set of tokens and token sequences that the model must never generate."""
 
-    # No sequence is ever completed, even if the prompt has its beginning. A sequence of one token
-    # is a token that is never chosen.
+    # No sequence is ever completed, even if the prompt ends with its beginning. A sequence of one
+    # token is a token that is never chosen.
     sequences: tuple[tuple[int, ...], ...] = ()
-    first_token_ids: tuple[int, ...] = ()  # none of them is the first new token
+    first_token_ids: tuple[int, ...] = ()  # tokens that the answer must not begin with
 
     def add(self, sequences: tuple[tuple[int, ...], ...]) -> TokenBans:
         return replace(self, sequences=self.sequences + sequences) if sequences else self
@@ -44,20 +44,27 @@ NO_BANS = TokenBans()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The values of the model's `generation_config.json`, for what a request leaves open."""
+    """The defaults for requests from the model's `generation_config.json`.
+
+    A request may override all but the last two: `eos_token_ids` (the tokens that end an answer) and
+    `bans` hold for every request.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    # These two hold for every request, whatever it asks for.
+    # The next two hold for every request.
     eos_token_ids: tuple[int, ...] = ()
     bans: TokenBans = NO_BANS
 
 
 def parameter(default: Any, description: str, **details: Any) -> Any:
-    """Return a field of `SamplingParams`. `details` are fields of its `SamplingField`."""
+    """Return a dataclass field that declares one sampling parameter of `SamplingParams`.
+
+    `details` are further attributes of its `SamplingField`, such as the bounds `least` and `most`.
+    """
     metadata = {"description": description, **details}
     if isinstance(default, dict):
         return field(default_factory=dict, hash=False, metadata=metadata)
@@ -66,10 +73,10 @@ def parameter(default: Any, description: str, **details: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The parameters of one request.
+    """The sampling parameters of one request: how to choose tokens, and when to stop.
 
-    `None` for temperature, top_p, top_k, min_p and repetition_penalty means the value of the
-    model's generation config, which is greedy unless it has `do_sample`.
+    If temperature, top_p, top_k, min_p or repetition_penalty is `None`, the value of the model's
+    generation config is used. Without `do_sample` in that config, this is greedy decoding.
 
     The model's logits are changed in this order (see `worker.sampling.sampler`): `logit_bias`;
     `repetition_penalty`; `frequency_penalty` and `presence_penalty`; bans (tokens that are not
@@ -89,7 +96,7 @@ class SamplingParams:
     )
     top_p: float | None = parameter(
         None,
-        "Choose among the likeliest tokens whose probabilities reach this sum.",
+        "Choose among the likeliest tokens, until their probabilities reach this sum.",
         least=1e-9,
         most=1,
     )
@@ -110,15 +117,20 @@ class SamplingParams:
         most=100,
     )
     presence_penalty: float = parameter(
-        0.0, "Subtracted once for each token that the answer has.", least=-2, most=2
+        0.0, "Subtracted from the logit of each token that occurs in the answer.", least=-2, most=2
     )
     frequency_penalty: float = parameter(
-        0.0, "Subtracted for each occurrence of a token in the answer.", least=-2, most=2
+        0.0,
+        "Subtracted from a token's logit for each time it occurs in the answer.",
+        least=-2,
+        most=2,
     )
     logit_bias: Mapping[int, float] = parameter(
         {}, f"Token id -> a number in [-{MAX_BIAS}, {MAX_BIAS}] added to its logit."
     )
-    bad_words: str | Sequence[str] = parameter((), "Texts that are never completed.", kind="words")
+    bad_words: str | Sequence[str] = parameter(
+        (), "Texts that the model never writes.", kind="words"
+    )
     allowed_token_ids: Sequence[int] | None = parameter(
         None, "Choose only among these tokens.", min_length=1
     )
@@ -144,11 +156,11 @@ class SamplingParams:
         None, "The same as `logprobs` for the tokens of the prompt.", least=0, most=MAX_LOGPROBS
     )
     structured_outputs: StructuredOutputsParams | None = parameter(
-        None, "What the answer must look like: exactly one of its fields."
+        None, "A constraint on the answer, with exactly one of its fields."
     )
     skip_special_tokens: bool = parameter(True, "Leave special tokens out of the text.")
     kept_special_token_ids: Sequence[int] = parameter(
-        (), "Special tokens that stay in the text even so.", is_internal=True
+        (), "Special tokens that stay in the text nevertheless.", is_internal=True
     )
 
     def __post_init__(self) -> None:
@@ -176,9 +188,9 @@ class SamplingParams:
         )
 
     def resolve(self, defaults: GenerationDefaults, *, seed: int) -> SamplingParams:
-        """Return a copy with nothing left open but `max_tokens`.
+        """Return a copy with a value for every parameter that may come from the model's defaults.
 
-        `seed` is used when the request has none.
+        `seed` is used if the request has none. `max_tokens` may still be `None`.
         """
         missing = {
             name: getattr(defaults, name) for name in _OF_MODEL if getattr(self, name) is None
@@ -191,7 +203,7 @@ Kind = Literal["integer", "number", "flag", "texts", "words", "token_ids", "bias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingField:
-    """A parameter as `SamplingParams` declares it."""
+    """The declaration of one sampling parameter: its type, default, bounds and description."""
 
     name: str
     kind: Kind
@@ -205,7 +217,7 @@ class SamplingField:
 
     @property
     def rule(self) -> str:
-        """Return what a value must be, in words."""
+        """The condition on a value in words, such as "a number in [0, 1]", for error messages."""
         if self.min_length:
             return "a list of at least one integer >= 0"
         noun, _ = _RULES[self.kind]
@@ -214,7 +226,10 @@ class SamplingField:
         return noun if self.least is None else f"{noun} >= {self.least:g}"
 
     def read(self, value: Any) -> Any:
-        """Return a caller's value as it is kept. Raise a `RequestError` if it is not valid."""
+        """Return a client's value for this parameter, checked and converted to the type to keep.
+
+        Raises a `RequestError` with the name of the parameter if the value is not valid.
+        """
         if value is None and self.is_optional:
             return None
         kept = _convert(value, self.kind)
@@ -233,7 +248,7 @@ class SamplingField:
 
 @cache
 def list_sampling_fields() -> tuple[SamplingField, ...]:
-    """Return the declarations of all parameters, in their order."""
+    """Return the declarations of all sampling parameters, in the order of `SamplingParams`."""
     hints = get_type_hints(SamplingParams)
     return tuple(_read_field(entry, hints[entry.name]) for entry in fields(SamplingParams))
 
@@ -258,7 +273,11 @@ def _read_field(entry: Field[Any], hint: Any) -> SamplingField:
 
 
 def _convert(value: Any, kind: Kind) -> Any:
-    """Return a value in the form that is kept. The rules refuse what has another type."""
+    """Return a client's value converted to the type that a parameter of this kind is kept in.
+
+    For example, lists become tuples. A value of a wrong type is returned unchanged, and is refused
+    by the check that follows.
+    """
     if kind in ("texts", "words", "token_ids"):
         return _as_tuple(value)
     if kind == "biases":
@@ -269,7 +288,10 @@ def _convert(value: Any, kind: Kind) -> Any:
 
 
 def _as_tuple(value: object) -> object:
-    """Return text and lists as tuples, and `None` as an empty one; the rules refuse the rest."""
+    """Return text as a tuple with one entry, lists and sets as tuples, and `None` as `()`.
+
+    Any other value is returned unchanged, and is refused by the check that follows.
+    """
     if value is None:
         return ()
     if isinstance(value, str):
@@ -278,7 +300,11 @@ def _as_tuple(value: object) -> object:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return numbers of other libraries as Python's own."""
+    """Return a value with the numbers in it converted to Python's `int` and `float`.
+
+    This is for numbers of other libraries, such as numpy's. Tuples and mappings are converted entry
+    by entry.
+    """
     if isinstance(value, tuple):
         return tuple(map(_as_plain, value))
     if isinstance(value, Mapping):
@@ -307,9 +333,10 @@ def _as_structured(value: Mapping[Any, Any]) -> StructuredOutputsParams:
 
 
 def _as_bias(value: object) -> object:
-    """Return a copy with integer keys, which are strings in JSON. `None` becomes an empty one.
+    """Return a `logit_bias` mapping with integer token ids as keys; `None` becomes an empty one.
 
-    The rules refuse what is no mapping of token ids.
+    Keys may be strings of digits, because JSON has no other keys. A value that is not a mapping is
+    returned unchanged, and is refused by the check that follows.
     """
     if value is None:
         return {}
@@ -349,9 +376,9 @@ def _is_text(value: object) -> bool:
 
 
 def _is_word(value: object) -> bool:
-    """Return whether a value is text that is not blank and that a tokenizer takes.
+    """Return whether a value is text that has more than whitespace and can be tokenized.
 
-    No tokenizer takes half of a surrogate pair.
+    Text with an unpaired surrogate can't be tokenized.
     """
     is_filled = isinstance(value, str) and bool(value.strip())
     return is_filled and not any("\ud800" <= c <= "\udfff" for c in str(value))
@@ -362,8 +389,11 @@ _RULES: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
     "integer": ("an integer", _is_integer),
     "number": ("a number", _is_number),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
-    "texts": ("non-empty text or a list of it", partial(_is_tuple_of, _is_text)),
-    "words": ("text that is not blank, or a list of it", partial(_is_tuple_of, _is_word)),
+    "texts": ("non-empty text or a list of non-empty texts", partial(_is_tuple_of, _is_text)),
+    "words": (
+        "text with more than whitespace, or a list of such texts",
+        partial(_is_tuple_of, _is_word),
+    ),
     "token_ids": ("a list of integers >= 0", partial(_is_tuple_of, _is_count)),
     "biases": (f"a mapping of token ids to numbers in [-{MAX_BIAS}, {MAX_BIAS}]", _is_bias),
     "structured": (

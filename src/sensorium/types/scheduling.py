@@ -1,4 +1,4 @@
-"""The plan of one step, which the worker obeys, and the result that the worker returns."""
+"""The plan of one step, which the worker carries out, and the result that it returns."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """A media item to encode in a step."""
+    """A media item that the worker has to encode in a step.
 
-    mm_index: int  # among the items of its request
-    key: str  # the key under which the output is kept
+    `mm_index` is its index among the media items of the request. The output is kept in the encoder
+    cache under `key`.
+    """
+
+    mm_index: int
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
-    """One request's share of a step.
+    """The work for one request in a step.
 
-    Compute the tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)`.
+    The worker computes `num_new_tokens` tokens of the request, beginning with the token at index
+    `num_computed_tokens`.
     """
 
     request_id: str
@@ -40,9 +45,10 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRequest:
-    """A request that the worker doesn't hold, because it is new or starts again.
+    """A request that the worker does not hold yet, and that begins in this step.
 
-    It starts again after a preemption, or because it has become long.
+    It is new, or it begins again after a preemption, or because it has grown beyond
+    `Limits.long_after` tokens.
     """
 
     request: EngineCoreRequest
@@ -53,9 +59,10 @@ class StartedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """The plan of a step, and the only thing that the worker obeys.
+    """The plan of a step, which has everything that the worker has to do.
 
-    The worker first drops and frees, then starts requests, then runs.
+    The worker first drops the stopped requests and the freed encoder outputs, then adds the started
+    requests, then computes the scheduled ones.
     """
 
     scheduled: tuple[ScheduledRequest, ...] = ()
@@ -70,7 +77,7 @@ class SchedulerOutput:
 
 
 class StepMode(str, Enum):
-    """The way a step was computed: as a CUDA graph, or kernel by kernel and for which reason."""
+    """The way in which a step was computed: with CUDA graphs, or without and for which reason."""
 
     DECODE_GRAPH = "decode_graph"  # one graph
     SEGMENT_GRAPHS = "segment_graphs"  # graphs with attention between them
@@ -85,7 +92,7 @@ class StepMode(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The results of a step: the sampled tokens, and what failed."""
+    """The results of a step from the worker: the sampled tokens, and what failed."""
 
     sampled_token_ids: Mapping[str, int]  # request id -> token
     logprobs: Mapping[str, TokenLogprobs]  # request id -> those of its token
@@ -105,7 +112,7 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroup:
-    """Layers that share a block table, because they need the same positions."""
+    """A group of model layers that share a block table, as they attend to the same positions."""
 
     num_blocks: int
     window: int | None = None  # how many of the last positions they attend to; None: all

@@ -21,7 +21,10 @@ MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**18, "grammar": 2**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the text of an answer. Exactly one of the fields is given."""
+    """A constraint on the text of an answer; exactly one of the fields must be given.
+
+    Raises a `RequestError` if a field has a wrong type or is too long.
+    """
 
     json: str | Mapping[str, Any] | bool | None = None  # a JSON schema; it is kept as text
     json_object: bool | None = None  # the answer is any JSON object
@@ -47,7 +50,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The name of the field that was given."""
+        """The name of the only field that was given, such as "json" or "regex"."""
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
     def _check_types(self) -> None:
@@ -63,7 +66,7 @@ class StructuredOutputsParams:
             if not isinstance(self.choice, tuple) or not self.choice:
                 raise RequestError("must be a list that is not empty", path=path)
             if not all(isinstance(entry, str) and entry for entry in self.choice):
-                raise RequestError("must hold texts that are not empty", path=path)
+                raise RequestError("must contain only texts that are not empty", path=path)
             _check_length("choice", sum(map(len, self.choice)))
 
 

@@ -32,15 +32,15 @@ class GrowingArray:
 
     @property
     def values(self) -> IntArray:
-        """A view that is valid until the next `extend`."""
+        """The values so far as a view of the array, which is valid until the next `extend`."""
         return self._buffer[: self._length]
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on the device, without making the host wait for the copy.
+    """Return a copy of the tensor on the device, without making the host wait for the copy.
 
-    To a GPU it goes through pinned memory, because a copy from pageable memory waits for the
-    device. torch's allocator of pinned memory reuses a block only after the copies that read it.
+    On its way to a GPU the tensor is copied to pinned memory, because a copy from pageable memory
+    waits for the device. The pinned memory is not reused before the copy is done.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -48,10 +48,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class StagingBuffer:
-    """A buffer that packs the arrays of a step into 64-bit words, for one copy to the device.
+    """A buffer that packs the arrays of a step together, for a single copy to the device.
 
-    It has host and device memory, which is kept from step to step and grows if needed. On a CPU
-    both are the same memory.
+    It has host memory and device memory of `num_words` 64-bit words each. Both are kept from step
+    to step, and grow if needed. On a CPU both are the same memory.
     """
 
     def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
@@ -69,14 +69,19 @@ class StagingBuffer:
 
     @property
     def address(self) -> int:
-        """Return the address of the device memory, which changes when the buffer grows."""
+        """The address of the device memory, which changes when the buffer grows."""
         return self._device.data_ptr()
 
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """Return int64 and float64 arrays as device tensors, valid until the next upload."""
+        """Copy int64 and float64 arrays to the device, and return them as tensors by name.
+
+        The tensors are valid until the next upload. Raises a `TypeError` for other dtypes.
+        """
         for name, array in arrays.items():
             if array.dtype not in (np.int64, np.float64):
-                raise TypeError(f"{name} is {array.dtype}, not int64 or float64")
+                raise TypeError(
+                    f"array {name!r} has dtype {array.dtype}; it must be int64 or float64"
+                )
         num_words = sum(array.size for array in arrays.values())
         if num_words > len(self._host):
             self._allocate(2 * num_words)

@@ -12,9 +12,10 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """A cache with entries that together weigh at most `capacity`, for several threads.
+    """A thread-safe cache that drops its least recently used entries when it is full.
 
-    Without `weigh` an entry weighs 1, and the capacity is a number of entries.
+    The weights of all entries together are at most `capacity`. `weigh` returns the weight of an
+    entry. Without it every entry weighs 1, so that `capacity` is a number of entries.
     """
 
     def __init__(self, capacity: int, weigh: Callable[[K, V], int] | None = None) -> None:
@@ -29,11 +30,14 @@ class LruCache(Generic[K, V]):
 
     @property
     def weight(self) -> int:
-        """Return what all entries weigh together."""
+        """The sum of the weights of all entries."""
         return self._weight
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key, which becomes the most recently used; `None` without one."""
+        """Return the value of a key, or `None` if the cache does not have it.
+
+        The entry becomes the most recently used one.
+        """
         with self._lock:
             value = self._entries.get(key)
             if value is not None:
@@ -41,7 +45,11 @@ class LruCache(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Set the value of a key, unless it weighs more than the capacity. Drop others for it."""
+        """Store a value under a key, and drop the least recently used entries to make room.
+
+        An earlier value of the key is removed. A value that alone weighs more than the capacity is
+        not stored.
+        """
         weight = self._weigh(key, value)
         with self._lock:
             self._remove(key)
@@ -53,7 +61,7 @@ class LruCache(Generic[K, V]):
             self._weight += weight
 
     def remove(self, key: K) -> None:
-        """Forget a key, if it is there."""
+        """Remove a key and its value, if the cache has it."""
         with self._lock:
             self._remove(key)
 

@@ -18,7 +18,11 @@ Pausing = Generator[Future[Any], None, T]
 
 
 def run_through(work: Pausing[T]) -> T:
-    """Run the work to its end in this thread, and wait here wherever the work pauses."""
+    """Run pausing work to its end in this thread, and return its result.
+
+    Pausing work is a generator that yields each future it has to wait for. This function blocks
+    until that future is done, then resumes the work.
+    """
     with closing(work):  # an interruption of the wait must not leave the work half done
         while True:
             try:
@@ -30,7 +34,10 @@ def run_through(work: Pausing[T]) -> T:
 
 
 def when_all_end(futures: Iterable[Future[Any]]) -> Future[None]:
-    """Return a future that completes when all of these have ended, however each has ended."""
+    """Return a future that completes when all of the given futures are done.
+
+    They may be done with a result or an error, or cancelled.
+    """
     all_ended: Future[None] = Future()
     lock = threading.Lock()
     left = list(futures)

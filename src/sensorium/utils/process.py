@@ -18,13 +18,16 @@ _step_listeners: list[Callable[[str], None]] = []
 
 
 def listen_for_long_work(listener: Callable[[bool], None]) -> None:
-    """Call `listener` with True before each piece of long work, and with False after it."""
+    """Register a function to call with True before each piece of long work and False after it."""
     _listeners.append(listener)
 
 
 @contextmanager
 def long_work() -> Iterator[None]:
-    """Announce that the block may take minutes. It must not be nested."""
+    """Announce to the registered listeners that the `with` block may take minutes.
+
+    Such blocks must not be nested.
+    """
     for listener in _listeners:
         listener(True)
     try:
@@ -36,7 +39,10 @@ def long_work() -> Iterator[None]:
 
 @contextmanager
 def reporting_steps(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` with a few words before each step of loading a model in this block."""
+    """Call `listener` with a description of each step of loading a model in the `with` block.
+
+    It is called before the step begins.
+    """
     _step_listeners.append(listener)
     try:
         yield
@@ -45,18 +51,21 @@ def reporting_steps(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def report_step(words: str) -> None:
-    """Report that a step of loading begins, such as "loading the weights"."""
+    """Report that a step of loading a model begins, such as "loading the weights".
+
+    The functions that are registered with `reporting_steps` are called with this text.
+    """
     for listener in _step_listeners:
         listener(words)
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Load long-lived objects without garbage collection, and exempt them from it for ever.
+    """Turn off Python's garbage collector in the `with` block, which creates long-lived objects.
 
-    Importing torch and Transformers makes so many objects that the collector looks at all of them
-    again and again, for a seventh of the time; later a full collection would stop the process for
-    a quarter of a second.
+    All objects that exist at the end of the block are exempt from garbage collection for ever.
+    Importing torch and Transformers creates so many objects that the collector takes a seventh of
+    the time. Later a full collection would stop the process for a quarter of a second.
     """
     gc.disable()
     try:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class _Version(NamedTuple):
-    """The file names of one version of control groups."""
+    """The names of the files and folders of one version of Linux control groups."""
 
     folder: str  # below the mount; also the name of the controller
     limit: str
@@ -31,7 +31,12 @@ _VERSIONS = (
 def get_free_system_bytes(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return what the machine has available, or what the tightest control group leaves if less."""
+    """Return how many bytes of memory this process can still get.
+
+    It is the memory that the machine has available, or less if the limit of a control group that
+    contains the process leaves less. `proc` and `cgroups` are the folders where these file systems
+    are mounted.
+    """
     return min([_get_available_bytes(proc), *_get_cgroup_rooms(proc, cgroups)])
 
 
@@ -56,9 +61,10 @@ def _get_cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _get_rooms_upwards(root: Path, path: str, version: _Version) -> Iterator[int]:
-    """Yield the room in a group and in the groups above it.
+    """Yield how many bytes are left in a control group and in each group above it.
 
-    In a container the group itself may be invisible; then the root stands for it.
+    `path` is the path of the group below `root`. Groups without a limit are left out. In a
+    container the group itself may be invisible; then only the groups above it count.
     """
     group = root / path
     for folder in (group, *group.parents):

@@ -49,16 +49,19 @@ def make(
         (make(0), "the prompt is empty"),
         (make(20), "the prompt has 20 tokens, but the context holds 20 and needs room for at"),
         (make(9, PlaceholderRange(0, 7)), "image item 0 needs 7 embeddings.*cache holds 6"),
-        (make(9, PlaceholderRange(2, 0)), "image item 0 takes no place in the prompt"),
+        (make(9, PlaceholderRange(2, 0)), "image item 0 has no placeholder tokens in the prompt"),
         (
             make(9, PlaceholderRange(0, 4), PlaceholderRange(3, 2)),
-            r"image item 1 begins at 3, before the item ahead of it ends \(4\)",
+            r"image item 1 begins at token 3, but the previous item ends at 4",
         ),
         (
             make(9, PlaceholderRange(5, 2), PlaceholderRange(1, 2)),
-            r"image item 1 begins at 1, before the item ahead of it ends \(7\)",
+            r"image item 1 begins at token 1, but the previous item ends at 7",
         ),
-        (make(9, PlaceholderRange(6, 4)), "image item 0 ends at 10, beyond the prompt's 9 tokens"),
+        (
+            make(9, PlaceholderRange(6, 4)),
+            "image item 0 ends at 10, but the prompt has only 9 tokens",
+        ),
     ],
 )
 def test_refusal_names_what_is_wrong(request_: EngineCoreRequest, message: str) -> None:
@@ -102,7 +105,9 @@ def test_what_just_fits_is_accepted() -> None:
 def test_encoder_decoder_items_lie_outside_the_prompt() -> None:
     limits = replace(LIMITS, is_encoder_decoder=True)
     check_request(make(2, PlaceholderRange(0, 6)), limits)
-    with pytest.raises(RequestError, match="image item 0 begins at 1: an encoder-decoder model"):
+    with pytest.raises(
+        RequestError, match="image item 0 begins at 1: with an encoder-decoder model"
+    ):
         check_request(make(2, PlaceholderRange(1, 6)), limits)
 
 
@@ -142,7 +147,7 @@ def test_items_that_would_be_seen_as_one_are_refused(disable_chunked_mm_input: b
         disable_chunked_mm_input=disable_chunked_mm_input,
     )
     touching = make(9, PlaceholderRange(0, 2), PlaceholderRange(2, 2)).mm_features
-    with pytest.raises(RequestError, match="two media items touch at position 2") as refused:
+    with pytest.raises(RequestError, match="two media items meet at token 2") as refused:
         get_unsplittable_spans(touching, limits)
     assert refused.value.path == ("prompt",)
 

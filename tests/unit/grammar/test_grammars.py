@@ -157,7 +157,7 @@ def test_a_refusal_names_the_field_and_the_reason(
 
 
 def test_a_tokenizer_that_can_not_be_read_is_a_refusal() -> None:
-    with pytest.raises(RequestError, match="tokenizer can't be constrained"):
+    with pytest.raises(RequestError, match="can't be used with this model's tokenizer"):
         make_tokenizer(object(), 0, ())
 
 

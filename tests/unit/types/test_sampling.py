@@ -27,7 +27,11 @@ from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBa
             ({1: 101}, {1: -101.0}, {1: math.nan}, {-1: 0}, {"a": 1}, {1.5: 1}, {1: "x"}, [1], 5),
             "a mapping of token ids to numbers in [-100, 100]",
         ),
-        ("bad_words", ("", " ", ["a", ""], [5], 5), "text that is not blank, or a list of it"),
+        (
+            "bad_words",
+            ("", " ", ["a", ""], [5], 5),
+            "text with more than whitespace, or a list of such texts",
+        ),
         (
             "allowed_token_ids",
             ([], [-1], ["a"], [1.0], 5, "5"),
