@@ -192,7 +192,10 @@ def _make_system(text: str | None) -> list[Part]:
 def _answer(
     arguments: argparse.Namespace, llm: LLM, params: SamplingParams, messages: list[Part]
 ) -> str:
-    """Print the model's answer while it is generated, and return its whole text."""
+    """Print the model's answer while it is generated, and return its whole text.
+
+    With `--verbose`, cache hits and times are printed to stderr afterwards.
+    """
     start = time.perf_counter()
     first_s = None
     output: RequestOutput | None = None

@@ -72,7 +72,10 @@ def add_options(parser: argparse.ArgumentParser, command: str, *groups: type) ->
 
 
 def _make_details(each: Option, command: str) -> dict[str, Any]:
-    """Return the keyword arguments of `add_argument` for an option's flag."""
+    """Return the keyword arguments of `add_argument` for an option's flag.
+
+    Its help shows the default that the option has in `command`.
+    """
     is_list = each.kind in ("texts", "names")
     repeats = " May be repeated." if each.kind == "texts" else ""
     text = f"{each.help}{repeats} Default: {each.describe_default(command)}."
@@ -164,7 +167,9 @@ def _parse_counts(text: str) -> dict[str, int]:
         return _parse_mapping(text)
     matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
     if None in matches:
-        raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
+        raise argparse.ArgumentTypeError(
+            "this is not a list of counts: use JSON, or e.g. image=4,video=1"
+        )
     return {match[1]: int(match[2]) for match in matches if match is not None}
 
 
@@ -286,7 +291,7 @@ def make_sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
     """Add a repeatable flag for each modality (`--image`, ...) that takes a file or a URL.
 
-    `purpose` ends the sentence of the flag's help.
+    `purpose` completes the help of the flag, as in "An image that goes with the question".
     """
     for modality, noun in MEDIA_FLAGS.items():
         command.add_argument(
@@ -309,7 +314,7 @@ def read_media(source: str) -> bytes | str:
         return Path(source).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"{source}: {reason}") from error
+        raise RequestError(f"{source} can't be read: {reason}") from error
 
 
 # ---- positional arguments: a model, which may be left out, and questions or prompts
@@ -328,7 +333,8 @@ def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> No
 def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Move positional arguments that come after flags from `rest` to `arguments.words`.
 
-    Before Python 3.12 argparse leaves them among the unknown arguments.
+    `rest` has the arguments that argparse did not recognize. Before Python 3.12 argparse leaves
+    such positional arguments there.
     """
     while hasattr(arguments, "words") and rest and not rest[0].startswith("-"):
         arguments.words.append(rest.pop(0))

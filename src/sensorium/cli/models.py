@@ -88,7 +88,7 @@ def get_rows() -> list[tuple[str, ...]]:
 
 
 def format_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Return a text table; each column is as wide as its longest cell."""
+    """Return rows under a header as a text table; each column is as wide as its longest cell."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(

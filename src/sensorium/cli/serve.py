@@ -135,7 +135,7 @@ def _get_model(arguments: argparse.Namespace) -> str:
 
 
 def _choose_media(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the defaults of a server's media options that depend on this machine.
+    """Return defaults of media options that depend on the number of frontends and CPU cores.
 
     These are the kind of media cache and the number of processes for media.
     """

@@ -61,14 +61,17 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """A count of the requests that one frontend process has at this moment."""
+    """The number of requests that a frontend is preparing, and the number that it has started.
+
+    A frontend is a process that serves clients. Requests that have ended are not counted.
+    """
 
     num_preparing: int  # requests that are not sent to the core yet
     num_running: int
 
 
 class AsyncEngine:
-    """An engine for one frontend process, which prepares requests and sends them to the core.
+    """An engine for one frontend (a process that serves clients), which sends requests to the core.
 
     The core is the process that computes. `identity` names this frontend to the core and must be
     unique among all frontends that the core ever has. `chat_template` is the text of a chat
@@ -106,7 +109,7 @@ class AsyncEngine:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether a core is connected, or this frontend runs without one (`run_alone`)."""
+        """Return whether a core is connected, or none is needed (`run_alone`)."""
         return self._client is not None or self._is_alone
 
     @property
@@ -128,7 +131,7 @@ class AsyncEngine:
         return self._inputs.defaults.eos_token_ids
 
     async def connect(self, info: CoreInfo) -> None:
-        """Connect to a core, which may be a new process in place of an earlier one.
+        """Connect to a core (the process that computes), which may replace an earlier one.
 
         If another core is still connected, its requests fail first. `info` describes the core,
         including the address to connect to.
@@ -165,7 +168,8 @@ class AsyncEngine:
     def disconnect(self, reason: str) -> None:
         """Close the connection to the core, and fail all requests with an `EngineLostError`.
 
-        `reason` is the text of that error. If no core is connected, no request fails.
+        `reason` is the text of that error. If no core is connected, nothing happens to the
+        requests.
         """
         client, self._client = self._client, None
         self.is_stalled = False  # the next core may make progress
@@ -210,8 +214,9 @@ class AsyncEngine:
         """Run one request, and yield its answer piece by piece; the last delta has `final` set.
 
         Each delta holds everything that was generated since the caller took the previous one.
-        `group` is an id that all prompts of one client call share; None means that the prompt is
-        alone. Closing the generator aborts the request. A request that fails raises its error.
+        `group` is an id that is shared by all prompts of one client request; None means that the
+        prompt is alone. Closing the generator aborts the request. A request that fails raises its
+        error.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             while True:
@@ -296,9 +301,9 @@ class AsyncEngine:
             self._abort(request_id)
 
     async def _carry_out(self, request_id: str, delivery: Delivery) -> None:
-        """Perform all steps of a delivery, which sends completions of a request to the core.
+        """Perform all steps of a delivery, which is a generator that sends a request to the core.
 
-        If a step raises, the request fails with that error.
+        If a step raises an error, the request fails with that error.
         """
         try:
             with closing(delivery):
@@ -312,9 +317,10 @@ class AsyncEngine:
             self._fail(request_id, error)
 
     async def _perform(self, step: Step) -> object:
-        """Perform one step of a delivery, and return the result that the delivery waits for.
+        """Perform one step of sending a request to the core, and return the step's result.
 
-        The step either processes a media item again or sends one completion to the core.
+        The step either processes a media item again, and its result is the new item, or it sends
+        one completion, and its result is the core's answer.
         """
         if isinstance(step, PerceiveAgain):
             return await self._preparation.perceive_again(step.item)

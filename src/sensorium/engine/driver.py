@@ -45,12 +45,12 @@ _MAX_ATTEMPTS = 4  # how often one completion is sent before a core that keeps l
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A step of a delivery: the engine has to send one completion's request to the core.
+    """A step of a delivery, in which the engine sends one completion of a request to the core.
 
-    The engine sends the core's answer back into the delivery. It is `None` if the core accepted the
-    request. Otherwise it is a `MissingItems`: the core lacks media items and did not accept the
-    request. Before the engine passes that answer on, it must call `handle_missing` of the sender
-    cache.
+    A delivery is a generator that yields steps, and waits for the result of each. The result of
+    this step is `None` if the core accepted the completion. It is a `MissingItems` if the core
+    lacks media items and did not accept it. Then the engine must call `handle_missing` of the
+    sender cache before it sends the result into the generator.
     """
 
     request: EngineCoreRequest
@@ -59,10 +59,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PerceiveAgain:
-    """A step of a delivery: the engine has to process a media item again.
+    """A step of a delivery, in which the engine processes a media item again.
 
-    The core has lost the item's tensors, and the frontend no longer has them either. The engine
-    sends the newly processed item back into the delivery.
+    A delivery is a generator that yields steps, and waits for the result of each. The result of
+    this step is the newly processed item. The step is needed if the core has lost the item's
+    tensors and the frontend no longer has them either.
     """
 
     item: PerceivedItem
@@ -74,9 +75,10 @@ _BEGIN: Any = None  # what a delivery yields before its first step; `_begin` tak
 
 
 def advance(delivery: Delivery, answer: object = None) -> Step | None:
-    """Send an answer into a delivery, and return its next step, or `None` if it has ended.
+    """Resume a delivery, and return its next step, or `None` if the delivery has ended.
 
-    `answer` is the result of the step before. For the first step it is `None`.
+    A delivery is a generator of the steps that send a request to the core. `answer` is the result
+    of its previous step; for the first step it is `None`.
     """
     try:
         return delivery.send(answer)
@@ -86,7 +88,11 @@ def advance(delivery: Delivery, answer: object = None) -> Step | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The actions that the engine must take after the driver has processed the core's outputs."""
+    """A list of what the engine must do after the core's outputs were processed.
+
+    It has the outputs of requests that ended, the ids of completions that the core must abort, and
+    deliveries, which are generators of the steps that send further completions to the core.
+    """
 
     finished: Sequence[RequestOutput]  # requests that ended and are not streamed
     stopped_ids: Sequence[str]  # completions that the core must abort
@@ -97,7 +103,8 @@ class Progress:
 class RequestDriver:
     """The state of all requests of one frontend, from their start to their end. Not thread-safe.
 
-    The driver does no I/O. It returns what the engine has to do: what to send, abort and give out.
+    The driver does no I/O. Its methods return what the engine has to send to the core, to abort
+    there, and to return to callers.
     """
 
     def __init__(self, tokenizer: Any, sender: SenderCache) -> None:
@@ -113,8 +120,8 @@ class RequestDriver:
         """Register a request, and return a delivery that sends its first completion to the core.
 
         A delivery is a generator of steps that the engine performs; see `advance`. `group` is an id
-        that all prompts of one client call share; None means that the prompt is alone. If the
-        request can't be registered, its media items are released and the error is raised.
+        that is shared by all prompts of one client request; None means that the prompt is alone. If
+        the request can't be registered, its media items are released and the error is raised.
         """
         processed = prepared.processed
         request, items = replace(processed.request, group=group), processed.items
@@ -129,7 +136,7 @@ class RequestDriver:
         )
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> Progress:
-        """Take the core's outputs, and return what the engine must do because of them."""
+        """Turn the core's outputs into text, and return what the engine must do next."""
         finished, stopped = self.outputs.process(outputs)
         ready = self.parallel_sampling.take_ready(outputs)
         deliveries = [
@@ -162,9 +169,10 @@ class RequestDriver:
         return child_ids
 
     def release(self, items: Sequence[PerceivedItem]) -> None:
-        """Release the cache handles of a request's media items.
+        """Release the cache handles of media items that a request no longer needs.
 
-        The cache may then evict the items, unless another request holds them too.
+        A handle keeps its item in the cache. The cache may evict an item when all of its handles
+        are released.
         """
         _release(self._sender, items)
 
@@ -177,11 +185,12 @@ class RequestDriver:
         *,
         is_kept: bool = False,
     ) -> Delivery:
-        """Send some completions of a request to the core, as a generator of steps.
+        """Yield the steps that send some completions of a request to the core.
 
-        `stages` (stage -> seconds) is given only for the first completion of a request. Then the
-        driver also records how each media item was sent. The items are released at the end, unless
-        `is_kept`: then completions that start later still need them.
+        `children` are the completions, as requests for the core. `stages` has times in seconds, and
+        is given only for the first completion; then the driver also records how each media item was
+        sent. At the end the media items are released, unless `is_kept`: then completions that start
+        later need them.
         """
         try:
             yield _BEGIN
@@ -232,7 +241,7 @@ class RequestDriver:
     def _replace_lost(
         self, current: list[PerceivedItem], items: Sequence[PerceivedItem], lost: frozenset[str]
     ) -> Delivery:
-        """Process those lost media items again that have no tensors in this frontend.
+        """Yield steps that process lost media items again, unless this frontend has their tensors.
 
         The new items replace the old ones in `current`. `items` are the request's original items,
         which are not released here. `lost` has the hashes of the items that the core lacks.
@@ -247,8 +256,9 @@ class RequestDriver:
 def _begin(delivery: Delivery) -> Delivery:
     """Advance a new delivery to the point right before its first step, and return it.
 
-    Python runs the `finally` block of a generator only if the generator has begun. Without this,
-    closing a delivery that was never used would not release its media items.
+    A delivery is a generator that releases media items at its end. Python runs the `finally` block
+    of a generator only if the generator has begun, so closing one that has not begun would release
+    nothing.
     """
     next(delivery)
     return delivery

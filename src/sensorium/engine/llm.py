@@ -229,10 +229,10 @@ class LLM:
         *,
         cancelled: Future[None] | None = None,
     ) -> Callable[[], Prepared]:
-        """Return a function that turns a prompt into a request, and that any thread may call.
+        """Return a function that turns a prompt into a request; any thread may call it.
 
-        The request's id and seed are chosen by this call, not by the function. `cancelled` is a
-        future that ends when the request is no longer wanted.
+        The request's id and seed are chosen now, and not when the function is called. `cancelled`
+        is a future that ends when the request is no longer wanted.
         """
         # Ids and seeds are given out now, in the order of the prompts.
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
@@ -249,7 +249,7 @@ class LLM:
     def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
         """Start a request that was prepared, and return its id.
 
-        If the core refuses the request, everything of it is removed and the error is raised.
+        If the core refuses the request, the error is raised and nothing of the request is kept.
         """
         request_id = prepared.processed.request.request_id
         try:
@@ -266,9 +266,10 @@ class LLM:
                 step = advance(delivery, self._perform(step))
 
     def _perform(self, step: Step) -> object:
-        """Perform one step of a delivery, and return the result that the delivery waits for.
+        """Perform one step of giving a request to the core, and return the step's result.
 
-        The step either processes a media item again or gives one completion to the core.
+        The step either processes a media item again, and its result is the new item, or it gives
+        one completion to the core, and its result is the core's answer.
         """
         if isinstance(step, PerceiveAgain):
             return self.perception.pipeline.perceive_again(step.item)
@@ -393,7 +394,7 @@ class _Batch:
     def close(self) -> None:
         """Stop preparing prompts, and abort all requests except those that are streamed.
 
-        After an undisturbed call there is nothing to abort. Streams of the same `LLM` continue.
+        If all prompts have ended, there is nothing to abort. Streams of the same `LLM` continue.
         """
         self._cancelled.set_result(None)
         if self._executor is not None:

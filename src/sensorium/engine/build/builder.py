@@ -61,7 +61,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """The computing part of an engine, and the values that were derived while it was built."""
+    """The part of an engine that computes, with its final config and the model's adapter.
+
+    It also has the compiler for grammars of structured outputs, the model's sampling defaults, and
+    whether the model must still pass `try_core`.
+    """
 
     core: EngineCore
     grammars: GrammarCompiler  # compiles the grammars of structured outputs
@@ -167,10 +171,9 @@ def _plan_memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[MemoryPlan, int]:
-    """Estimate the memory that the engine needs, and return it with the bytes that are left.
+    """Return the planned memory of an engine, and the bytes that it may use besides the weights.
 
-    The second value is how many bytes the engine may use besides the weights. Raises a `ModelError`
-    if the device has too little free memory.
+    Raises a `ModelError` if the device has too little free memory.
     """
     weights = find_weights(loading.model, checkpoint.directory, use_tqdm=loading.use_tqdm_on_load)
     memory = plan_memory(
@@ -188,10 +191,10 @@ def _plan_memory(
 
 
 def resolve_string_limit(options: EngineOptions, checkpoint: Checkpoint) -> int | None:
-    """Return the most characters of a string that its JSON schema does not limit.
+    """Return the most characters for strings for which a JSON schema sets no limit.
 
-    This is the value of the option, or of the model's generation_config.json. `None` means that
-    there is no limit.
+    This is the value of the option `structured_string_limit`, or else of the model's
+    generation_config.json. `None` means that there is no limit.
     """
     asked = options.structured_string_limit
     return load_string_limit(str(checkpoint.directory)) if asked is None else asked or None
@@ -208,7 +211,7 @@ def build_engine_core(
     grammars: GrammarCompiler | None = None,
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
-    """Build the scheduler, the KV cache and the worker of an engine around a loaded model."""
+    """Build the scheduler, KV cache and worker of a loaded model within `most_bytes` of memory."""
     layers = adapter.probe_layers()  # refuses models that can't be run
     if options.fusion and adapter.device.type == "cuda":
         adapter.fuse()
@@ -260,7 +263,7 @@ def build_engine_core(
 
 
 def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:
-    """Describe which operations of the model run in fused kernels, or why none do."""
+    """Return a text that lists the fused kernels of the model, or the reason why none are used."""
     if not options.fusion:
         return "nothing: fusion is turned off"
     if adapter.device.type != "cuda":

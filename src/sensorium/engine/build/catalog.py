@@ -60,7 +60,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
 
 
 def _find_switched_off(frontend: Frontend) -> dict[str, str]:
-    """Warm up a frontend, close it, and return the modalities that could not be prepared.
+    """Warm up a frontend with dummy media, close it, and return the modalities that failed.
 
     Each of these modalities is mapped to the reason. A server would refuse them.
     """

@@ -29,7 +29,10 @@ _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine after defaults were filled in; they never change afterwards."""
+    """All settings of an engine after defaults were filled in; they never change afterwards.
+
+    They include the limits of a step, the sizes of the KV cache and the planned memory.
+    """
 
     limits: Limits
     groups: tuple[KVCacheGroup, ...]

@@ -62,8 +62,9 @@ class Checkpoint:
 class Caches:
     """The caches of processed media that one frontend uses.
 
-    `sender` is for requests that go to the core. `store` is the shared memory that holds the media;
-    `None` means that each process keeps its own.
+    `sender` is for requests that go to the core, and `readonly` for requests that are only
+    rendered. `store` is the shared memory that holds the media; `None` means that each process
+    keeps its own.
     """
 
     sender: SenderCache
@@ -100,7 +101,10 @@ class Perception:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
-    """The part of an engine that turns prompts with media into requests for the core."""
+    """The part of an engine that turns prompts with media into requests for the core.
+
+    It consists of the model's processor and of the parts that fetch and cache media.
+    """
 
     processor: MultiModalProcessor
     perception: Perception

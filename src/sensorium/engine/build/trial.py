@@ -76,7 +76,10 @@ _MOST_ROUNDING = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """A measure of how much two lists of log-probabilities differ, as root mean squares."""
+    """A measure of how much two lists of log-probabilities differ, as root mean squares.
+
+    `overall` is computed over all values, and `worst` over the text position that differs most.
+    """
 
     overall: float  # over all values
     worst: float  # over the tokens of the position with the largest distance
@@ -331,7 +334,7 @@ class Trial:
     # ---- the engine
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
-        """Run the cases several times, and return a list of answers for each of them.
+        """Run the cases (prompts) several times, and return a list of answers for each of them.
 
         The first answer is computed without caches. If there is media, the next one is computed
         with the encoder cache. The last one uses the prefix cache too.
@@ -389,9 +392,9 @@ class Trial:
 def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
     """Return the engine's log-probabilities as one list, and the token ids that they belong to.
 
-    The token ids are grouped by position in the text. Because of rounding, a later answer may
-    choose another token than the first answer. Its log-probabilities after that token are left out,
-    because they belong to another text.
+    `answers` are several answers to the same prompt. The token ids are grouped by position in the
+    text. Because of rounding, a later answer may choose another token than the first answer. Its
+    log-probabilities after that token are left out, because they belong to another text.
     """
     first = answers[0]
     scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
@@ -409,7 +412,8 @@ def _check_encoder_hits(
 ) -> None:
     """Raise an `InvariantError` if a media item was encoded again although it was in the cache.
 
-    If the cache is too small for all items, nothing is checked.
+    `answers` are those of a repeated run. If the cache is too small for all items, nothing is
+    checked.
     """
     features = {f.mm_hash: f for case in cases for f in case.request.mm_features}.values()
     num_embeds = sum(feature.mm_position.get_num_embeds() for feature in features)
@@ -427,7 +431,8 @@ def _check_prefix_hits(
 ) -> None:
     """Raise an `InvariantError` if a repeated prompt took no tokens from the prefix cache.
 
-    If the cache is too small to hold all prompts, nothing is checked.
+    `answers` are those of a repeated run. If the cache is too small for all prompts, nothing is
+    checked.
     """
     lengths = [len(case.request.prompt_token_ids) for case in cases]
     num_blocks = sum(math.ceil((n + _NUM_TOKENS) / config.block_size) for n in lengths)
@@ -439,9 +444,10 @@ def _check_prefix_hits(
 
 
 def _explain_prompt(modality: str | None, num_items: int) -> str:
-    """Return the text of the error for a prompt that the engine expands in another way.
+    """Return an error text: the engine and the model's processor disagree about a prompt.
 
-    It is used if the token ids of the engine differ from those of the model's own processor.
+    The token ids that the two make of the prompt differ. `num_items` is the number of media items
+    in the prompt.
     """
     if num_items < 2:
         return "the model's processor turns the prompt into other token ids than this engine"

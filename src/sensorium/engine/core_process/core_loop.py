@@ -38,9 +38,9 @@ _IDLE_S = 1.0
 class CoreLoop:
     """The loop of the core's process: receive messages, compute a step, send the outputs.
 
-    `endpoint` is the ZeroMQ address to listen on. `on_step` is called in every round with the
-    step's outputs, before these are sent. `on_progress` is called in the loop's thread after each
-    message and before each step, at least every `idle_s` seconds while the core is idle.
+    `endpoint` is the ZeroMQ address to listen on. `on_step` is called in every round with the core
+    and the step's outputs, before these are sent. `on_progress` is called in the loop's thread
+    after each message and before each step, at least every `idle_s` seconds while the core is idle.
     """
 
     def __init__(

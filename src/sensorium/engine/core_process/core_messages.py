@@ -33,8 +33,8 @@ Frame = bytes | memoryview
 class Feature(msgspec.Struct, frozen=True, array_like=True):
     """A compact form of `MultiModalFeatureSpec`: one media item of a request, without tensors.
 
-    `offset` and `length` are the prompt positions of the item. `runs` is its mask of embedding
-    positions as run lengths.
+    `offset` and `length` give the item's positions in the prompt. `runs` is the mask of those
+    positions that get an embedding, as run lengths (see `as_runs`).
     """
 
     modality: str
@@ -79,7 +79,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core with the cache evictions of a frontend that sends no requests."""
+    """A message to the core that lists media items to evict from its cache.
+
+    A frontend sends it when it has no request that could carry the list.
+    """
 
     update: MirrorUpdate
 

@@ -53,8 +53,9 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
     def add(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Keep the tensors of a request's media items until `release`, and return `None`.
 
-        If the core lacks some of the items, nothing is kept, and the items that the frontend has to
-        send are returned. Raises an `InvariantError` if the request was already added.
+        `transfer` has the media that was sent with the request. If the core lacks some of the
+        items, nothing is kept, and the items that the frontend has to send are returned. Raises an
+        `InvariantError` if the request was already added.
         """
         if request.request_id in self._hashes_of:
             raise InvariantError(f"payloads of request {request.request_id!r} were added twice")
