@@ -146,7 +146,7 @@ def test_a_conversation_remembers_what_was_said_and_shown(
     answers.append(get_text(llm, messages, params))
     answers.append(get_text(llm, [{"role": "user", "content": "hello"}], params))
     assert shown.out == "".join(f"{answer}\n" for answer in answers)
-    assert "sensorium: /nowhere.png: No such file or directory" in shown.err
+    assert "sensorium: /nowhere.png can't be read: No such file or directory" in shown.err
     assert "holds '<image>'" in shown.err
     assert shown.err.count("/reset; /quit") == 2
     assert re.search(r"[1-9]\d* of them from the prefix cache", shown.err)  # in the second round
@@ -180,8 +180,16 @@ def get_text(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) -
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("chat", ["hello", "--image=/nowhere.png"], "sensorium: /nowhere.png: No such file"),
-        ("generate", ["hello", "--audio=/nowhere.wav"], "sensorium: /nowhere.wav: No such file"),
+        (
+            "chat",
+            ["hello", "--image=/nowhere.png"],
+            "sensorium: /nowhere.png can't be read: No such file",
+        ),
+        (
+            "generate",
+            ["hello", "--audio=/nowhere.wav"],
+            "sensorium: /nowhere.wav can't be read: No such file",
+        ),
         ("generate", ["a", "b", "--video=x.mp4"], "sensorium: --video goes with one prompt only"),
         ("chat", [], "sensorium: there is no question"),
         ("chat", ["hello", "world"], "2"),

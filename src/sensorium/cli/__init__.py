@@ -21,7 +21,10 @@ from sensorium.types.errors import SensoriumError
 
 
 def main() -> None:
-    """Run the command that the arguments of this process name."""
+    """Run the `sensorium` command with this process's command-line arguments.
+
+    An error is printed to stderr and ends the process with an exit code other than 0.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show what models write
     try:
@@ -50,7 +53,10 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that lets a broken pipe be seen; argparse hides the errors of writing its help."""
+    """An argument parser that raises `BrokenPipeError` if its help can't be written.
+
+    The base class ignores such errors.
+    """
 
     def print_help(self, file: Any = None) -> None:
         (file or sys.stdout).write(self.format_help())

@@ -41,7 +41,10 @@ Part = dict[str, Any]
 
 
 def add_chat(commands: Any) -> None:
-    """Add the command `chat`."""
+    """Add the subcommand `chat` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
     chat = commands.add_parser(
         "chat",
         help="ask a model about images, sounds and videos",
@@ -81,7 +84,10 @@ def add_chat(commands: Any) -> None:
 
 
 def add_generate(commands: Any) -> None:
-    """Add the command `generate`."""
+    """Add the subcommand `generate` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
     generate = commands.add_parser(
         "generate",
         help="generate from prompts, in this process",
@@ -102,7 +108,11 @@ def add_generate(commands: Any) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    """Answer the question, or hold a conversation."""
+    """Run the command `chat`: answer one question, or hold a conversation on the terminal.
+
+    The question is an argument or the text on stdin. Without one, and if stdin is a terminal, a
+    conversation begins.
+    """
     arguments.model, text, too_much = flags.split_question(arguments.words)
     if too_much:
         arguments.refuse(f"unrecognized arguments: {' '.join(too_much)}")
@@ -112,7 +122,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         try:
             text = sys.stdin.read().strip()
         except UnicodeDecodeError as error:
-            raise RequestError("the question on stdin is not text") from error
+            raise RequestError("the question on stdin can't be decoded as text") from error
         if not text:
             hint = flags.hint_at_question(arguments.words)
             raise RequestError(f"there is no question: give it as an argument or on stdin{hint}")
@@ -132,9 +142,11 @@ def _load(arguments: argparse.Namespace) -> LLM:
 
 
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
-    """Answer questions from the terminal until its end.
+    """Read questions from the terminal and answer them, until end of input or `/quit`.
 
-    A question that fails is reported, and the conversation goes on without it.
+    `answer` takes all messages of the conversation and returns the reply. `system` is the system
+    message, if there is one. `parts` are media for the first question. A question that fails is
+    reported and dropped, and the conversation continues.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  (gives `input` a history and line editing)
@@ -180,7 +192,10 @@ def _make_system(text: str | None) -> list[Part]:
 def _answer(
     arguments: argparse.Namespace, llm: LLM, params: SamplingParams, messages: list[Part]
 ) -> str:
-    """Write the answer as it comes, and return all of it."""
+    """Print the model's answer while it is generated, and return its whole text.
+
+    With `--verbose`, cache hits and times are printed to stderr afterwards.
+    """
     start = time.perf_counter()
     first_s = None
     output: RequestOutput | None = None
@@ -203,7 +218,10 @@ def _answer(
 
 
 def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> Iterator[str]:
-    """Yield lines about the caches of each media item, the encoder cache, tokens and times."""
+    """Yield lines for `--verbose`: cache hits of each media item, token counts and times.
+
+    `first_s` and `total_s` are the seconds until the first token and until the end.
+    """
     counts: Counter[str] = Counter()
     for item in output.mm_items:
         processor = "processor cache hit" if item.is_processor_hit else "processed"
@@ -226,11 +244,11 @@ def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> Itera
 def _generate(arguments: argparse.Namespace) -> None:
     arguments.model, texts = flags.split_prompts(arguments.words)
     if not texts:
-        arguments.refuse("there is no prompt")
+        arguments.refuse("there is no prompt: give at least one")
     params = flags.make_sampling_params(arguments)
     given = [modality for modality in flags.MEDIA_FLAGS if getattr(arguments, modality)]
     if given and len(texts) > 1:
-        raise RequestError(f"--{given[0]} goes with one prompt only")
+        raise RequestError(f"--{given[0]} goes with one prompt only, but there are several")
     media = {
         modality: [flags.read_media(source) for source in getattr(arguments, modality)]
         for modality in given

@@ -34,7 +34,7 @@ _STAGES = {"decode": "decoded", "process": "processed"}
 
 
 def run_demo(arguments: argparse.Namespace) -> None:
-    """Start a server, ask it about the samples, and end it."""
+    """Run the command `demo`: start a server, ask it about the sample media, and stop it."""
     screen = Screen(has_color=not arguments.no_color)
     screen.say(f"Starting a server with {arguments.model} ...")
     start = time.perf_counter()
@@ -47,7 +47,7 @@ def run_demo(arguments: argparse.Namespace) -> None:
 
 
 def show_samples(screen: Screen, client: DemoClient) -> None:
-    """Ask twice about each sample that the model takes, and show the times."""
+    """Ask two different questions about each sample, and show how much time caches save."""
     screen.say()
     screen.say("First: nothing of this was seen or heard before.", "bold")
     first = _ask_all(screen, client, DEMO_SAMPLES, 0)
@@ -61,9 +61,10 @@ def show_samples(screen: Screen, client: DemoClient) -> None:
 def _ask_all(
     screen: Screen, client: DemoClient, samples: Iterable[DemoSample], number: int
 ) -> dict[DemoSample, Answer]:
-    """Ask about samples, and return the answers.
+    """Ask one question about each sample, and return the answers by sample.
 
-    A sample that is refused is reported and left out. Raises an error if all of them are.
+    `number` is the index of the question, 0 or 1. A sample that the server refuses is reported and
+    left out. If it refuses all samples, the last `DemoRefusedError` is raised.
     """
     answers: dict[DemoSample, Answer] = {}
     refused: DemoRefusedError | None = None
@@ -92,7 +93,10 @@ def _ask(screen: Screen, client: DemoClient, sample: DemoSample, number: int) ->
 
 
 def describe_trace(trace: dict[str, Any]) -> str:
-    """Return what was done for the media of a request, and what caches had, in words."""
+    """Describe in words what the server did for the media of a request, and what it had cached.
+
+    `trace` is the `sensorium_trace` of the server's response.
+    """
     parts = [f"{item['modality']} {_describe_item(item)}" for item in trace["items"]]
     if "encode" in trace["ms"]:
         parts.append(f"encoding took {trace['ms']['encode']:.0f} ms")
@@ -115,14 +119,17 @@ def _describe_item(item: dict[str, Any]) -> str:
 
 
 class _Console(Console):
-    """A console that lets the command see a broken pipe, as all commands do."""
+    """A rich console that raises `BrokenPipeError`, which the main program handles.
+
+    The base class would end the process with exit code 1 instead.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class Screen:
-    """A screen that writes text and draws media on the terminal."""
+    """A terminal screen of the demo, which writes text and draws media with characters."""
 
     def __init__(self, *, has_color: bool = True) -> None:
         # rich finds out which colors there are, and obeys NO_COLOR. Without a color system there is
@@ -131,28 +138,28 @@ class Screen:
 
     @property
     def can_draw(self) -> bool:
-        """Return whether media can be drawn on this terminal."""
+        """Return whether the terminal has colors, UTF-8 and enough columns to draw media."""
         console = self._console
         has_color = console.is_terminal and console.color_system and not console.no_color
         return bool(has_color) and console.width >= _MIN_WIDTH and console.encoding == "utf-8"
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Write a line of text."""
+        """Write a line of text, in a style of the rich library such as "bold"."""
         self._console.print(Text(make_printable(text), style), soft_wrap=True)
 
     def write(self, text: str) -> None:
-        """Write a piece of an answer, without a new line."""
+        """Write a piece of an answer, without a line break at its end."""
         self._console.print(Text(make_printable(text), end=""), end="", soft_wrap=True)
 
     def show_media(self, item: SampleMedia) -> None:
-        """Draw a media item, if the terminal can show it."""
+        """Draw a media item with colored characters. Do nothing if the terminal can't show it."""
         if not self.can_draw:
             return
         for line in _draw(item):
             self._console.print(Text(_INDENT) + line, no_wrap=True)
 
     def show_times(self, rows: Sequence[tuple[str, Answer, Answer]]) -> None:
-        """Write a table of titles and of the times of two answers."""
+        """Write a table of each sample's title, the times of its two answers and the time saved."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("")
         for name in ("first", "again", "saved"):
@@ -165,7 +172,10 @@ class Screen:
 
 
 def make_printable(text: str) -> str:
-    """Return text without characters that could move the cursor."""
+    """Return the text with unprintable characters replaced by U+FFFD; line breaks are kept.
+
+    Such characters could move the cursor or change the terminal's state.
+    """
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -179,7 +189,10 @@ def _draw(item: SampleMedia) -> list[Text]:
 
 
 def draw_pictures(images: Sequence[Image.Image], side: int) -> list[Text]:
-    """Draw pictures beside each other. A character has two pixels, one above the other."""
+    """Return lines of colored text that show pictures in a row, resized to `side` x `side` pixels.
+
+    Each character shows two pixels, one above the other. `side` must be even.
+    """
     size = (side, side)
     pixels = [np.asarray(image.resize(size, Image.Resampling.BOX)) for image in images]
     lines = []
@@ -200,7 +213,7 @@ def _make_color(pixel: Any) -> Color:
 
 
 def _read_frames(item: SampleMedia) -> list[Image.Image]:
-    """Return the first frame of a video, the last one, and some between."""
+    """Return three frames of a video: the first one, the middle one and the last one."""
     import av
 
     with av.open(item.path) as container:
@@ -210,7 +223,7 @@ def _read_frames(item: SampleMedia) -> list[Image.Image]:
 
 
 def _draw_sound(item: SampleMedia) -> Text:
-    """Draw how loud a sound is, from its beginning to its end."""
+    """Return a row of bars that show how loud a sound is, from its beginning to its end."""
     import av
 
     with av.open(item.path) as container:

@@ -38,16 +38,19 @@ _ANSWER_S = 300.0
 
 
 class DemoFailedError(SensoriumError):
-    """The server can't be started, or doesn't answer."""
+    """An error that is raised if the demo's server can't be started or does not answer."""
 
 
 class DemoRefusedError(DemoFailedError):
-    """The server refuses a question, for example because the model takes no such media."""
+    """An error that is raised if the server answers a question with status 400.
+
+    The reason may be that the model does not support the question's media.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer of the server."""
+    """The server's answer to one question, with its time and its trace."""
 
     text: str
     seconds: float  # from the question to the answer's end
@@ -55,7 +58,10 @@ class Answer:
 
 
 class DemoServer:
-    """A server in another process, to be used as a context."""
+    """A `sensorium serve` process that runs as long as this context manager is open.
+
+    The process starts when the object is made. If this process ends, the server ends too.
+    """
 
     def __init__(self, model: str) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -82,12 +88,19 @@ class DemoServer:
         self._is_settled.set()
 
     def wait_until_ready(self) -> str:
-        """Wait for the server, and return its address."""
+        """Wait until the server accepts requests, and return its URL.
+
+        Raises a `DemoFailedError` if the server ends or is not ready in time.
+        """
         if not self._is_settled.wait(_START_S):
             raise DemoFailedError(f"the server was not ready after {_START_S:.0f} s")
         found = next(filter(None, map(_READY.search, self._lines)), None)
         if found is None:
-            last = self._lines[-1] if self._lines else "the server ended without a message"
+            last = (
+                self._lines[-1]
+                if self._lines
+                else "the server ended before it was ready, without a message"
+            )
             raise DemoFailedError(last.removeprefix("sensorium: "))
         return found[1]
 
@@ -109,23 +122,25 @@ class DemoServer:
 
 
 class DemoClient:
-    """A client of a server, to be used as a context."""
+    """An HTTP client that asks a server questions about media, to be used as a context manager."""
 
     def __init__(self, url: str, *, max_tokens: int = 32) -> None:
         self._max_tokens = max_tokens
         self._client = httpx.Client(base_url=url, timeout=_ANSWER_S, trust_env=False)
 
     def connect(self) -> None:
-        """Open the connection, so that it is no part of an answer's time."""
+        """Open the connection in advance, so that it does not count as time of the first answer."""
         with _blaming_server():
             self._client.get("/health").raise_for_status()
 
     def ask(
         self, media: Sequence[SampleMedia], question: str, *, on_text: Callable[[str], None]
     ) -> Answer:
-        """Ask a question, pass the pieces of the answer to `on_text`, and return the whole answer.
+        """Ask a question about media, and return the whole answer with its time.
 
-        A `DemoRefusedError` is raised before the first piece.
+        Each piece of text is passed to `on_text` as soon as it arrives. An empty `question` sends
+        the media alone. Raises a `DemoRefusedError`, before any text, if the server refuses the
+        question, and a `DemoFailedError` for any other failure.
         """
         content = [_make_part(item) for item in media]
         if question:
@@ -166,7 +181,7 @@ class DemoClient:
 
 @contextmanager
 def _blaming_server() -> Iterator[None]:
-    """Turn what the HTTP client raises into an error of one sentence."""
+    """Turn errors of the HTTP client inside the block into a `DemoFailedError`."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -198,7 +213,11 @@ def _get_message(content: bytes) -> str:
 
 
 def serve_while_wanted() -> None:
-    """Run `sensorium` with this process's arguments, and stop it when its standard input ends."""
+    """Run the `sensorium` command in this process, and stop it when standard input is closed.
+
+    The process that started this one holds the other end of standard input, so the server ends with
+    it.
+    """
     from sensorium.cli import main
 
     threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

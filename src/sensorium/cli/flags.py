@@ -55,7 +55,10 @@ _HUB_NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 
 def add_options(parser: argparse.ArgumentParser, command: str, *groups: type) -> None:
-    """Add a flag for each option of the groups that this command has."""
+    """Add a command-line flag for each option of the groups that belongs to this command.
+
+    A group is a dataclass of options. A flag that the user leaves out sets no value.
+    """
     parser.set_defaults(command=command, refuse=parser.error)
     sections: dict[str, argparse._ArgumentGroup] = {}
     for group in groups:
@@ -69,7 +72,10 @@ def add_options(parser: argparse.ArgumentParser, command: str, *groups: type) ->
 
 
 def _make_details(each: Option, command: str) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for the flag of an option."""
+    """Return the keyword arguments of `add_argument` for an option's flag.
+
+    Its help shows the default that the option has in `command`.
+    """
     is_list = each.kind in ("texts", "names")
     repeats = " May be repeated." if each.kind == "texts" else ""
     text = f"{each.help}{repeats} Default: {each.describe_default(command)}."
@@ -89,7 +95,7 @@ def _make_details(each: Option, command: str) -> dict[str, Any]:
 
 
 def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
-    """Return the values of a group's options that were given on the command line, by name."""
+    """Return the options of a group that were given on the command line: name -> value."""
     given = {}
     for each in list_options(group):
         if arguments.command in each.commands and hasattr(arguments, each.destination):
@@ -99,7 +105,10 @@ def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
 
 
 def _parse(each: Option, text: str) -> Any:
-    """Return the value of an option from its text, or raise an error with the reason."""
+    """Return the value of an option that was written as `text` on the command line.
+
+    Raises an `ArgumentTypeError` with the reason if the text is not a valid value.
+    """
     value = _PARSERS[each.kind](text)
     if each.kind not in ("integer", "number"):
         return value
@@ -118,7 +127,10 @@ def _parse_number(text: str, kind: type[int | float] = float, noun: str = "a num
 
 
 def _parse_bytes(text: str) -> int:
-    """Read a number of bytes. The words 4294967296, 4G, 4GiB and 4096M mean the same."""
+    """Return the number of bytes that a text such as "4294967296", "4G" or "4096M" means.
+
+    Units are powers of 1024. Raises an `ArgumentTypeError` if the text is not such a number.
+    """
     match = _BYTES.fullmatch(text.strip())
     num_bytes = 0 if match is None else int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
     if not 1 <= num_bytes <= _MAX_INTEGER:
@@ -127,7 +139,10 @@ def _parse_bytes(text: str) -> int:
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
-    """Read sizes that are divided by commas, such as `1,2,4`."""
+    """Return the integers of a list that is separated by commas, such as "1,2,4".
+
+    Raises an `ArgumentTypeError` if one of them is not an integer >= 1.
+    """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_INTEGER for word in words):
         raise argparse.ArgumentTypeError(
@@ -140,19 +155,21 @@ def _parse_mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"the value is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("a JSON object is needed")
+        raise argparse.ArgumentTypeError('a JSON object is needed, such as {"name": 1}')
     return value
 
 
 def _parse_counts(text: str) -> dict[str, int]:
-    """Read counts by modality, written as `{"image": 4}` or as `image=4,video=1`."""
+    """Return a count for each modality, from text such as '{"image": 4}' or "image=4,video=1"."""
     if text.lstrip().startswith("{"):
         return _parse_mapping(text)
     matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
     if None in matches:
-        raise argparse.ArgumentTypeError("use JSON, or e.g. image=4,video=1")
+        raise argparse.ArgumentTypeError(
+            "this is not a list of counts: use JSON, or e.g. image=4,video=1"
+        )
     return {match[1]: int(match[2]) for match in matches if match is not None}
 
 
@@ -178,7 +195,7 @@ _PARSERS: dict[Kind, Callable[[str], Any]] = {
 
 @contextmanager
 def showing_progress(arguments: argparse.Namespace) -> Iterator[None]:
-    """Write the steps of loading a model to stderr, unless the user wants it quiet."""
+    """Print the steps of loading a model in this block to stderr, unless `--quiet` was given."""
     start = time.perf_counter()
 
     def show(text: str) -> None:
@@ -192,14 +209,14 @@ def showing_progress(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for `showing_progress`."""
+    """Add the flag `--quiet`, which turns off what `showing_progress` prints."""
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="Do not write the steps of loading to stderr."
     )
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
-    """Return the model that the command line names, with its options."""
+    """Load the model that the command line names, with the options that it gives."""
     given: dict[str, Any] = {}
     for group in (LoadingOptions, EngineOptions, MediaOptions):
         given |= get_given(arguments, group)
@@ -216,7 +233,10 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
 def add_sampling_flags(
     command: argparse.ArgumentParser, *, max_tokens: int, has_n: bool = False
 ) -> None:
-    """Add a flag for each sampling parameter that a word of the command line can give."""
+    """Add a flag for each sampling parameter, such as `--temperature`, to a command.
+
+    `max_tokens` is this command's default for `--max-tokens`. `--n` is added only with `has_n`.
+    """
     group = command.add_argument_group("sampling")
     for each in _list_sampling_flags():
         if each.name == "n" and not has_n:
@@ -236,9 +256,9 @@ def add_sampling_flags(
 
 
 def _list_sampling_flags() -> list[SamplingField]:
-    """Return the parameters that have flags.
+    """Return the sampling parameters that have a flag on the command line.
 
-    Commands print text only, so there are none for log-probabilities.
+    Parameters for log-probabilities have none, because the commands print only text.
     """
     kinds = ("integer", "number", "flag", "texts", "words")
     return [
@@ -260,7 +280,7 @@ def _describe_sampling_default(each: SamplingField, max_tokens: int) -> str:
 
 
 def make_sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters that the command line gives."""
+    """Return the sampling parameters that the command line gives; others keep their defaults."""
     names = [each.name for each in _list_sampling_flags() if hasattr(arguments, each.name)]
     return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
@@ -269,7 +289,10 @@ def make_sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
-    """Add a flag for each modality, with files or URLs."""
+    """Add a repeatable flag for each modality (`--image`, ...) that takes a file or a URL.
+
+    `purpose` completes the help of the flag, as in "An image that goes with the question".
+    """
     for modality, noun in MEDIA_FLAGS.items():
         command.add_argument(
             f"--{modality}",
@@ -281,34 +304,47 @@ def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def read_media(source: str) -> bytes | str:
-    """Return the bytes of a file, or a URL as it is."""
+    """Return the content of a file as bytes, or the source itself if it is a URL.
+
+    Raises a `RequestError` if the file can't be read.
+    """
     if source.lower().startswith(_URL_SCHEMES):
         return source
     try:
         return Path(source).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"{source}: {reason}") from error
+        raise RequestError(f"{source} can't be read: {reason}") from error
 
 
-# ---- words that are no flags: a model, which may be left out, and questions or prompts
+# ---- positional arguments: a model, which may be left out, and questions or prompts
 
 
 def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> None:
-    """Let a command take MODEL and other words. For argparse all of them are optional."""
+    """Add a positional argument that collects MODEL and everything after it in one list.
+
+    Argparse accepts any number of values, even none. `split_question` or `split_prompts` later
+    decides which value is the model. `name` is the name of the other values in the help, such as
+    "PROMPT".
+    """
     command.add_argument("words", nargs="*", metavar=f"MODEL {name}", help=help_text)
 
 
 def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Move words that stand behind flags to the others; argparse before 3.12 does not."""
+    """Move positional arguments that come after flags from `rest` to `arguments.words`.
+
+    `rest` has the arguments that argparse did not recognize. Before Python 3.12 argparse leaves
+    such positional arguments there.
+    """
     while hasattr(arguments, "words") and rest and not rest[0].startswith("-"):
         arguments.words.append(rest.pop(0))
 
 
 def split_question(words: list[str]) -> tuple[str, str | None, list[str]]:
-    """Return the model, the question and the words that are too many.
+    """Split the positional arguments of `chat` into model, question and surplus arguments.
 
-    A single word is a model, unless it can't be one.
+    The question is `None` if there is none. A single argument is the model, unless it can't be the
+    name of one; then it is the question for the default model.
     """
     if len(words) == 1 and _is_question(words[0]):
         return EMBEDDED_MODEL, words[0], []
@@ -317,26 +353,33 @@ def split_question(words: list[str]) -> tuple[str, str | None, list[str]]:
 
 
 def split_prompts(words: list[str]) -> tuple[str, list[str]]:
-    """Return the model and the prompts. A single word is a prompt, unless it is a model."""
+    """Split the positional arguments of `generate` into the model and the prompts.
+
+    A single argument is a prompt for the default model, unless it is a directory or the default
+    model's name.
+    """
     if len(words) == 1 and words[0] != EMBEDDED_MODEL and not Path(words[0]).is_dir():
         return EMBEDDED_MODEL, words
     return (words[0] if words else EMBEDDED_MODEL), words[1:]
 
 
 def hint_at_question(words: list[str]) -> str:
-    """Return a hint to add to an error if the only word was perhaps meant as a question."""
+    """Return a hint for an error message if the only argument may be meant as a question.
+
+    Returns an empty text if it may not. `words` are the positional arguments of `chat`.
+    """
     if len(words) != 1 or "/" in words[0] or words[0] == EMBEDDED_MODEL or Path(words[0]).is_dir():
         return ""
     return (
-        f". A single word is taken for a model; as a question for {EMBEDDED_MODEL}: "
+        f". A single word is taken for a model. To ask {EMBEDDED_MODEL} this question: "
         f"sensorium chat {EMBEDDED_MODEL} {words[0]}"
     )
 
 
 def _is_question(word: str) -> bool:
-    """Return whether a word can't be a model.
+    """Return whether a positional argument can't be a model's name, so that it is a question.
 
-    Hub ids have letters, digits, `_`, `-` and `.` only; paths may have other characters.
+    Hub ids have only letters, digits, `_`, `-` and `.`; paths may have other characters.
     """
     is_no_id = len(word.split()) > 1 or ("/" not in word and not _HUB_NAME.fullmatch(word))
     return is_no_id and not word.startswith(("/", ".", "~")) and not Path(word).is_dir()

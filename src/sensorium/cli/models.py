@@ -27,7 +27,10 @@ _DEFAULT = (
 
 
 def add_models(commands: Any) -> None:
-    """Add the command `models`."""
+    """Add the subcommand `models` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
     models = commands.add_parser(
         "models",
         help="list the model families, or describe one model",
@@ -70,7 +73,7 @@ def _show_models(arguments: argparse.Namespace) -> None:
 
 
 def get_rows() -> list[tuple[str, ...]]:
-    """Return the rows of the table of families."""
+    """Return one table row for each known model family, with the columns of `HEADER`."""
     return [
         (
             family.name,
@@ -85,7 +88,7 @@ def get_rows() -> list[tuple[str, ...]]:
 
 
 def format_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Return a table with columns that are as wide as they need to be."""
+    """Return rows under a header as a text table; each column is as wide as its longest cell."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(

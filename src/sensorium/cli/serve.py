@@ -40,7 +40,10 @@ _DEMO_EPILOG = "On a terminal with colors and at least 68 columns, media is draw
 
 
 def add_serve(commands: Any) -> None:
-    """Add the commands `serve` and `render`."""
+    """Add the subcommands `serve` and `render` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
     _add(commands, "serve", "serve a model over HTTP", _SERVE, _SERVE_EXAMPLES)
     summary = "render for a model that runs elsewhere, over HTTP"
     _add(commands, "render", summary, _RENDER, _RENDER_EXAMPLES)
@@ -64,7 +67,10 @@ def _add(commands: Any, name: str, summary: str, description: str, examples: str
 
 
 def add_demo(commands: Any) -> None:
-    """Add the command `demo`."""
+    """Add the subcommand `demo` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
     demo = commands.add_parser(
         "demo",
         help="show what a model sees and hears, and what its caches save",
@@ -85,7 +91,7 @@ def _run_demo(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Serve until the server ends, and exit with its status unless that is 0."""
+    """Run a server until it stops, and exit with its status if that is not 0."""
     import asyncio
 
     from sensorium.server.logs import set_up_logging
@@ -99,7 +105,10 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def make_options(arguments: argparse.Namespace) -> ServeOptions:
-    """Return the options of a server, or end the program with its usage if they don't fit."""
+    """Return the options of a server that the command line gives, with defaults for the others.
+
+    If a value is not valid, the usage and the error are printed and the process exits with code 2.
+    """
     loading = get_given(arguments, LoadingOptions) | {"model": _get_model(arguments)}
     try:
         limits = MediaLimits(**get_given(arguments, MediaLimits))
@@ -121,12 +130,15 @@ def _get_model(arguments: argparse.Namespace) -> str:
         arguments.refuse("the name of the model is empty")
     model: str = arguments.model or arguments.named_model or EMBEDDED_MODEL
     if arguments.named_model not in (None, model):
-        arguments.refuse(f"two models are named: {model} and {arguments.named_model}")
+        arguments.refuse(f"two models are named: {model} and {arguments.named_model}; give one")
     return model
 
 
 def _choose_media(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of media that a server uses if the user gives no others."""
+    """Return defaults of media options that depend on the number of frontends and CPU cores.
+
+    These are the kind of media cache and the number of processes for media.
+    """
     num_frontends = getattr(arguments, "api_server_count", 1)
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -137,9 +149,9 @@ def _choose_media(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_pool_size(num_frontends: int, num_cores: int) -> int:
-    """Return how many processes each frontend has for media.
+    """Return how many processes each frontend starts for decoding and processing media.
 
-    The frontends divide a part of the cores among them. Each has two processes at least, so that an
-    image does not wait for the end of a long video.
+    Half of the CPU cores, but at most 4, are divided among the frontends. Each frontend gets at
+    least two processes, so that an image does not wait until a long video is finished.
     """
     return max(_MIN_POOL_SIZE, min(_MAX_POOL_SIZE, num_cores // 2) // num_frontends)

@@ -40,37 +40,42 @@ _FLUSH_S = 1.0  # how long an idle core may keep items that this frontend has ev
 
 
 class _Reader:
-    """A caller that waits for a request.
+    """A caller that waits for the result of one request.
 
-    Deltas stay with the driver until they are taken, so that for a slow reader only the text itself
-    is kept.
+    The engine sets `is_changed` to wake the caller. New deltas (the parts of a streamed answer)
+    stay in the driver until the caller takes them, so for a slow caller the text is kept once and
+    not as a queue of deltas.
     """
 
     def __init__(self) -> None:
         self.is_changed = asyncio.Event()  # there is a new delta, or the request has ended
-        self.output: RequestOutput | None = None  # the answer to a request that is not streamed
+        self.output: RequestOutput | None = None  # the result of a request that is not streamed
         self.last: RequestDelta | None = None  # the delta that was waiting when the request failed
         self.error: Exception | None = None
 
     async def wait(self) -> None:
-        """Wait until there is a new delta, or the request has ended."""
+        """Wait until the request has a new delta or has ended, and reset the event."""
         await self.is_changed.wait()
         self.is_changed.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """The numbers of requests in this frontend."""
+    """The number of requests that a frontend is preparing, and the number that it has started.
+
+    A frontend is a process that serves clients. Requests that have ended are not counted.
+    """
 
     num_preparing: int  # requests that are not sent to the core yet
     num_running: int
 
 
 class AsyncEngine:
-    """The engine of one frontend.
+    """An engine for one frontend (a process that serves clients), which sends requests to the core.
 
-    Its `identity` is unique among all frontends that a core ever has. `chat_template` is the text
-    of a template to use instead of the model's.
+    The core is the process that computes. `identity` names this frontend to the core and must be
+    unique among all frontends that the core ever has. `chat_template` is the text of a chat
+    template to use instead of the model's own.
     """
 
     def __init__(
@@ -104,27 +109,34 @@ class AsyncEngine:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a core is connected, or this frontend runs without one."""
+        """Return whether a core is connected, or none is needed (`run_alone`)."""
         return self._client is not None or self._is_alone
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """The modalities that a prompt may have besides text."""
+        """Return the modalities besides text that a prompt may contain, such as "image"."""
         return self._inputs.allowed_modalities
 
     @property
     def switched_off(self) -> dict[str, str]:
-        """The modalities that the model takes and this server does not: modality -> reason."""
+        """Return the modalities that the model supports but this server refuses.
+
+        Each modality is mapped to the reason.
+        """
         return self._inputs.switched_off.reasons
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end a sequence of this model."""
+        """Return the ids of the tokens that end a sequence of this model."""
         return self._inputs.defaults.eos_token_ids
 
     async def connect(self, info: CoreInfo) -> None:
-        """Connect to a new core, or to one that was started again."""
-        self.disconnect("the engine was replaced")
+        """Connect to a core (the process that computes), which may replace an earlier one.
+
+        If another core is still connected, its requests fail first. `info` describes the core,
+        including the address to connect to.
+        """
+        self.disconnect("the engine was replaced by a new one: send the request again")
         self._take_info(info)
         self._client = CoreClient(
             info.endpoint,
@@ -140,7 +152,10 @@ class AsyncEngine:
             self._spawn(self._flush_evictions(self._sender))
 
     def run_alone(self, info: CoreInfo) -> None:
-        """Render requests without a core, and never run any."""
+        """Use this frontend without a core: requests can be rendered, but never run.
+
+        `info` has the context length and the sampling defaults that a core would have sent.
+        """
         self._take_info(info)
         self._is_alone = True
 
@@ -151,7 +166,11 @@ class AsyncEngine:
         self._inputs.switched_off.take_core(info.switched_off)
 
     def disconnect(self, reason: str) -> None:
-        """Fail all requests because the core is gone."""
+        """Close the connection to the core, and fail all requests with an `EngineLostError`.
+
+        `reason` is the text of that error. If no core is connected, nothing happens to the
+        requests.
+        """
         client, self._client = self._client, None
         self.is_stalled = False  # the next core may make progress
         if client is None:
@@ -173,12 +192,16 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt | Chat, params: SamplingParams, *, request_id: str
     ) -> RequestOutput:
-        """Return the whole answer. Cancelling the call ends the request."""
+        """Run one request, and return its whole output under the caller's `request_id`.
+
+        If the caller's task is cancelled, the request is aborted. A request that fails raises its
+        error.
+        """
         async with self._run(prompt, params, is_streamed=False, group=None) as (_, reader):
             await reader.wait()
             if reader.output is not None:
                 return _finish(reader.output, request_id)
-            raise reader.error or InvariantError("a request woke its reader before its end")
+            raise reader.error or InvariantError("a caller was woken before its request had ended")
 
     async def stream(
         self,
@@ -188,10 +211,12 @@ class AsyncEngine:
         request_id: str,
         group: str | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
-        """Yield the deltas of an answer; the last one has `final`. Closing it ends the request.
+        """Run one request, and yield its answer piece by piece; the last delta has `final` set.
 
-        Each delta has all that is new since the one before was taken. `group` names the call that
-        this prompt belongs to, together with others; it is unique among all calls.
+        Each delta holds everything that was generated since the caller took the previous one.
+        `group` is an id that is shared by all prompts of one client request; None means that the
+        prompt is alone. Closing the generator aborts the request. A request that fails raises its
+        error.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             while True:
@@ -214,9 +239,11 @@ class AsyncEngine:
         request_id: str,
         needs_tensors: bool = True,
     ) -> AsyncIterator[ProcessedRequest]:
-        """Render a request without running it, and hold its items until the end of the block.
+        """Turn a prompt into a request without running it, and yield the request.
 
-        The core and its media cache are not touched.
+        The request's media items are released at the end of the block. Neither the core nor the
+        media cache that it shares with this frontend is used. With `needs_tensors` false, media
+        items may come without their processed tensors.
         """
         prepared = await self._preparation.prepare(
             request_id, prompt, params, skip_mm_cache=True, needs_tensors=needs_tensors
@@ -227,7 +254,12 @@ class AsyncEngine:
             self._inputs.release(prepared.processed)
 
     async def reset_cache(self, level: str) -> None:
-        """Empty the cache of a `level`: "mm", "encoder" or "prefix"."""
+        """Empty one cache, here and in the core, and wait until the core has done so.
+
+        `level` is "mm" (processed media), "encoder" (outputs of the encoders) or "prefix" (KV
+        blocks of earlier prompts). A frontend without a core empties only its own media caches. If
+        a core is expected but not connected, an `EngineLostError` is raised.
+        """
         if level == "mm":
             self._sender.clear_cache()
             self._caches.readonly.clear_cache()
@@ -243,9 +275,10 @@ class AsyncEngine:
     async def _run(
         self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool, group: str | None
     ) -> AsyncIterator[tuple[str, _Reader]]:
-        """Run a request within the block. Give its id in this engine, and its reader.
+        """Start a request, and yield the id that it has in the core and its `_Reader`.
 
-        The reader also gets the error if the core refuses the request.
+        The request is aborted at the end of the block. If the core refuses the request, the error
+        is put into the reader instead of being raised here.
         """
         self._get_client()
         request_id = f"{self._identity}.{next(self._ids)}"
@@ -268,7 +301,10 @@ class AsyncEngine:
             self._abort(request_id)
 
     async def _carry_out(self, request_id: str, delivery: Delivery) -> None:
-        """Send completions of a request to the core, or fail the request."""
+        """Perform all steps of a delivery, which is a generator that sends a request to the core.
+
+        If a step raises an error, the request fails with that error.
+        """
         try:
             with closing(delivery):
                 step = advance(delivery)
@@ -277,11 +313,15 @@ class AsyncEngine:
         except SensoriumError as error:
             self._fail(request_id, error)
         except Exception as error:  # a bug; the request must not wait forever
-            logger.exception("request %s could not be sent", request_id)
+            logger.exception("request %s could not be sent to the core", request_id)
             self._fail(request_id, error)
 
     async def _perform(self, step: Step) -> object:
-        """Perform a step of a delivery, and return the answer to it."""
+        """Perform one step of sending a request to the core, and return the step's result.
+
+        The step either processes a media item again, and its result is the new item, or it sends
+        one completion, and its result is the core's answer.
+        """
         if isinstance(step, PerceiveAgain):
             return await self._preparation.perceive_again(step.item)
         return await self._get_client().add(step.request, step.make_transfer)
@@ -302,7 +342,10 @@ class AsyncEngine:
                 self._readers[request_id].is_changed.set()
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """End a request with an error for its caller, and abort its completions in the core."""
+        """End a request with an error for its caller, and abort its completions in the core.
+
+        The caller still gets the delta that was waiting for it, before the error.
+        """
         reader = self._readers.get(request_id)
         if reader is not None:
             reader.last, reader.error = self._driver.outputs.take_delta(request_id), error
@@ -322,21 +365,27 @@ class AsyncEngine:
         if self._is_closed:
             raise StoppingError("the server is stopping")
         if self._client is None:
-            raise EngineLostError("the engine is not there: it is being started again")
+            raise EngineLostError(
+                "the engine is not running: it is being started, so try again later"
+            )
         return self._client
 
     def _forget_own_media(self) -> None:
-        """Empty the caches that only this frontend uses, because another one has reset the cache.
+        """Empty this frontend's own media caches, because another frontend has reset the cache.
 
-        A shared store is left alone: the core has emptied it before it sent the message, so that
-        its items are new.
+        A cache in shared memory is not emptied. The core emptied it before it sent the message, so
+        all of its items were added since then.
         """
         if self._caches.store is None:
             self._sender.clear_cache()
         self._caches.readonly.clear_cache()
 
     async def _flush_evictions(self, sender: MirrorSender) -> None:
-        """Send evictions to the core regularly, in case no request carries them."""
+        """Send pending cache evictions to the core once a second, until this task is cancelled.
+
+        Evictions usually travel with requests. Without this task an idle frontend would never send
+        them, and the core would keep the evicted media in memory.
+        """
         while True:
             await asyncio.sleep(_FLUSH_S)
             if self._client is not None and sender.has_pending_evictions:
@@ -351,7 +400,7 @@ class AsyncEngine:
 
 
 def _finish(output: RequestOutput, request_id: str) -> RequestOutput:
-    """Return the output under the caller's id, or raise its error."""
+    """Return a copy of the output with the caller's `request_id`, or raise the output's error."""
     if output.error is not None:
         raise output.error
     return replace(output, request_id=request_id)

@@ -45,10 +45,12 @@ _MAX_ATTEMPTS = 4  # how often one completion is sent before a core that keeps l
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A step of a delivery that sends one completion to the core.
+    """A step of a delivery, in which the engine sends one completion of a request to the core.
 
-    The answer is `None` if the core has taken it, otherwise the `MissingItems` that it lacks. The
-    sender cache must have handled these before the delivery goes on.
+    A delivery is a generator that yields steps, and waits for the result of each. The result of
+    this step is `None` if the core accepted the completion. It is a `MissingItems` if the core
+    lacks media items and did not accept it. Then the engine must call `handle_missing` of the
+    sender cache before it sends the result into the generator.
     """
 
     request: EngineCoreRequest
@@ -57,7 +59,12 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PerceiveAgain:
-    """A step of a delivery that makes the tensors of an item anew. The answer is the new item."""
+    """A step of a delivery, in which the engine processes a media item again.
+
+    A delivery is a generator that yields steps, and waits for the result of each. The result of
+    this step is the newly processed item. The step is needed if the core has lost the item's
+    tensors and the frontend no longer has them either.
+    """
 
     item: PerceivedItem
 
@@ -68,7 +75,11 @@ _BEGIN: Any = None  # what a delivery yields before its first step; `_begin` tak
 
 
 def advance(delivery: Delivery, answer: object = None) -> Step | None:
-    """Return the next step of a delivery, given the answer to the last one; `None` at its end."""
+    """Resume a delivery, and return its next step, or `None` if the delivery has ended.
+
+    A delivery is a generator of the steps that send a request to the core. `answer` is the result
+    of its previous step; for the first step it is `None`.
+    """
     try:
         return delivery.send(answer)
     except StopIteration:
@@ -77,7 +88,11 @@ def advance(delivery: Delivery, answer: object = None) -> Step | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The work that remains after the core's outputs were processed."""
+    """A list of what the engine must do after the core's outputs were processed.
+
+    It has the outputs of requests that ended, the ids of completions that the core must abort, and
+    deliveries, which are generators of the steps that send further completions to the core.
+    """
 
     finished: Sequence[RequestOutput]  # requests that ended and are not streamed
     stopped_ids: Sequence[str]  # completions that the core must abort
@@ -86,7 +101,11 @@ class Progress:
 
 
 class RequestDriver:
-    """The requests of one frontend and their completions. Not thread-safe."""
+    """The state of all requests of one frontend, from their start to their end. Not thread-safe.
+
+    The driver does no I/O. Its methods return what the engine has to send to the core, to abort
+    there, and to return to callers.
+    """
 
     def __init__(self, tokenizer: Any, sender: SenderCache) -> None:
         self.outputs = OutputProcessor(tokenizer)
@@ -98,9 +117,11 @@ class RequestDriver:
     def start(
         self, prepared: Prepared, *, is_streamed: bool = False, group: str | None = None
     ) -> Delivery:
-        """Register a request, and return the delivery of its first completion.
+        """Register a request, and return a delivery that sends its first completion to the core.
 
-        `group` names the call that the request belongs to together with others.
+        A delivery is a generator of steps that the engine performs; see `advance`. `group` is an id
+        that is shared by all prompts of one client request; None means that the prompt is alone. If
+        the request can't be registered, its media items are released and the error is raised.
         """
         processed = prepared.processed
         request, items = replace(processed.request, group=group), processed.items
@@ -115,7 +136,7 @@ class RequestDriver:
         )
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> Progress:
-        """Take the core's outputs, and return what has to be done about them."""
+        """Turn the core's outputs into text, and return what the engine must do next."""
         finished, stopped = self.outputs.process(outputs)
         ready = self.parallel_sampling.take_ready(outputs)
         deliveries = [
@@ -125,7 +146,11 @@ class RequestDriver:
         return Progress(finished=finished, stopped_ids=stopped, deliveries=deliveries)
 
     def fail(self, request_id: str, error: SensoriumError) -> Progress:
-        """Fail a request because one of its completions could not be delivered."""
+        """Fail a request because one of its completions could not be sent to the core.
+
+        The returned `Progress` has the failed output, unless the request is streamed, and the
+        completions that the core must abort.
+        """
         self.parallel_sampling.drop(self.outputs.get_child_ids((request_id,)))
         reason = error if isinstance(error, RequestError) else RequestError(str(error))
         finished, stopped = self.outputs.fail(request_id, reason)
@@ -134,7 +159,8 @@ class RequestDriver:
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests that ended, failed or are no longer wanted.
 
-        Return the ids of their completions, which the core must abort.
+        Returns the core's ids of their completions, which the caller must abort in the core.
+        Unknown ids are ignored.
         """
         request_ids = tuple(request_ids)
         child_ids = self.outputs.get_child_ids(request_ids)
@@ -143,7 +169,11 @@ class RequestDriver:
         return child_ids
 
     def release(self, items: Sequence[PerceivedItem]) -> None:
-        """Let the cache evict items of a request that no longer needs them."""
+        """Release the cache handles of media items that a request no longer needs.
+
+        A handle keeps its item in the cache. The cache may evict an item when all of its handles
+        are released.
+        """
         _release(self._sender, items)
 
     def _deliver(
@@ -155,10 +185,12 @@ class RequestDriver:
         *,
         is_kept: bool = False,
     ) -> Delivery:
-        """Return the delivery of some completions of a request.
+        """Yield the steps that send some completions of a request to the core.
 
-        The first delivery has `stages`, and reports how the request and its items were sent. The
-        items are released afterwards unless they are kept for completions that start later.
+        `children` are the completions, as requests for the core. `stages` has times in seconds, and
+        is given only for the first completion; then the driver also records how each media item was
+        sent. At the end the media items are released, unless `is_kept`: then completions that start
+        later need them.
         """
         try:
             yield _BEGIN
@@ -185,7 +217,9 @@ class RequestDriver:
                 if missing is None:
                     return
                 yield from self._replace_lost(current, items, frozenset(missing.mm_hashes))
-            raise CapacityError("the engine loses media faster than it can be sent")
+            raise CapacityError(
+                "the engine loses media faster than it can be sent: try again later"
+            )
         finally:
             self.release([new for new, old in zip(current, items, strict=True) if new is not old])
 
@@ -207,7 +241,11 @@ class RequestDriver:
     def _replace_lost(
         self, current: list[PerceivedItem], items: Sequence[PerceivedItem], lost: frozenset[str]
     ) -> Delivery:
-        """Replace the lost items that have no tensors here by items that were perceived again."""
+        """Yield steps that process lost media items again, unless this frontend has their tensors.
+
+        The new items replace the old ones in `current`. `items` are the request's original items,
+        which are not released here. `lost` has the hashes of the items that the core lacks.
+        """
         for index, item in enumerate(current):
             if item.handle.mm_hash in lost and item.handle.kwargs is None:
                 current[index] = yield PerceiveAgain(item)
@@ -216,9 +254,11 @@ class RequestDriver:
 
 
 def _begin(delivery: Delivery) -> Delivery:
-    """Run a delivery to its first step.
+    """Advance a new delivery to the point right before its first step, and return it.
 
-    A generator that never began would not release its items when it is closed.
+    A delivery is a generator that releases media items at its end. Python runs the `finally` block
+    of a generator only if the generator has begun, so closing one that has not begun would release
+    nothing.
     """
     next(delivery)
     return delivery
@@ -231,7 +271,11 @@ def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
 def _make_reports(
     items: Sequence[PerceivedItem], sent: Sequence[PerceivedItem], transfer: Transfer
 ) -> tuple[MediaItemReport, ...]:
-    """Return reports of how each item was found at first, and how it was sent in the end."""
+    """Return one report for each media item: whether it was a cache hit, and how it was sent.
+
+    `items` are the items as they were at first, and `sent` those that were sent in the end. Both
+    have the same order.
+    """
     return tuple(
         MediaItemReport(
             modality=item.handle.modality,

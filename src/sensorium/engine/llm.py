@@ -41,14 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model that is ready to generate. Not thread-safe.
+    """An engine with its model in this process, for generating from Python. Not thread-safe.
 
-    `model` is a directory or a hub id. Without one, or as "sensorium-mini", it is the model that
+    `model` is a directory or a Hugging Face hub id. The default is "sensorium-mini", the model that
     comes with the package. Options that are left out are chosen to fit the model and the machine;
-    `help(LLM.__init__)` and docs/options.md explain each of them. Hub ids go through the hub's own
-    cache, and `HF_HUB_OFFLINE=1` uses nothing else.
+    `help(LLM.__init__)` and docs/options.md explain each of them. Models from the hub are kept in
+    the hub's own cache. With `HF_HUB_OFFLINE=1` nothing is downloaded.
 
-    `close` ends processes and threads, and so does the end of `with LLM(...) as llm`.
+    `close` ends the processes and threads that process media, and so does leaving a `with LLM(...)
+    as llm` block.
     """
 
     _is_closed = False
@@ -57,6 +58,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str] = EMBEDDED_MODEL, **options: Any) -> None:
         """Load a model and build its engine.
 
+        Raises a `ModelError` if the model can't be run, and a `TypeError` for an unknown option.
         These are the options:
         """
         check_names(options, (LoadingOptions, EngineOptions, MediaOptions), caller="LLM()")
@@ -89,7 +91,7 @@ class LLM:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RequestError("this LLM is closed")
+            raise RequestError("this LLM is closed: make a new one to generate again")
 
     def __enter__(self) -> Self:
         return self
@@ -108,11 +110,13 @@ class LLM:
         use_tqdm: bool = True,
         return_errors: bool = False,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, in batches. Outputs are in the order of the prompts.
+        """Generate for one prompt or several, in batches, and return outputs in the prompts' order.
 
-        If a prompt can't be served, the others finish nevertheless. Then its `RequestError` is
-        raised, with all outputs in `error.outputs`. With `return_errors` nothing is raised, and the
-        error is the `error` of that prompt's output.
+        `sampling_params` is one value for all prompts or one for each of them. If a prompt can't be
+        served, the other prompts are finished all the same. Then the `RequestError` of the first
+        failed prompt is raised, with the outputs of all prompts in `error.outputs`. With
+        `return_errors` nothing is raised: the output of a failed prompt has the error in its
+        `error` field.
         """
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, return_errors)
 
@@ -125,13 +129,14 @@ class LLM:
         return_errors: bool = False,
         **options: Unpack[ChatKwargs],
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, in batches. Errors are those of `generate`.
+        """Answer one conversation or several, in batches, and return outputs in the same order.
 
-        Messages are OpenAI's: `{"role": "user", "content": "text"}`, or content as a list of parts,
-        `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url": ...}}`,
-        `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same for audio and
-        video (also `input_audio`); a `uuid` beside media names it, and later stands for it.
-        `options` are those of `sensorium.engine.inputs.renderer.ChatKwargs`.
+        Messages have OpenAI's format: `{"role": "user", "content": "text"}`. The content may also
+        be a list of parts: `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url":
+        {"url": ...}}`, `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same
+        for audio and video (also `input_audio`). A media part may have a `uuid`; a later part may
+        give the `uuid` alone instead of the media. `options` are those of
+        `sensorium.engine.inputs.renderer.ChatKwargs`. Errors are handled as in `generate`.
         """
         chats = make_chats(messages, options)
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
@@ -139,10 +144,11 @@ class LLM:
     def stream(
         self, prompt: Prompt | Chat, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestDelta, None, None]:
-        """Yield the answer to one prompt as it grows; the last delta has `final`.
+        """Yield the answer to one prompt while it is generated; the last delta has `final` set.
 
-        Nothing happens before the first `next`, which also raises an error of the prompt. A request
-        that fails later raises its `RequestError`. Closing the iterator ends the request.
+        Nothing is computed before the first `next`, so an error in the prompt is raised there and
+        not by this call. A request that fails later raises its `RequestError`. Closing the iterator
+        aborts the request.
         """
         self._check_open()
         (params,) = as_params(sampling_params, 1)
@@ -153,7 +159,9 @@ class LLM:
                 if (delta := outputs.take_delta(request_id)) is None:
                     child_ids = outputs.get_child_ids((request_id,))
                     if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
-                        raise RequestError("the request was ended by an interruption")
+                        raise RequestError(
+                            "the request was ended by an interruption, such as Ctrl-C"
+                        )
                     self._step()
                     continue
                 final = delta.final
@@ -170,10 +178,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatKwargs],
     ) -> Generator[RequestDelta, None, None]:
-        """Yield the answer to one conversation as `stream` does; `options` are those of `chat`."""
+        """Yield the answer to one conversation, as `stream` does; `options` are those of `chat`.
+
+        Raises a `RequestError` if `messages` contains several conversations.
+        """
         chats = make_chats(messages, options)
         if len(chats) != 1:
-            raise RequestError(f"one conversation can be streamed, not {len(chats)}")
+            raise RequestError(f"only one conversation can be streamed, not {len(chats)}")
         return self.stream(chats[0], sampling_params)
 
     @cached_property
@@ -208,7 +219,7 @@ class LLM:
     def _add(
         self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool = False
     ) -> str:
-        """Prepare and start one request, and return its id."""
+        """Turn a prompt into a request, start the request, and return its id."""
         return self._start(self._make_preparation(prompt, params)(), is_streamed=is_streamed)
 
     def _make_preparation(
@@ -218,7 +229,11 @@ class LLM:
         *,
         cancelled: Future[None] | None = None,
     ) -> Callable[[], Prepared]:
-        """Return a function that makes a request of a prompt, in any thread."""
+        """Return a function that turns a prompt into a request; any thread may call it.
+
+        The request's id and seed are chosen now, and not when the function is called. `cancelled`
+        is a future that ends when the request is no longer wanted.
+        """
         # Ids and seeds are given out now, in the order of the prompts.
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
 
@@ -232,7 +247,10 @@ class LLM:
         )
 
     def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
-        """Start a request that is prepared, and return its id."""
+        """Start a request that was prepared, and return its id.
+
+        If the core refuses the request, the error is raised and nothing of the request is kept.
+        """
         request_id = prepared.processed.request.request_id
         try:
             self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
@@ -248,7 +266,11 @@ class LLM:
                 step = advance(delivery, self._perform(step))
 
     def _perform(self, step: Step) -> object:
-        """Perform a step of a delivery, and return the answer to it."""
+        """Perform one step of giving a request to the core, and return the step's result.
+
+        The step either processes a media item again, and its result is the new item, or it gives
+        one completion to the core, and its result is the core's answer.
+        """
         if isinstance(step, PerceiveAgain):
             return self.perception.pipeline.perceive_again(step.item)
         missing = self.core.add_request(step.request, step.make_transfer())
@@ -257,7 +279,10 @@ class LLM:
         return missing
 
     def _step(self) -> list[RequestOutput]:
-        """Compute one step. Return the requests that ended with it and are not streamed."""
+        """Compute one step of the engine, and return the outputs of requests that it finished.
+
+        Outputs of streamed requests are not among them.
+        """
         progress = self._driver.process(self.core.step())
         self.core.abort_requests(progress.stopped_ids)
         finished = list(progress.finished)
@@ -271,11 +296,11 @@ class LLM:
         return finished
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests by their ids, or by the ids of their completions in the core."""
+        """Abort requests, given by their own ids or by the core's ids of their completions."""
         self.core.abort_requests((*self._driver.abort(request_ids), *request_ids))
 
     def _abort_returned(self) -> None:
-        """Abort all requests but the streamed ones."""
+        """Abort all requests except those that are streamed."""
         outputs = self._driver.outputs
         kept = {*outputs.streamed_ids, *outputs.get_child_ids(outputs.streamed_ids)}
         request_ids = (*outputs.request_ids, *self.core.scheduler.requests)
@@ -284,7 +309,7 @@ class LLM:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """A prompt that is being prepared."""
+    """A prompt of a batch that is being turned into a request; `future` has the result."""
 
     index: int
     prompt: Prompt | Chat
@@ -292,11 +317,11 @@ class _Preparing:
 
 
 class _Batch:
-    """One call of `generate` or `chat`.
+    """All prompts of one call of `LLM.generate` or `LLM.chat`, with their outputs.
 
-    Only some prompts are in flight at once, so that media is not processed far ahead. With a pool
-    of processes, as many threads prepare prompts ahead while the engine steps. Without a pool, each
-    prompt is prepared right before it is started.
+    Only some prompts are started at a time, so that media is not processed long before it is
+    needed. If media is processed in a pool of processes, an equal number of threads prepares
+    prompts while the engine computes. Otherwise each prompt is prepared right before it is started.
     """
 
     def __init__(
@@ -314,7 +339,10 @@ class _Batch:
         self._cancelled: Future[None] = Future()
 
     def finish(self, bar: tqdm[Any]) -> list[RequestOutput]:
-        """Run all prompts to their end, and return their outputs in order."""
+        """Run all prompts to their end, and return their outputs in the order of the prompts.
+
+        `bar` is advanced by one for each prompt that is finished.
+        """
         num_tokens = 0
         while self._todo or self._preparing or self._index_of:
             self._start_some(bar)
@@ -338,7 +366,10 @@ class _Batch:
                 bar.update()
 
     def _start(self, entry: _Preparing) -> RequestError | None:
-        """Start a prompt that is prepared, and return the error if it can't be served."""
+        """Start the request of a prepared prompt, and return `None`, or the error if that fails.
+
+        This waits until the prompt is prepared.
+        """
         try:
             entry.future.exception()  # waits; an interruption here leaves the entry in the queue
             self._preparing.popleft()
@@ -361,7 +392,10 @@ class _Batch:
             self._preparing.append(_Preparing(index, prompt, future))
 
     def close(self) -> None:
-        """Abort what is left of an interrupted call. Streams of other callers go on."""
+        """Stop preparing prompts, and abort all requests except those that are streamed.
+
+        If all prompts have ended, there is nothing to abort. Streams of the same `LLM` continue.
+        """
         self._cancelled.set_result(None)
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)

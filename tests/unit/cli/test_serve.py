@@ -124,7 +124,7 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_leas
         (["m", "--max-num-seqs", "9" * 30], "an integer >= 1, not 999"),
         (["m", "--kv-cache-memory-bytes", "lots"], "'lots' is not a number of bytes"),
         (["m", "--limit-mm-per-prompt", "image"], "use JSON, or e.g. image=4,video=1"),
-        (["m", "--limit-mm-per-prompt", "smell=1"], "names 'smell': use image, video, audio"),
+        (["m", "--limit-mm-per-prompt", "smell=1"], "modality 'smell': use image, video, audio"),
         (["m", "--limit-mm-per-prompt", '{"image": -1}'], "image must be an integer >= 0"),
         (["m", "--mm-processor-cache-gb", "-1"], "from 0 to"),
         (["m", "--mm-processor-kwargs", "[]"], "a JSON object is needed"),

@@ -61,7 +61,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """The part of an engine that computes."""
+    """The part of an engine that computes, with its final config and the model's adapter.
+
+    It also has the compiler for grammars of structured outputs, the model's sampling defaults, and
+    whether the model must still pass `try_core`.
+    """
 
     core: EngineCore
     grammars: GrammarCompiler  # compiles the grammars of structured outputs
@@ -74,9 +78,11 @@ class Core:
 def build_engine(
     loading: LoadingOptions, *, options: EngineOptions, media: MediaOptions
 ) -> tuple[Core, Frontend, dict[str, str]]:
-    """Build a core and its frontend in one process, and try a model of an unknown family.
+    """Build a core and its frontend in this process, for the checkpoint that `loading` names.
 
-    Also return why modalities can't be used: modality -> reason.
+    A model of an unknown family is first compared with its own Transformers code (`try_core`). The
+    returned mapping has the modalities that failed this comparison: modality -> reason. Raises a
+    `ModelError` if the model can't be run.
     """
     checkpoint = read_checkpoint(loading)
     store = build_store(media)
@@ -105,10 +111,11 @@ def build_core(
     receiver: ReceiverCache,
     get_tokenizer: Callable[[], Any] | None = None,
 ) -> Core:
-    """Load the model and build the part of an engine that computes.
+    """Load the model's weights, and build the computing part of an engine.
 
-    `get_tokenizer` returns a tokenizer that is already loaded. Without it, the checkpoint's
-    tokenizer is loaded for the first request that has a grammar.
+    `receiver` is the core's side of the media cache. `get_tokenizer` returns a tokenizer that is
+    already loaded; it is called for the first request with a grammar. Without it, the checkpoint's
+    tokenizer is loaded at that time. Raises a `ModelError` if the model can't be run.
     """
     hf_config, trust_remote_code = checkpoint.hf_config, loading.trust_remote_code
     directory = str(checkpoint.directory)
@@ -164,9 +171,9 @@ def _plan_memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[MemoryPlan, int]:
-    """Find the weights, plan the memory, and raise a `ModelError` if there is not enough of it.
+    """Return the planned memory of an engine, and the bytes that it may use besides the weights.
 
-    Also return how many bytes the engine may use besides the weights.
+    Raises a `ModelError` if the device has too little free memory.
     """
     weights = find_weights(loading.model, checkpoint.directory, use_tqdm=loading.use_tqdm_on_load)
     memory = plan_memory(
@@ -184,7 +191,11 @@ def _plan_memory(
 
 
 def resolve_string_limit(options: EngineOptions, checkpoint: Checkpoint) -> int | None:
-    """Return a limit for strings that have none in their schema, or `None` if there is no limit."""
+    """Return the most characters for strings for which a JSON schema sets no limit.
+
+    This is the value of the option `structured_string_limit`, or else of the model's
+    generation_config.json. `None` means that there is no limit.
+    """
     asked = options.structured_string_limit
     return load_string_limit(str(checkpoint.directory)) if asked is None else asked or None
 
@@ -195,12 +206,12 @@ def build_engine_core(
     *,
     receiver: ReceiverCache,
     limits: Limits,
-    memory: MemoryPlan,
-    most_bytes: int,
+    memory: MemoryPlan,  # as planned before the model was loaded
+    most_bytes: int,  # that the engine may use besides the weights
     grammars: GrammarCompiler | None = None,
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
-    """Build the scheduler and the worker around a loaded model."""
+    """Build the scheduler, KV cache and worker of a loaded model within `most_bytes` of memory."""
     layers = adapter.probe_layers()  # refuses models that can't be run
     if options.fusion and adapter.device.type == "cuda":
         adapter.fuse()
@@ -252,7 +263,7 @@ def build_engine_core(
 
 
 def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:
-    """Return what is fused in the model, or why nothing is."""
+    """Return a text that lists the fused kernels of the model, or the reason why none are used."""
     if not options.fusion:
         return "nothing: fusion is turned off"
     if adapter.device.type != "cuda":
@@ -290,10 +301,11 @@ def _build_graphs(
 def try_core(
     built: Core, frontend: Frontend, limit_mm_per_prompt: Mapping[str, int]
 ) -> dict[str, str]:
-    """Compare a core with its model, and return why modalities can't be used.
+    """Compare a core with the model's own code, and return the modalities that differ.
 
-    The result maps a modality to a reason. Raises a `ModelError` if the model can't be used at all.
-    Neither the core nor the frontend keeps anything of the trial.
+    The result maps each modality that can't be used to the reason. Raises a `ModelError` if even
+    text differs; the frontend's media processes and threads are closed then. Caches and counters
+    stay as they were before.
     """
     report_step("comparing the engine with the model, which is of an unknown family")
     pipeline = frontend.perception.readonly.for_warmup()

@@ -23,11 +23,12 @@ from sensorium.types.sampling import GenerationDefaults
 
 
 def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
-    """Return a description of how the engine would run a model.
+    """Return a text of several lines that describes how the engine would run a model.
 
-    Each modality gets a small item through the model's processor, as at the start of a server. With
-    `is_tried` the weights are loaded, and a model of an unknown family has its trial. Raises a
-    `ModelError` with the reason if the model is refused.
+    A small dummy item of each modality is passed through the model's processor, as at the start of
+    a server. With `is_tried` the weights are loaded too, and a model of an unknown family is
+    compared with its own Transformers code. Raises a `ModelError` with the reason if the model
+    can't be run.
     """
     checkpoint = read_checkpoint(loading)
     config, directory = checkpoint.hf_config, str(checkpoint.directory)
@@ -59,7 +60,10 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
 
 
 def _find_switched_off(frontend: Frontend) -> dict[str, str]:
-    """Return why a frontend's warm-up would switch modalities off: modality -> reason."""
+    """Warm up a frontend with dummy media, close it, and return the modalities that failed.
+
+    Each of these modalities is mapped to the reason. A server would refuse them.
+    """
     perception = frontend.perception
     inputs = InputProcessor(
         frontend.processor,

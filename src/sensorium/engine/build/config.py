@@ -29,7 +29,10 @@ _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All values of an engine, which stay the same for as long as it lives."""
+    """All settings of an engine after defaults were filled in; they never change afterwards.
+
+    They include the limits of a step, the sizes of the KV cache and the planned memory.
+    """
 
     limits: Limits
     groups: tuple[KVCacheGroup, ...]
@@ -43,7 +46,7 @@ class EngineConfig:
 
 
 def make_scheduler(config: EngineConfig) -> Scheduler:
-    """Return a new scheduler with empty caches."""
+    """Return a new scheduler with an empty KV cache and an empty encoder cache."""
     return Scheduler(
         config.limits,
         kv_cache=KVCacheManager(
@@ -59,9 +62,10 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 def resolve_limits(
     options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
 ) -> Limits:
-    """Return the limits as they can be computed before the model is loaded.
+    """Return the limits of the context and of a step, with defaults for unset options.
 
-    `max_model_len` may have to shrink afterwards, if the user did not ask for it.
+    They are computed before the model is loaded. If the user did not set `max_model_len`, it may be
+    reduced afterwards to what the loaded model and the KV cache allow.
     """
     is_cuda = device.type == "cuda"
     max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
@@ -76,22 +80,27 @@ def resolve_limits(
 
 
 def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) -> int:
-    """Return the context in tokens: what the user asked for, or the model's."""
+    """Return the context length in tokens: the user's `max_model_len`, or else the model's.
+
+    Raises a `ModelError` if neither is known, or if the user's value exceeds the model's.
+    """
     context = getattr(text_config, "max_position_embeddings", None)
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:
-        raise ModelError("the model's config names no context length: give max_model_len")
+        raise ModelError("the model's config has no context length: set max_model_len")
     if context is not None and max_model_len > context:
         raise ModelError(
-            f"max_model_len={max_model_len} is more than the model's context of {context}"
+            f"max_model_len={max_model_len} is more than the model's context of {context} tokens: "
+            "give a smaller value"
         )
     return max_model_len
 
 
 def limit_context(options: EngineOptions, limits: Limits, limit: ContextLimit | None) -> Limits:
-    """Cut the context to what the loaded model can compute.
+    """Reduce `max_model_len` to the number of tokens that the loaded model can compute correctly.
 
-    Raises a `ModelError` if the user asked for more.
+    Without a `limit`, or if the context is shorter, the limits are returned unchanged. Raises a
+    `ModelError` if the user explicitly asked for a longer context.
     """
     if limit is None or limits.max_model_len < limit.num_tokens:
         return limits
@@ -115,7 +124,12 @@ def resolve_config(
     memory: MemoryPlan,
     free_bytes: int,  # after the model was loaded
 ) -> EngineConfig:
-    """Resolve the options for a loaded model. `memory` was planned before it was loaded."""
+    """Return the final settings of an engine, with the sizes of its KV cache.
+
+    `memory` was planned before the model was loaded, and `free_bytes` is how much the engine may
+    use now. `element_size` is the number of bytes of one key or value element. Raises a
+    `ModelError` if the KV cache or the context that the user asked for does not fit.
+    """
     block_bytes = [
         group.num_bytes_per_block(block_size=options.block_size, element_size=element_size)
         for group in layer_groups
@@ -131,7 +145,7 @@ def resolve_config(
         raise ModelError(
             f"kv_cache_memory_bytes={memory_bytes} ({format_bytes(memory_bytes)}) is more than the "
             f"{format_bytes(room)} free on {device} beside the {format_bytes(memory.reserve_bytes)}"
-            " that encoders and steps need"
+            " that encoders and steps need: give a smaller value"
         )
     window = max((group.window or 0 for group in layer_groups), default=0)
     groups = plan_kv_cache(
@@ -157,9 +171,10 @@ def resolve_config(
 
 
 def _fit_context(options: EngineOptions, limits: Limits, groups: tuple[KVCacheGroup, ...]) -> int:
-    """Return a context so short that a request of full length fits into the KV cache.
+    """Return `max_model_len`, reduced if the KV cache can't hold one request of that length.
 
-    Only groups of layers without a window limit the context.
+    Groups of layers with sliding-window attention are not considered, because they keep only the
+    latest tokens. Raises a `ModelError` if the user explicitly asked for a longer context.
     """
     capacity = min(
         ((group.num_blocks - 1) * options.block_size for group in groups if group.window is None),
@@ -172,5 +187,9 @@ def _fit_context(options: EngineOptions, limits: Limits, groups: tuple[KVCacheGr
             f"max_model_len={options.max_model_len} does not fit: the KV cache holds {capacity} "
             "tokens. Give a larger kv_cache_memory_bytes or a smaller max_model_len"
         )
-    logger.warning("the context is cut to %d tokens, which is what the KV cache holds", capacity)
+    logger.warning(
+        "the context is cut to %d tokens, which is what the KV cache holds "
+        "(a larger kv_cache_memory_bytes holds more)",
+        capacity,
+    )
     return capacity

@@ -49,7 +49,10 @@ _HANDLER = "sensorium.multimodal.processing.item_backend:make_handler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on this machine, with its config. Its weights are read by the core only."""
+    """A model's checkpoint directory on this machine, and the config that was read from it.
+
+    Only the core reads the weights, so these may not have been downloaded yet.
+    """
 
     directory: Path
     hf_config: PretrainedConfig
@@ -57,7 +60,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """The caches of a frontend."""
+    """The caches of processed media that one frontend uses.
+
+    `sender` is for requests that go to the core, and `readonly` for requests that are only
+    rendered. `store` is the shared memory that holds the media; `None` means that each process
+    keeps its own.
+    """
 
     sender: SenderCache
     readonly: ProcessorCache  # for requests that this engine does not run
@@ -66,7 +74,12 @@ class Caches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perception:
-    """The parts of a frontend that process media."""
+    """The parts of a frontend that fetch, decode and process media, with their caches.
+
+    `pipeline` serves requests that go to the core, and `readonly` those that this engine only
+    renders. `pool` has the processes that do the work; `None` means that it is done in this
+    process.
+    """
 
     caches: Caches
     pipeline: MediaPipeline
@@ -75,7 +88,10 @@ class Perception:
     pool: ProcessPool | None
 
     def close(self) -> None:
-        """End the processes and threads."""
+        """End the media pool's processes and the threads that fetch media.
+
+        The shared memory of the cache is closed too, if there is one.
+        """
         self.loader.close()
         if self.pool is not None:
             self.pool.close()
@@ -85,14 +101,20 @@ class Perception:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
-    """The part of an engine that turns prompts into requests."""
+    """The part of an engine that turns prompts with media into requests for the core.
+
+    It consists of the model's processor and of the parts that fetch and cache media.
+    """
 
     processor: MultiModalProcessor
     perception: Perception
 
 
 def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
-    """Find a checkpoint, or fetch its small files, and read its config."""
+    """Find a model's checkpoint and read its config, but not its weights.
+
+    If the checkpoint is not on this machine, its small files are downloaded from the hub.
+    """
     report_step("reading the checkpoint")
     directory = find_checkpoint(
         loading.model,
@@ -105,7 +127,10 @@ def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
 
 
 def build_store(options: MediaOptions) -> ShmStore | None:
-    """Return the memory that frontends, their pools and the core share, if they share any."""
+    """Create the shared memory in which processed media is kept for all processes.
+
+    Returns `None` if the options let each process keep its own media, or let none be kept.
+    """
     if not options.has_shared_memory:
         return None
     return ShmStore.create(
@@ -114,14 +139,22 @@ def build_store(options: MediaOptions) -> ShmStore | None:
 
 
 def build_receiver(store: ShmStore | None) -> ReceiverCache:
-    """Return the core's side of the cache."""
+    """Return the core's side of the media cache: in shared memory if `store` is given.
+
+    Without a store, the core keeps the tensors in its own memory, and the frontend decides which
+    ones.
+    """
     return MirrorReceiver() if store is None else ShmReceiver(store)
 
 
 def build_caches(
     options: MediaOptions, store: ShmStore | None, receiver: ReceiverCache | None = None
 ) -> Caches:
-    """Return a frontend's caches. `receiver` is the core's side, if the core is in this process."""
+    """Return the media caches of a frontend that sends requests to a core.
+
+    `receiver` is the core's side of the cache if the core runs in this process, otherwise `None`.
+    With a `store`, the items are kept in that shared memory.
+    """
     capacity = options.capacity_bytes
     if store is None:
         epoch = receiver.epoch if isinstance(receiver, MirrorReceiver) else UNKNOWN_EPOCH
@@ -131,7 +164,7 @@ def build_caches(
 
 
 def build_readonly_caches(options: MediaOptions) -> Caches:
-    """Return the caches of a frontend without an engine. They send nothing to a core."""
+    """Return the media caches of a frontend that only renders requests and has no core."""
     return Caches(sender=MirrorSender(0), readonly=ItemTable(options.capacity_bytes))
 
 
@@ -141,10 +174,10 @@ def build_frontend(
     options: MediaOptions,
     caches: Caches,
     *,
-    starts_early: bool = False,  # while the pool starts, cheap items are processed here
-    warm_modalities: Collection[str] = (),  # that the pool's processes warm up for
+    starts_early: bool = False,  # process cheap media items here until the pool is ready
+    warm_modalities: Collection[str] = (),  # for which the pool's processes are warmed up
 ) -> Frontend:
-    """Build the part of an engine that turns prompts into requests."""
+    """Build the part of an engine that turns prompts with media into requests for the core."""
     report_step("loading the processor")
     limits, store, hf_config = options.get_limits(), caches.store, checkpoint.hf_config
     processor = MultiModalProcessor(
@@ -228,7 +261,7 @@ def _build_pool(
     settings = PoolSettings(
         directory=str(checkpoint.directory),
         trust_remote_code=loading.trust_remote_code,
-        # These processes fetch nothing, so that they need no places to fetch from.
+        # These processes fetch nothing, so they need no allowed hosts and no directory.
         limits=replace(options.get_limits(), allowed_domains=frozenset(), allowed_local_path=None),
         shm_fd=shm_fd,
         warm_modalities=tuple(warm_modalities),

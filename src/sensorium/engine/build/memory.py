@@ -35,7 +35,7 @@ _DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The memory of an engine on its device, in bytes."""
+    """The memory that an engine needs on its device, in bytes, split by purpose."""
 
     weights_bytes: int
     kv_cache_bytes: int
@@ -46,14 +46,14 @@ class MemoryPlan:
 
     @property
     def reserve_bytes(self) -> int:
-        """Return the bytes that must stay free beside weights and KV cache."""
+        """Return how many bytes must stay free for everything except weights and KV cache."""
         return (
             self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes + self.graph_bytes
         )
 
     @property
     def total_bytes(self) -> int:
-        """Return all memory that the engine needs."""
+        """Return how many bytes the engine needs in all."""
         return self.weights_bytes + self.kv_cache_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class MemoryPlan:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a number of bytes with a unit that fits."""
+    """Return a number of bytes as text with one decimal and a unit, such as "1.5 GiB"."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 2**power:
             return f"{num_bytes / 2**power:.1f} {unit}"
@@ -77,9 +77,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Return how many bytes the engine may use.
+    """Return how many bytes of the device's memory the engine may still use.
 
-    On CUDA it is the share `gpu_memory_utilization` of the device, minus what is in use already.
+    On CUDA, the share `1 - gpu_memory_utilization` of the whole device is left to others. On a CPU
+    this is the free system memory.
     """
     if device.type != "cuda":
         return get_free_system_bytes()
@@ -96,7 +97,12 @@ def plan_memory(
     element_size: int,
     device: torch.device,
 ) -> MemoryPlan:
-    """Return the least memory that an engine needs."""
+    """Return the least memory that an engine needs, computed before the model is loaded.
+
+    `element_size` is the number of bytes of one element of the model's dtype. The KV cache has the
+    size that the user asked for. By default it holds the context that the user asked for, or else
+    one full step.
+    """
     text_config = config.get_text_config(decoder=True)
     kv_cache_bytes = options.kv_cache_memory_bytes
     if kv_cache_bytes is None:
@@ -128,10 +134,10 @@ def plan_memory(
 
 
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
-    """Return the memory of CUDA graphs, in bytes.
+    """Return an estimate of the memory that CUDA graphs take, in bytes.
 
     All graphs share the memory of the largest one. Tensors that one graph writes and the next one
-    reads have memory of their own.
+    reads are counted separately, because their memory is not shared.
     """
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
     num_crossing = _get_num_crossing_elements(text_config)
@@ -147,10 +153,11 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
 
 
 def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
-    """Return how many numbers each token has in the fixed memory between graphs.
+    """Return how many tensor elements per token are passed from one CUDA graph to the next.
 
-    These are its embedding, its hidden state, the inputs that single layers get, and the query,
-    key, value and output of attention, once for each shape that layers have.
+    They are kept in fixed memory: the token's embedding, its hidden state, the inputs of single
+    layers, and the query, key, value and output of attention, once for each attention shape of the
+    model.
     """
     layers = _get_layers(text_config)
     num_inputs = len(layers) * _get_number(text_config, ("hidden_size_per_layer_input",), 0)
@@ -160,7 +167,10 @@ def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
 
 
 def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> None:
-    """Raise a `ModelError` with all figures if there is not enough memory."""
+    """Raise a `ModelError` that lists the plan's parts if the plan exceeds the free memory.
+
+    The error also names the options that would help.
+    """
     if plan.total_bytes <= free_bytes:
         return
     advice = "a smaller max_model_len, max_num_batched_tokens or kv_cache_memory_bytes"
@@ -175,16 +185,17 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 
 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
-    """Return the bytes of keys and values per token, as if every layer kept everything.
+    """Return how many bytes the keys and values of one token take in all layers.
 
-    Layers with a window and layers that share keys and values need less. For a config without
-    attention heads it is 0, because the size can be computed only after the model is loaded.
+    The result is an upper bound: layers with sliding-window attention and layers that share keys
+    and values need less. It is 0 for a config without attention heads, because then the size is
+    only known after the model is loaded.
     """
     return sum(_get_attention_sizes(layer)[1] for layer in _get_layers(text_config)) * element_size
 
 
 def _get_attention_sizes(layer: PretrainedConfig) -> tuple[int, int]:
-    """Return how many numbers of a token are its query, and its key and value together."""
+    """Return the number of elements of one token's query, and of its key and value together."""
     num_heads = _get_number(layer, ("num_attention_heads",), 0)
     num_kv_heads = _get_number(layer, ("num_key_value_heads",), num_heads)
     width = _get_number(layer, _WIDTH_NAMES, 0)
@@ -193,7 +204,10 @@ def _get_attention_sizes(layer: PretrainedConfig) -> tuple[int, int]:
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yield the configs of a model's parts, at any depth, except its decoder."""
+    """Yield the configs of a model's encoders, and of any other part that is not the decoder.
+
+    Nested parts are searched too.
+    """
     text_config = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -206,7 +220,10 @@ def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConfig) -> int:
-    """Return how many patches become one embedding, or 1 if the config has no such number."""
+    """Return how many encoder patches are merged into one embedding.
+
+    Returns 1 if the config does not contain enough to compute the number.
+    """
     if merge_size := getattr(encoder, "spatial_merge_size", None):
         return int(merge_size) ** 2
     if ratio := getattr(config, "downsample_ratio", None):
@@ -220,9 +237,10 @@ def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConf
 
 
 def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
-    """Return how many numbers exist at the same time for each token or patch.
+    """Return how many tensor elements exist at the same time for each token or patch.
 
-    With `keeps_layers` the outputs of all layers are kept, because the model uses some of them.
+    These are the elements inside the widest layer. With `keeps_layers` the outputs of all layers
+    are added, because the model keeps them and uses some of them.
     """
     widest = sum_of_widths = 0
     for layer in _get_layers(config):
@@ -234,9 +252,9 @@ def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> 
 
 
 def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
-    """Return one config for each layer.
+    """Return one config for each layer of a decoder or an encoder.
 
-    If layers differ, each has a config of its own, because the model's config lacks these values.
+    Usually this is the same config many times. In a heterogeneous model each layer has its own.
     """
     if config.is_heterogeneous:
         return tuple(config.per_layer_config)
@@ -244,6 +262,9 @@ def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
 
 
 def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
-    """Return the first of these values that is a number; families use different names for it."""
+    """Return the first attribute among `names` that is an integer, or `default` if none is.
+
+    Model families use different names for the same value, such as "hidden_size" and "d_model".
+    """
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), default)

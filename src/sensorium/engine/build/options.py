@@ -28,9 +28,9 @@ common_option = partial(option, commands=ALL_COMMANDS)  # all of these commands 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingOptions:
-    """The options for where a model comes from, and how it is loaded.
+    """The options for where a model comes from and how it is loaded.
 
-    A torch dtype, a torch device and a path may be given too; they are kept as text.
+    A torch dtype, a torch device and a path may be given too; they are converted to text.
     """
 
     model: str = EMBEDDED_MODEL
@@ -62,7 +62,9 @@ class LoadingOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | os.PathLike):
-            raise ModelError(f"model is a directory or a hub id, not {type(self.model).__name__}")
+            raise ModelError(
+                f"model must be a directory or a hub id, not {type(self.model).__name__}"
+            )
         object.__setattr__(self, "model", str(os.fspath(self.model)))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         object.__setattr__(self, "device", str(self.device))
@@ -70,7 +72,10 @@ class LoadingOptions:
 
 
 def _most(help_text: str, *, default_text: str) -> Any:
-    """Return an option of `sensorium serve` that is the most of something. The default varies."""
+    """Return a field for an option of `sensorium serve` that is an upper limit, an integer >= 1.
+
+    Its value is `None` unless the user sets it. `default_text` describes the default in words.
+    """
     return serve_option(
         None, kind="integer", least=1, metavar="N", default_text=default_text, help=help_text
     )
@@ -78,7 +83,7 @@ def _most(help_text: str, *, default_text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The options for how an engine runs. Where a value is `None`, the engine chooses one."""
+    """The options for how an engine computes. Where a value is `None`, the engine chooses one."""
 
     max_model_len: int | None = common_option(
         None,
@@ -194,15 +199,18 @@ class EngineOptions:
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
-        """Return the modalities that `limit_mm_per_prompt` does not switch off."""
+        """Return all modalities except those with a limit of 0 in `limit_mm_per_prompt`."""
         return tuple(m for m in MODALITIES if self.limit_mm_per_prompt.get(m) != 0)
 
 
 def _check_media_counts(counts: Mapping[str, Any]) -> None:
-    """Raise a `ModelError` unless all keys are modalities and all values are counts."""
+    """Raise a `ModelError` unless all keys are modalities and all values are integers >= 0."""
     for modality, count in counts.items():
         if modality not in MODALITIES:
-            raise ModelError(f"limit_mm_per_prompt names {modality!r}: use {', '.join(MODALITIES)}")
+            raise ModelError(
+                f"limit_mm_per_prompt has the unknown modality {modality!r}: "
+                f"use {', '.join(MODALITIES)}"
+            )
         if type(count) is not int or count < 0:
             raise ModelError(
                 f"limit_mm_per_prompt: {modality} must be an integer >= 0, not {count!r}"
@@ -211,7 +219,7 @@ def _check_media_counts(counts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaOptions:
-    """The options for the sources of media, its processing, and its caches."""
+    """The options for where media may come from, how it is processed, and how it is cached."""
 
     mm_processor_cache_gb: float = common_option(
         4.0,
@@ -295,28 +303,29 @@ class MediaOptions:
         unknown = sorted(map(str, set(self.media_io_kwargs) - set(MODALITIES)))
         if unknown:
             raise ModelError(
-                f"media_io_kwargs names {', '.join(unknown)}: use {', '.join(MODALITIES)}"
+                f"media_io_kwargs has the unknown modality {', '.join(unknown)}: "
+                f"use {', '.join(MODALITIES)}"
             )
         if not isinstance(self.media_limits, MediaLimits):
-            raise ModelError("media_limits must be MediaLimits")
+            raise ModelError("media_limits must be an instance of MediaLimits")
 
     @property
     def capacity_bytes(self) -> int:
-        """Return the room for processed media, in bytes."""
+        """Return how many bytes the cache of processed media may take."""
         return int(self.mm_processor_cache_gb * 2**30)
 
     @property
     def has_shared_memory(self) -> bool:
-        """Return whether processed media is kept in memory that processes share."""
+        """Return whether processed media is kept in shared memory instead of each process's own."""
         return self.mm_processor_cache_type == "shm" and self.capacity_bytes > 0
 
     @property
     def max_object_bytes(self) -> int:
-        """Return the size of the largest item that is kept in shared memory."""
+        """Return the size in bytes of the largest media item that is kept in shared memory."""
         return self.mm_shm_cache_max_object_size_mb * 2**20
 
     def get_limits(self) -> MediaLimits:
-        """Return the limits of media, with the sources that these options allow."""
+        """Return `media_limits` with the hosts and the local directory that these options allow."""
         limits = self.media_limits
         if self.allowed_media_domains:
             limits = replace(limits, allowed_domains=frozenset(self.allowed_media_domains))

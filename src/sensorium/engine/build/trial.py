@@ -76,14 +76,21 @@ _MOST_ROUNDING = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """The distance of two sets of log-probabilities, as root mean squares."""
+    """A measure of how much two lists of log-probabilities differ, as root mean squares.
+
+    `overall` is computed over all values, and `worst` over the text position that differs most.
+    """
 
     overall: float  # over all values
     worst: float  # over the tokens of the position with the largest distance
 
     @staticmethod
     def measure(some: Sequence[float], others: Sequence[float], lengths: Sequence[int]) -> Distance:
-        """Compare values of successive positions; `lengths` is the number of values of each."""
+        """Return how much two lists of log-probabilities of the same tokens differ.
+
+        Both lists contain the values of one text position after another. `lengths` has the number
+        of values at each position. If a value is NaN, `worst` is NaN.
+        """
         squares = (torch.tensor(some) - torch.tensor(others)).square()
         positions = [float(part.mean().sqrt()) for part in torch.split(squares, list(lengths))]
         # `max` may lose a NaN, which must fail the trial.
@@ -92,7 +99,11 @@ class Distance:
 
 
 def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | None:
-    """Return why an engine's distance from its model is too large, or `None` if it is not."""
+    """Return why the engine's results are too far from the model's, or `None` if they are not.
+
+    `ours` is the difference between the engine and the model. `rounding` is the difference that
+    rounding in `dtype` alone makes, which is the yardstick.
+    """
     if not rounding.overall <= _MOST_ROUNDING:
         return (
             "the model's log-probabilities can't be compared: rounding alone changes them by "
@@ -111,7 +122,7 @@ def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | 
 
 @dataclass(slots=True)
 class TrialAnswer:
-    """An engine's answer to one request of a trial."""
+    """The tokens and log-probabilities that the engine computed for one request of a trial."""
 
     token_ids: list[int] = field(default_factory=list)
     # Those of every prompt token but the first; empty if the request did not ask for them.
@@ -132,7 +143,10 @@ class TrialAnswer:
 
 
 class TrialRun:
-    """A run of requests through the worker of an engine, with a scheduler of its own."""
+    """A scheduler for a trial, which runs requests on the engine's worker.
+
+    The engine's own scheduler is not used, so its caches and counters do not change.
+    """
 
     def __init__(self, core: EngineCore, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -149,11 +163,14 @@ class TrialRun:
         return list(answers.values())
 
     def forget_prefixes(self) -> None:
-        """Make the next requests compute their prompts again. Encoder outputs are kept."""
+        """Empty the prefix cache, so that the next prompts are computed in full.
+
+        The encoder cache is kept.
+        """
         self._scheduler.kv_cache.clear_cache()
 
     def close(self) -> None:
-        """Abort all requests, and let the worker drop everything of this trial."""
+        """Abort all requests, and make the worker drop everything that it keeps of this trial."""
         self._core.abort_requests(list(self._scheduler.requests))
         self._scheduler.encoder_cache.clear_cache()
         self._core.step()
@@ -161,23 +178,26 @@ class TrialRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """One prompt of a trial, for the engine and for the model on its own."""
+    """One prompt of a trial, as a request for the engine and as inputs for the model itself."""
 
     request: EngineCoreRequest
     transfer: Transfer
     whole: Mapping[str, torch.Tensor]  # the inputs that the model's processor makes of the prompt
 
     def make_again(self) -> tuple[EngineCoreRequest, Transfer]:
-        """Return the same request without prompt logprobs, so that it may use a cached prefix."""
+        """Return the request without prompt log-probabilities, and its media.
+
+        Only such a request may take its prompt from the prefix cache.
+        """
         params = replace(self.request.sampling_params, prompt_logprobs=None)
         return replace(self.request, sampling_params=params), self.transfer
 
 
 class Trial:
-    """A comparison of an engine's core with its model.
+    """A comparison of the engine with the model's own Transformers code.
 
-    `pipeline` must send nothing to a core, so that its items come with their tensors.
-    No prompt has more items of a modality than `limit_mm_per_prompt` allows.
+    `pipeline` must process media without sending it to a core, so that the items come with their
+    tensors. No prompt has more items of a modality than `limit_mm_per_prompt` allows.
     """
 
     def __init__(
@@ -210,9 +230,10 @@ class Trial:
         self._whole = WholeModel(adapter)
 
     def run(self) -> dict[str, str]:
-        """Return why modalities can't be used: modality -> reason.
+        """Compare text and then each modality, and return the modalities that can't be used.
 
-        Raises a `ModelError` if the model can't even be used for text.
+        The result maps each of them to the reason. Raises a `ModelError` if even text can't be
+        used.
         """
         fault = self._try(None)
         if fault is not None:
@@ -222,9 +243,9 @@ class Trial:
         return {modality: fault for modality, fault in faults.items() if fault is not None}
 
     def _try(self, modality: str | None) -> str | None:
-        """Run the trial of text, or of text with items of a modality.
+        """Compare the engine with the model on text, or on text with items of one modality.
 
-        Return what is wrong, or `None` if the engine agrees with the model.
+        Returns what is wrong, or `None` if both agree. `modality` is `None` for text alone.
         """
         subject = "text" if modality is None else f"text with {modality}"
         started = time.monotonic()
@@ -245,7 +266,7 @@ class Trial:
     # ---- the prompts
 
     def _fit_words(self) -> list[str]:
-        """Return the words of the prompts, shortened if the model's context is very small."""
+        """Return the sentences that prompts are made of, shortened if the context is very small."""
         num_tokens = len(self._processor.tokenizer("".join(_WORDS) + _WORDS[-1])["input_ids"])
         room = self._config.limits.max_model_len - 2 * _NUM_TOKENS
         share = min(1.0, max(0.1, room / num_tokens))
@@ -254,8 +275,9 @@ class Trial:
     def _make_cases(self, modality: str | None) -> list[_Case]:
         """Return two prompts of different lengths, the shorter one first.
 
-        The shorter one is already answered while the longer one is still being computed. Both have
-        the same items, at different places.
+        The engine already generates for the shorter one while it still computes the longer one.
+        With a modality, both contain the same media item at different places, and the longer one
+        contains a second item if the limits allow it.
         """
         if modality is None:
             return [
@@ -271,7 +293,10 @@ class Trial:
         ]
 
     def _make_long_text(self) -> list[str]:
-        """Return a text that is longer than the model's windows, if that takes few tokens."""
+        """Return a text that is longer than the model's attention windows, as a list of parts.
+
+        Windows that would need too many tokens are ignored.
+        """
         text = "".join(self._words)
         num_tokens = len(self._processor.tokenizer(text)["input_ids"])
         room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
@@ -309,7 +334,11 @@ class Trial:
     # ---- the engine
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
-        """Return the answers to each case: first without caches, then with each kind of cache."""
+        """Run the cases (prompts) several times, and return a list of answers for each of them.
+
+        The first answer is computed without caches. If there is media, the next one is computed
+        with the encoder cache. The last one uses the prefix cache too.
+        """
         run = TrialRun(self._core, make_scheduler(self._make_config(cases)))
         scored = [(case.request, case.transfer) for case in cases]
         try:
@@ -325,7 +354,11 @@ class Trial:
         return [list(answers) for answers in zip(*rounds, strict=True)]
 
     def _make_config(self, cases: Sequence[_Case]) -> EngineConfig:
-        """Return this engine's config with steps so small that the longer prompt needs several."""
+        """Return the engine's config with a smaller token budget per step.
+
+        The budget is so small that the longer prompt takes several steps. Prefix caching is turned
+        on.
+        """
         longest = max(len(case.request.prompt_token_ids) for case in cases)
         budget = min(self._config.limits.max_num_batched_tokens, 1 + longest // _NUM_CHUNKS)
         limits = replace(self._config.limits, max_num_batched_tokens=budget)
@@ -334,7 +367,10 @@ class Trial:
     # ---- the comparison
 
     def _compare(self, modality: str | None) -> tuple[Distance, Distance]:
-        """Return the distance of the engine from the model, and the distance of rounding alone."""
+        """Return how much the engine differs from the model, and how much rounding alone changes.
+
+        The second value compares the model with itself when it rounds in another way.
+        """
         cases = self._make_cases(modality)
         ours: list[float] = []
         theirs: list[float] = []
@@ -354,10 +390,11 @@ class Trial:
 
 
 def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
-    """Return the engine's log-probabilities, and for each position the tokens that they belong to.
+    """Return the engine's log-probabilities as one list, and the token ids that they belong to.
 
-    Because of rounding, a later answer may choose another token than the first answer. From there
-    on it is another text, and is left out.
+    `answers` are several answers to the same prompt. The token ids are grouped by position in the
+    text. Because of rounding, a later answer may choose another token than the first answer. Its
+    log-probabilities after that token are left out, because they belong to another text.
     """
     first = answers[0]
     scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
@@ -373,20 +410,30 @@ def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int
 def _check_encoder_hits(
     cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
 ) -> None:
-    """Raise an `InvariantError` if an item was encoded again although the cache has room."""
+    """Raise an `InvariantError` if a media item was encoded again although it was in the cache.
+
+    `answers` are those of a repeated run. If the cache is too small for all items, nothing is
+    checked.
+    """
     features = {f.mm_hash: f for case in cases for f in case.request.mm_features}.values()
     num_embeds = sum(feature.mm_position.get_num_embeds() for feature in features)
     if num_embeds > config.limits.encoder_cache_size:
         return
     for case, answer in zip(cases, answers, strict=True):
         if answer.num_encoder_hits != len(case.request.mm_features):
-            raise InvariantError("an encoder output that was just made is not in its cache")
+            raise InvariantError(
+                "an encoder output that was just computed is not in the encoder cache"
+            )
 
 
 def _check_prefix_hits(
     cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
 ) -> None:
-    """Raise an `InvariantError` if a prompt was computed again although the cache has room."""
+    """Raise an `InvariantError` if a repeated prompt took no tokens from the prefix cache.
+
+    `answers` are those of a repeated run. If the cache is too small for all prompts, nothing is
+    checked.
+    """
     lengths = [len(case.request.prompt_token_ids) for case in cases]
     num_blocks = sum(math.ceil((n + _NUM_TOKENS) / config.block_size) for n in lengths)
     if any(group.num_blocks <= 2 * num_blocks for group in config.groups):
@@ -397,10 +444,14 @@ def _check_prefix_hits(
 
 
 def _explain_prompt(modality: str | None, num_items: int) -> str:
-    """Return why the engine's prompt differs from the one that the model's processor makes."""
+    """Return an error text: the engine and the model's processor disagree about a prompt.
+
+    The token ids that the two make of the prompt differ. `num_items` is the number of media items
+    in the prompt.
+    """
     if num_items < 2:
-        return "the model's processor expands the prompt in another way than this engine"
+        return "the model's processor turns the prompt into other token ids than this engine"
     return (
-        f"the model's processor expands two {modality} items in another way than single ones; "
+        f"the model's processor turns two {modality} items into other token ids than single ones; "
         f'with limit_mm_per_prompt {{"{modality}": 1}} the trial has only one'
     )

@@ -11,7 +11,10 @@ from sensorium.types.sampling import GenerationDefaults
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a core that a frontend needs."""
+    """A description of a running core, which every frontend gets before it connects.
+
+    It has the address to connect to, and the limits and defaults that frontends apply to requests.
+    """
 
     endpoint: str
     max_model_len: int

@@ -25,10 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class CoreClient:
-    """A connection to a core.
+    """A connection of one frontend to the core's process.
 
-    `on_missing` and `on_outputs` are called when a message comes, before a caller that waits for an
-    answer runs. `on_forget` is called after another frontend has reset the media cache.
+    The three callbacks run on the event loop when a message arrives. `on_outputs` gets new outputs
+    of requests, and `on_missing` the media items that the core lacks. `on_missing` is called before
+    the future of `CoreClient.add` gets its result. `on_forget` is called after another frontend has
+    reset the media cache.
     """
 
     def __init__(
@@ -58,9 +60,13 @@ class CoreClient:
     def add(
         self, request: EngineCoreRequest, make_transfer: Callable[[], Transfer]
     ) -> asyncio.Future[MissingItems | None]:
-        """Send a request. The result is `None` if the core took it, the missing items, or an error.
+        """Send a request to the core, and return a future for the core's answer.
 
-        The transfer is made only when the request can be sent.
+        The future's result is `None` if the core accepted the request. It is a `MissingItems` if
+        the core lacks media items and did not accept the request. If the core refuses the request,
+        or the connection is closed, the future gets an exception. `make_transfer` is called right
+        before sending. If the request can't be encoded, it is not called and a `RequestError` is
+        raised.
         """
         encoded = messages.encode_request(request)
         message, frames = messages.encode_transfer(request, make_transfer())
@@ -107,7 +113,7 @@ class CoreClient:
             try:
                 self._handle(frame)
             except Exception:  # a bug; one message must not end the connection
-                logger.exception("a message of the core could not be handled")
+                logger.exception("a message from the core could not be handled")
 
     def _handle(self, frame: bytes) -> None:
         message = messages.decode_from_core(frame)

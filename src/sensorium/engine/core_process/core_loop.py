@@ -36,10 +36,11 @@ _IDLE_S = 1.0
 
 
 class CoreLoop:
-    """The loop that receives messages, computes steps and sends their outputs.
+    """The loop of the core's process: receive messages, compute a step, send the outputs.
 
-    `on_step` is called in every round, before outputs are sent. `on_progress` is called in the same
-    thread between messages and steps, and at least every `idle_s` seconds.
+    `endpoint` is the ZeroMQ address to listen on. `on_step` is called in every round with the core
+    and the step's outputs, before these are sent. `on_progress` is called in the loop's thread
+    after each message and before each step, at least every `idle_s` seconds while the core is idle.
     """
 
     def __init__(
@@ -78,11 +79,17 @@ class CoreLoop:
         self._call(self._stop)
 
     def forget_frontend(self, identity: str) -> None:
-        """Abort the requests of a frontend that has ended. May be called from any thread."""
+        """Abort the requests of a frontend process that has ended. Any thread may call this.
+
+        `identity` is the name under which the frontend connected. Its later messages are ignored.
+        """
         self._call(lambda: self._forget_frontend(identity.encode()))
 
     def run(self) -> None:
-        """Run until `stop` is called."""
+        """Receive messages and compute steps until `stop` is called, then close the socket.
+
+        Raises an `InvariantError` if too many steps fail in a row.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -99,7 +106,7 @@ class CoreLoop:
             os.close(self._wake_fd)
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Let the loop's thread call a function, and wake it."""
+        """Queue a function to be called in the loop's thread, and wake the loop."""
         self._calls.put(function)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -154,7 +161,7 @@ class CoreLoop:
         except (RequestError, CapacityError) as error:
             return messages.Answer(request_id, refusal=make_record(error))
         except Exception as error:  # the boundary at which one request fails and others don't
-            logger.exception("request %s could not be added", request_id)
+            logger.exception("request %s could not be added to the core", request_id)
             reason = f"internal error: {type(error).__name__}: {error}"
             return messages.Answer(request_id, refusal=make_record(FailedRequestError(reason)))
         if missing is None:
@@ -162,7 +169,7 @@ class CoreLoop:
         return messages.Answer(request_id, missing=missing)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests without sending their last outputs."""
+        """Abort requests in the core. Their frontends get no further outputs for them."""
         self._core.abort_requests(request_ids)
         for request_id in request_ids:
             self._owners.pop(request_id, None)
@@ -180,7 +187,9 @@ class CoreLoop:
             for other in self._frontends - {frontend}:
                 self._send(other, messages.ForgetMedia())
         else:
-            raise InvariantError(f"there is no cache called {message.level!r}")
+            raise InvariantError(
+                f"there is no cache called {message.level!r}: use prefix, encoder or mm"
+            )
         self._send(frontend, messages.ResetDone(message.number))
 
     def _step(self) -> list[EngineCoreOutput]:
@@ -222,5 +231,8 @@ class CoreLoop:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            logger.warning("frontend %s is gone", frontend.decode(errors="replace"))
+            logger.warning(
+                "frontend %s can't be reached: its requests are aborted",
+                frontend.decode(errors="replace"),
+            )
             self._forget_frontend(frontend)

@@ -31,7 +31,11 @@ Frame = bytes | memoryview
 
 
 class Feature(msgspec.Struct, frozen=True, array_like=True):
-    """One media item of a request: a `MultiModalFeatureSpec` with a short form of its mask."""
+    """A compact form of `MultiModalFeatureSpec`: one media item of a request, without tensors.
+
+    `offset` and `length` give the item's positions in the prompt. `runs` is the mask of those
+    positions that get an embedding, as run lengths (see `as_runs`).
+    """
 
     modality: str
     mm_hash: str
@@ -41,7 +45,10 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
-    """One item with tensors that are sent as frames."""
+    """A media item with tensors that follow the message as `num_frames` raw frames.
+
+    `header` describes the tensors, so that they can be rebuilt from the frames.
+    """
 
     mm_hash: str
     header: bytes  # see `item_codec`
@@ -49,7 +56,11 @@ class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A new request: its media, and the changes of the core's half of the cache."""
+    """A message to the core that adds a request: its media items, and how to get their tensors.
+
+    `update` lists the items that the core's media cache must insert or evict. The request itself
+    follows as the next frame of the message.
+    """
 
     features: tuple[Feature, ...] = ()
     update: MirrorUpdate | None = None
@@ -58,23 +69,29 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a frontend, which makes it known to the core."""
+    """The first message of a frontend, by which the core learns its identity."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """An order to end requests, without further outputs."""
+    """A message to the core to end requests without sending further outputs for them."""
 
     request_ids: tuple[str, ...]
 
 
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
-    """Evictions of a frontend that sends no requests."""
+    """A message to the core that lists media items to evict from its cache.
+
+    A frontend sends it when it has no request that could carry the list.
+    """
 
     update: MirrorUpdate
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag=True):
-    """An order to empty a cache. The answer is a `ResetDone` with the same number."""
+    """A message to the core to empty a cache. The core answers with `ResetDone`.
+
+    `number` is chosen by the frontend, and the answer has the same one.
+    """
 
     number: int
     level: str  # "mm", "encoder" or "prefix"
@@ -84,7 +101,11 @@ ToCore = Hello | AddRequest | Abort | UpdateCache | ResetCache
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to an `AddRequest`. The request was taken if nothing is missing or refused."""
+    """The core's answer to an `AddRequest`: accepted, not accepted yet, or refused.
+
+    With `missing` the core lacks media items, and the request has to be sent again with them. With
+    `refusal` the request has failed. If both are `None`, the request was accepted.
+    """
 
     request_id: str
     missing: MissingItems | None = None
@@ -92,9 +113,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of a step, and answers to the requests that came before it.
+    """A message to a frontend: the outputs of a step, and answers to earlier `AddRequest`s.
 
-    Answers are read before outputs, because a request is accepted before it has outputs.
+    The frontend must handle the answers first, because a request is accepted before it has outputs.
     """
 
     answers: tuple[Answer, ...] = ()
@@ -102,15 +123,18 @@ class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the `ResetCache` with the same number."""
+    """A message to a frontend that the cache of its `ResetCache` is empty now.
+
+    `number` is that of the `ResetCache`.
+    """
 
     number: int
 
 
 class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
-    """A note that another frontend has reset the media cache.
+    """A message to a frontend that another frontend has reset the media cache.
 
-    Before, the core has emptied its own cache, or the one that all processes share.
+    The core has emptied its own media cache, or the one in shared memory, before it sends this.
     """
 
 
@@ -126,19 +150,26 @@ decode_from_core = _from_core_decoder.decode
 
 
 def encode_request(request: EngineCoreRequest) -> bytes:
-    """Encode a request without its features; raise a `RequestError` if no message can hold it."""
+    """Return a request as msgpack, without its media items, which `encode_transfer` encodes.
+
+    Raises a `RequestError` if the request has text or a number that msgpack can't hold.
+    """
     try:
         return _encoder.encode(replace(request, mm_features=()))
     except (UnicodeEncodeError, OverflowError) as error:
         raise RequestError(
-            "the request has half a character (a lone surrogate), or a number beyond 64 bits"
+            "the request can't be sent to the engine: it has half a character (a lone surrogate), "
+            "or a number beyond 64 bits"
         ) from error
 
 
 def encode_transfer(
     request: EngineCoreRequest, transfer: Transfer
 ) -> tuple[AddRequest, list[memoryview]]:
-    """Return the message of a request with its media, and the frames of its tensors."""
+    """Return the `AddRequest` message of a request, and its tensors as raw frames.
+
+    The frames are sent behind the message. Items in shared memory are sent as references.
+    """
     references: dict[str, ShmReference] = {}
     tensors: list[ItemTensors] = []
     frames: list[memoryview] = []
@@ -161,9 +192,10 @@ def encode_transfer(
 def decode_request(
     message: AddRequest, frame: Frame, tensor_frames: Sequence[memoryview]
 ) -> tuple[EngineCoreRequest, Transfer]:
-    """Return a request and its transfer, with tensors that are views of the frames.
+    """Rebuild a request and its media from the frames of an `AddRequest` message.
 
-    The frames must be writable.
+    `frame` is the encoded request. The tensors are views of `tensor_frames`, which must be
+    writable.
     """
     payloads: dict[str, Payload] = dict(message.references)
     start = 0

@@ -25,10 +25,11 @@ _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no requ
 
 
 class PayloadStore(Mapping[str, MultiModalKwargsItem]):
-    """The processed tensors of all requests that have not ended: mm_hash -> tensors.
+    """A mapping from `mm_hash` (the id of a media item) to the item's processed tensors.
 
-    The engine core owns it, and the worker reads it. The items of a request go through the core's
-    half of the processor cache, which also has items that a request need not send.
+    It has the media of all requests that have not ended. The engine core adds and releases items,
+    and the worker reads them. `receiver` is the core's side of the media cache, which also has
+    items that a frontend need not send again.
 
     Invariant: the tensors that are read for an item belong to a request that has not ended. Two
     requests may have received equal tensors in different memory; each holds its own.
@@ -50,9 +51,11 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         return len(self._items)
 
     def add(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
-        """Keep a request's items until `release`, or return those that have to be sent.
+        """Keep the tensors of a request's media items until `release`, and return `None`.
 
-        In the second case nothing is kept.
+        `transfer` has the media that was sent with the request. If the core lacks some of the
+        items, nothing is kept, and the items that the frontend has to send are returned. Raises an
+        `InvariantError` if the request was already added.
         """
         if request.request_id in self._hashes_of:
             raise InvariantError(f"payloads of request {request.request_id!r} were added twice")
@@ -66,7 +69,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         return None
 
     def release(self, request_id: str) -> None:
-        """Drop the items of a request, if it has any."""
+        """Drop the tensors of a request's media items. An unknown request id is ignored."""
         hashes = self._hashes_of.pop(request_id, ())
         for mm_hash in hashes:
             del self._items[mm_hash][request_id]
@@ -76,7 +79,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
 
 
 class EngineCore:
-    """A scheduler and a worker that compute requests step by step."""
+    """A scheduler and a worker that compute all requests together, one step after another."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, payloads: PayloadStore) -> None:
         self.scheduler = scheduler
@@ -89,13 +92,16 @@ class EngineCore:
         return self.scheduler.has_requests
 
     def add_request(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
-        """Accept a request with its media, return what has to be sent, or raise a `RequestError`.
+        """Accept a request together with its media, and return `None`.
 
-        The transfer is applied to the cache in all three cases.
+        If the core lacks media items, the request is not accepted, and the items that the frontend
+        has to send are returned. Raises a `RequestError` if the request can't be served. In every
+        case `transfer` is passed to the core's media cache, which must receive all transfers in
+        order.
         """
         if request.request_id in self.scheduler.requests:
             self.payloads.receiver.receive((), transfer)
-            raise RequestError(f"request id {request.request_id!r} is in use")
+            raise RequestError(f"request id {request.request_id!r} is in use: choose another one")
         try:
             missing = self.payloads.add(request, transfer)
             if missing is not None:
@@ -108,14 +114,21 @@ class EngineCore:
         return None
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests that are no longer wanted. Those that have ended already are ignored."""
+        """End requests that are no longer wanted, and return their last outputs.
+
+        Ids of unknown or ended requests are ignored.
+        """
         aborted = [self.scheduler.abort_request(request_id) for request_id in request_ids]
         outputs = [output for output in aborted if output is not None]
         self._forget_finished(outputs)
         return outputs
 
     def step(self) -> list[EngineCoreOutput]:
-        """Compute one step, and return the outputs of its requests."""
+        """Compute one step for the running requests, and return their new outputs.
+
+        If the worker fails, the requests of this step end with an error in their outputs. Raises an
+        `InvariantError` if no request could run for several steps.
+        """
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             raise InvariantError(
                 f"none of {len(self.scheduler.requests)} requests can be scheduled"
