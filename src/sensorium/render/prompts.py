@@ -29,7 +29,7 @@ _RENDERED_FIELDS = ("mm_hashes", "mm_placeholders", "mm_kwargs", "mm_layouts")
 
 
 class PromptOptions(TypedDict, total=False):
-    """The fields that any kind of prompt may have. Those that were not given are missing."""
+    """The optional fields that a prompt of any kind may have, without those not given."""
 
     mm_processor_kwargs: Mapping[str, Any]
     media_io_kwargs: Mapping[str, Any]
@@ -46,7 +46,11 @@ _OPTION_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedMedia:
-    """Media that was processed elsewhere, unchecked; `rendered_prompt` checks it later."""
+    """The media items of a prompt that was rendered elsewhere, before they are checked.
+
+    Each mapping goes from a modality to a list with one entry per media item. `rendered_prompt`
+    checks them.
+    """
 
     # modality -> one entry per item
     mm_hashes: Mapping[str, Any]
@@ -59,7 +63,7 @@ class RenderedMedia:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
-    """A prompt that was read: its text or its token ids, and its media."""
+    """A caller's prompt after its types were checked: text or token ids, media and options."""
 
     text: str | None = None
     token_ids: Sequence[int] = ()  # used if there is no text
@@ -74,9 +78,10 @@ class EnginePrompt:
 
 
 def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = None) -> EnginePrompt:
-    """Return a caller's prompt as a value, or raise a `RequestError` with the field's path.
+    """Check a caller's prompt, and return it as an `EnginePrompt`.
 
-    Token ids that can't fit into `max_model_len` are refused before they are looked at.
+    Raise a `RequestError` with the path of the field that is wrong. If there are too many token ids
+    for `max_model_len`, they are refused before each of them is checked.
     """
     if isinstance(prompt, EnginePrompt):
         return prompt
@@ -100,14 +105,17 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
 
 
 def read_options(fields: Mapping[str, Any]) -> PromptOptions:
-    """Return the given fields that a prompt of any kind may have."""
+    """Return the optional fields of a prompt that were given, with their types checked.
+
+    Raise a `RequestError` if a field has a wrong type.
+    """
     _check_types(fields, _OPTION_TYPES)
     given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
     return cast(PromptOptions, given)
 
 
 def _check_names(prompt: Mapping[str, Any]) -> None:
-    """Raise a `RequestError` unless the fields are known and go together."""
+    """Raise a `RequestError` unless the fields of a prompt are known and may be given together."""
     unknown = sorted(map(str, set(prompt) - (_TEXT_KEYS | _RENDERED_KEYS)))
     if unknown:
         hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
@@ -156,7 +164,11 @@ def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
 
 
 def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[MediaItem, ...]:
-    """Return the items of a prompt in the order of its modalities, each with its uuid."""
+    """Return the media items of a prompt, grouped by modality, each with its uuid if it has one.
+
+    Both arguments map a modality to one entry or to a list. Raise a `RequestError` if the numbers
+    of items and uuids differ.
+    """
     items: list[MediaItem] = []
     for key in {**data, **uuids}:
         modality = str(key)
@@ -182,10 +194,10 @@ def _read_uuids(modality: str, uuids: Any) -> list[str | None]:
 
 
 def _as_items(modality: str, media: Any) -> list[Any]:
-    """Return one item or several as a list.
+    """Return the media of one modality, which may be one item or several, as a list of items.
 
-    A list of frames is one video, and so is a pair with metadata. A pair of samples and their rate
-    is one sound.
+    A list of frames is one video, and so is a pair with metadata. A pair of audio samples and their
+    rate is one audio item.
     """
     if media is None:
         return []
@@ -197,7 +209,7 @@ def _as_items(modality: str, media: Any) -> list[Any]:
 
 
 def _is_frame(media: Any) -> bool:
-    """Return whether an item is one frame of a video: an array of 3 dimensions or a PIL image."""
+    """Return whether a value is one video frame: an array of 3 dimensions or a PIL image."""
     if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
         return False
     return bool(getattr(media, "ndim", 3) == 3)
@@ -211,7 +223,11 @@ def _read_rendered(prompt: Mapping[str, Any]) -> RenderedMedia | None:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A text, a mapping and a list of token ids are one prompt."""
+    """Return one prompt or several prompts as a list.
+
+    A text, a mapping and a list of token ids are one prompt each. Raise a `RequestError` for any
+    other type.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, np.ndarray | torch.Tensor):
@@ -228,7 +244,11 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def as_params(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """Return one `SamplingParams` for each of `count` prompts."""
+    """Return a list of `SamplingParams`, one for each of `count` prompts.
+
+    A single `SamplingParams` is used for all prompts, and `None` means the defaults. Raise a
+    `RequestError` if the number of entries is not `count`.
+    """
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):

@@ -36,7 +36,7 @@ MAX_HASH_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """An item of a rendered prompt, checked."""
+    """A media item of a prompt that came with token ids and placeholders, after it was checked."""
 
     path: FieldPath  # of its placeholder, for errors
     given_hash: str  # as the caller wrote it; caches use the name in `feature`
@@ -46,7 +46,10 @@ class RenderedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemReader:
-    """A reader of items that were processed elsewhere, for one model."""
+    """A reader that checks media items that were preprocessed elsewhere, for one model.
+
+    `specs` describe the tensors that the model's own processor makes.
+    """
 
     processor: MultiModalProcessor
     specs: ItemSpecs
@@ -54,9 +57,11 @@ class ItemReader:
     def read_item(
         self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
     ) -> ProcessedItem:
-        """Return an item that was processed elsewhere, or raise a `RequestError`.
+        """Return a media item that was preprocessed elsewhere, after checking it against the model.
 
-        `num_embeds` is the number of embeddings for which its placeholder has room.
+        `kwargs` are the item's tensors by name. `layout` is the text that stands for the item in a
+        prompt, or `None`. `num_embeds` is the number of embeddings for which the placeholder has
+        room, or `None` if that is not known. Raise a `RequestError` if any of them is wrong.
         """
         own_layout = _as_layout(layout)
         if own_layout is not None:
@@ -79,7 +84,11 @@ _Row = tuple[RenderedItem, list[Any]]  # an item without its tensors; its tensor
 def read_items(
     rendered: RenderedMedia, token_ids: Sequence[int], reader: ItemReader
 ) -> list[RenderedItem]:
-    """Return the items sorted by offset, or raise a `RequestError` with the path of a field."""
+    """Return the checked media items of a rendered prompt, sorted by their offset in the prompt.
+
+    `token_ids` are those of the prompt. Raise a `RequestError` with the path of the field that is
+    wrong.
+    """
     rows = sorted(_read_places(rendered, reader), key=lambda row: row[0].feature.mm_position.offset)
     _check_tokens([entry for entry, *_ in rows], token_ids, reader.processor)
     items: list[RenderedItem] = []
@@ -129,9 +138,10 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
-    """Return the items with their tensors, which may be sent with only one of equal items.
+    """Return the items, each with the tensors that were sent for its hash.
 
-    Raise a `RequestError` if one hash stands for different items.
+    If several items have the same hash, the tensors may be sent with only one of them. Raise a
+    `RequestError` if items with the same hash differ.
     """
     brought: dict[str, RenderedItem] = {}
     for entry in items:
@@ -224,7 +234,11 @@ def _is_count(value: object) -> bool:
 def _check_tokens(
     items: Sequence[RenderedItem], token_ids: Sequence[int], processor: MultiModalProcessor
 ) -> None:
-    """Raise a `RequestError` unless placeholder tokens and the items' placeholders agree."""
+    """Raise a `RequestError` unless the items' placeholders match the prompt's token ids.
+
+    Placeholders must lie within the prompt and must not overlap, and their embeddings must stand at
+    all placeholder tokens of the prompt and at no other tokens.
+    """
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
     previous_end = 0
     for entry in items:
@@ -265,7 +279,12 @@ def rename_items(
     bindings: UuidBindings,
     scope: UuidScope,
 ) -> list[RenderedItem]:
-    """Return the items under names of their own; each keeps its `given_hash`."""
+    """Return the items under new cache names, so that no client can replace another's items.
+
+    A name depends on the hash that the client sent, on the cache salt and on the tensors. For a
+    hash without tensors, these are the tensors that were first sent with it in this scope.
+    `given_hash` stays the hash that the client sent.
+    """
     digests: dict[int, str] = {}  # id of an item, which several entries may share -> its digest
     renamed = []
     for entry in entries:

@@ -18,7 +18,10 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools as they came, or raise a `RequestError` for the first that is wrong."""
+    """Check the tools of a request, and return them unchanged, or raise a `RequestError`.
+
+    Without tools, return an empty tuple.
+    """
     tools = tools or ()
     with at("tools"):
         if len(tools) > MAX_TOOLS:
@@ -35,7 +38,7 @@ def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
 
 
 def _check_tool(tool: object) -> str:
-    """Return the name of a tool's function, or raise a `RequestError`."""
+    """Check one tool, and return the name of its function, or raise a `RequestError`."""
     if not isinstance(tool, Mapping):
         raise RequestError("must be an object")
     if tool.get("type", "function") != "function":
@@ -76,9 +79,11 @@ def _check_parameters(parameters: object) -> None:
 def parse_tool_choice(
     choice: object, tools: Sequence[Mapping[str, Any]]
 ) -> str | Mapping[str, str]:
-    """Return the choice as `AnswerContext` has it, or raise a `RequestError`.
+    """Check a request's `tool_choice`, and return it in the form that `AnswerContext` has.
 
-    Without a choice tools may be called, if there are any.
+    This is "auto", "none", "required", or `{"name": …}` for one of the tools. Without a choice it
+    is "auto" if there are tools, and "none" otherwise. Raise a `RequestError` if the choice is
+    invalid.
     """
     if choice is None:
         return "auto" if tools else "none"

@@ -43,7 +43,7 @@ _MAX_CALLS = 64
 
 
 class PythonicCall(CallReader, tag="pythonic"):
-    """A reader of a list or a block of calls."""
+    """A reader of tool calls that are written in Python, as a list or in a `tool_code` block."""
 
     is_block: bool = False
     is_done: bool = False  # its calls were given out
@@ -98,7 +98,10 @@ class PythonicCall(CallReader, tag="pythonic"):
 
 
 def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
-    """Add the calls in this code, or return `False` if it has anything but calls of tools."""
+    """Parse Python code, add its tool calls to the buffer, and return whether that worked.
+
+    If the code has anything but calls of the request's tools, nothing is added.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
@@ -115,7 +118,10 @@ def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
 
 
 def _find_calls(module: ast.Module) -> Iterator[ast.Call]:
-    """Yield the calls in statements or in a list, with or without a `print` around them."""
+    """Yield the function calls in statements or in a list, without a `print` around them.
+
+    Raise a `ValueError` if the code has anything else.
+    """
     for statement in module.body:
         if not isinstance(statement, ast.Expr):
             raise ValueError("no call")
@@ -143,9 +149,9 @@ def _read_call(node: ast.Call, source: str) -> tuple[str, str]:
 
 
 def _get_value(node: ast.expr, source: str) -> Any:
-    """Return a value that is written as JSON or as a Python literal.
+    """Return the value of an argument that is written as JSON or as a Python literal.
 
-    JSON comes first, because Python reads some escapes in its strings differently.
+    JSON is tried first, because Python reads some escapes in strings differently.
     """
     segment = ast.get_source_segment(source, node) or ""
     try:
