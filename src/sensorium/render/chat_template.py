@@ -194,7 +194,8 @@ def find_template(
         own = own or named.get("default")
         if own is None:
             raise RequestError(
-                f"must name one of {', '.join(sorted(named))}", path=("chat_template",)
+                f"must name one of the model's templates: {', '.join(sorted(named))}",
+                path=("chat_template",),
             )
     if own is None:
         raise RequestError("this model has no chat template: give one as chat_template")
@@ -234,7 +235,7 @@ class MistralTemplate:
         if options.chat_template is not None or options.chat_template_kwargs:
             is_kwargs = options.chat_template is None
             raise RequestError(
-                "this model's tokenizer has its own format and takes no template",
+                "can't be given, because this model's tokenizer has its own chat format",
                 path=("chat_template_kwargs" if is_kwargs else "chat_template",),
             )
         if options.add_generation_prompt and messages[-1].role == "assistant":

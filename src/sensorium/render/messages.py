@@ -171,7 +171,7 @@ def parse_part(part: object) -> str | MediaItem:
         uuid = check_uuid(fields.get("uuid"))
     modality, item = _get_media(kind, fields)
     if item is None and uuid is None:
-        raise RequestError("has neither media nor a uuid")
+        raise RequestError("has neither media nor a uuid of cached media")
     return MediaItem(path=(), modality=modality, media=item, uuid=uuid)
 
 
@@ -250,7 +250,7 @@ def _make_file_url(path: str | os.PathLike[str]) -> str:
     try:
         return text if text.startswith("file:") else Path(text).absolute().as_uri()
     except UnicodeEncodeError as error:
-        raise RequestError("the path of media is not valid Unicode") from error
+        raise RequestError("the path of a media file is not valid Unicode") from error
 
 
 def _get_string(part: Mapping[str, Any], name: str) -> str:
@@ -281,9 +281,9 @@ class ChatOptions:
             raise RequestError("must be an object", path=_KWARGS)
         taken = sorted(_RESERVED.intersection(self.chat_template_kwargs))
         if taken:
-            raise RequestError(f"can't set {', '.join(taken)}", path=_KWARGS)
+            raise RequestError(f"can't set {', '.join(taken)} (reserved names)", path=_KWARGS)
         if not all(isinstance(name, str) for name in self.chat_template_kwargs):
-            raise RequestError("must have strings as names", path=_KWARGS)
+            raise RequestError("must have strings as names of variables", path=_KWARGS)
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
                 "needs add_generation_prompt=False: either the last message goes on, or a new "
@@ -304,7 +304,9 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
     if chat_template is None:
         return None
     if not isinstance(chat_template, str | os.PathLike) or not os.fspath(chat_template):
-        raise RequestError("must be a template, its file or its name", path=_TEMPLATE)
+        raise RequestError(
+            "must be the text of a template, the path of its file or its name", path=_TEMPLATE
+        )
     text = os.fspath(chat_template)
     if isinstance(chat_template, str) and any(character in text for character in "{}\n"):
         return text

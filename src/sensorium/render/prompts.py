@@ -127,11 +127,11 @@ def _check_names(prompt: Mapping[str, Any]) -> None:
     others = sorted(given & (_TEXT_KEYS - _RENDERED_KEYS))
     if rendered and others:
         raise RequestError(
-            f"prompt field(s) {', '.join(others)} can't stand beside {', '.join(rendered)}: these "
-            "belong to a rendered prompt, of prompt_token_ids"
+            f"prompt field(s) {', '.join(others)} can't be used with {', '.join(rendered)}, which "
+            "belong to a prompt that is already rendered to prompt_token_ids"
         )
     if rendered and "mm_hashes" not in given:
-        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes")
+        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes beside them")
 
 
 def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
@@ -149,7 +149,9 @@ def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
 def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
     ids = token_ids.tolist() if isinstance(token_ids, np.ndarray | torch.Tensor) else token_ids
     if not isinstance(ids, list | tuple):
-        raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
+        raise RequestError(
+            f"a prompt must be text, token ids or a mapping, not {type(ids).__name__}"
+        )
     if max_model_len is not None:
         check_length(len(ids), max_model_len)
     if set(map(type, ids)) == {int} and min(ids) >= 0:  # a hundred times faster than the loop
@@ -158,7 +160,7 @@ def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or token_id < 0:
             raise RequestError(
-                f"token ids are integers >= 0, not {token_id!r}", path=("prompt_token_ids",)
+                f"token ids must be integers >= 0, not {token_id!r}", path=("prompt_token_ids",)
             )
     return [int(token_id) for token_id in ids]
 
@@ -178,7 +180,8 @@ def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[Medi
         names = names or [None] * len(media)
         if len(names) != len(media):
             raise RequestError(
-                f"{len(names)} uuids for {len(media)} items", path=("multi_modal_uuids", modality)
+                f"has {len(names)} uuids for {len(media)} media items",
+                path=("multi_modal_uuids", modality),
             )
         for index, (entry, name) in enumerate(zip(media, names, strict=True)):
             path = ("multi_modal_data", modality, index)
@@ -234,7 +237,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
+            "prompts must be text, token ids, mappings or a list of them, not "
+            f"{type(prompts).__name__}"
         )
     if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -254,10 +258,12 @@ def as_params(
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence):
-        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
+        raise RequestError(f"sampling params must be SamplingParams, not {type(params).__name__}")
     for entry in params:
         if not isinstance(entry, SamplingParams):
-            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
+            raise RequestError(
+                f"sampling params must be SamplingParams, not {type(entry).__name__}"
+            )
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+        raise RequestError(f"{len(params)} sampling params for {count} prompts: give one each")
     return list(params)

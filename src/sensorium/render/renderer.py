@@ -104,8 +104,8 @@ class ChatRenderer:
             found = self._pattern.search(text)
             if found is not None:
                 raise RequestError(
-                    f"holds {found.group()!r}, which stands for media in this model's prompts: "
-                    "media goes into parts of its own",
+                    f"contains {found.group()!r}, which stands for media in this model's prompts: "
+                    "remove it, and send media as content parts",
                     path,
                 )
 
@@ -115,8 +115,8 @@ class ChatRenderer:
             num_markers, num_items = found.count(marker), len(media.get(modality, ()))
             if num_markers != num_items:
                 raise RequestError(
-                    f"the chat template wrote {num_markers} {marker!r} for {num_items} "
-                    f"{modality} item(s)"
+                    f"the chat template wrote the media marker {marker!r} {num_markers} times, but "
+                    f"the conversation has {num_items} {modality} item(s)"
                 )
 
 

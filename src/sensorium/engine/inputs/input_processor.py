@@ -292,10 +292,7 @@ class InputProcessor:
         self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
-        """Release the handles of a request's media items, so that the cache may evict the items.
-
-        Call it exactly once for each processed request.
-        """
+        """Release a request's media items, exactly once, so that the cache may evict them."""
         pipeline = self._get_pipeline(skip_mm_cache=processed.is_readonly)
         pipeline.release(processed.items)
 
@@ -408,7 +405,7 @@ class InputProcessor:
                     rows = zip(hashes, items, layouts, strict=True)
                     stored[modality] = [self._inject(modality, *row) for row in rows]
         except Exception:  # a failure of this cache must not stop a frontend
-            logger.warning("media could not be put into the processor cache", exc_info=True)
+            logger.warning("media items could not be put into the processor cache", exc_info=True)
         return stored
 
     def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
@@ -426,7 +423,7 @@ class InputProcessor:
             self.pipeline.cache.release([handle])
             return handle.reference or handle.kwargs or item.kwargs
         except Exception:  # a single bad item must not stop the others
-            logger.warning("an item could not be put into the processor cache", exc_info=True)
+            logger.warning("a media item could not be put into the processor cache", exc_info=True)
             return None
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -482,19 +479,20 @@ def _take_items(
         )
         if handle.modality != entry.feature.modality:
             raise RequestError(
-                f"this hash stands for media of another kind ({handle.modality})", entry.path
+                f"its hash belongs to cached media of another kind ({handle.modality})", entry.path
             )
         num_embeds = entry.feature.mm_position.get_num_embeds()
         if handle.layout is not None and handle.layout.num_embeds != num_embeds:
             raise RequestError(
-                f"this hash stands for media of {handle.layout.num_embeds} embeddings, but the "
-                f"placeholder has room for {num_embeds}",
+                f"its hash belongs to cached media of {handle.layout.num_embeds} embeddings, but "
+                f"the placeholder has room for {num_embeds}",
                 entry.path,
             )
     if missing:
         first = ", ".join(list(missing)[:_MAX_LISTED])
         more = ", …" if len(missing) > _MAX_LISTED else ""
         raise MissingMediaError(
-            f"{len(missing)} item(s) that were left out are not cached: {first}{more}",
+            f"{len(missing)} media item(s) came without tensors and are not in the cache, so send "
+            f"their tensors too: {first}{more}",
             tuple(missing),
         )

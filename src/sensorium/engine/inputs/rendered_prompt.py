@@ -112,7 +112,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
     for name, entries in given.items():
         stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
-            raise RequestError(f"has {', '.join(stray)}, which mm_hashes lacks", path=(name,))
+            raise RequestError(f"has {', '.join(stray)}, which is not in mm_hashes", path=(name,))
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {str(modality)[:50]}")
@@ -151,7 +151,7 @@ def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
         if not _is_alike(entry, other):
             _, modality, index = other.path
             raise RequestError(
-                f"it has the same hash as {modality} {index}, but differs from it", entry.path
+                f"has the same hash as {modality} {index}, but differs from that item", entry.path
             )
     return [replace(entry, item=brought[entry.feature.mm_hash].item) for entry in items]
 
@@ -180,14 +180,14 @@ def _as_column(
         raise RequestError(f"must be a list, not {type(values).__name__}", path=(name, modality))
     if count is not None and len(values) != count:
         raise RequestError(
-            f"has {len(values)} entries for {count} mm_hashes", path=(name, modality)
+            f"has {len(values)} entries, but mm_hashes has {count}", path=(name, modality)
         )
     return values
 
 
 def _check_hash(mm_hash: object) -> str:
     if not _is_unicode(mm_hash) or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:  # type: ignore[arg-type]
-        raise RequestError(f"a hash is a text of 1 to {MAX_HASH_LENGTH} characters")
+        raise RequestError(f"a hash must be a text of 1 to {MAX_HASH_LENGTH} characters")
     return str(mm_hash)
 
 
@@ -201,29 +201,31 @@ def _as_layout(layout: object) -> ItemLayout | None:
     if isinstance(layout, ItemLayout):
         layout = asdict(layout)
     if not isinstance(layout, Mapping) or set(layout) != {"text", "token_id", "num_embeds"}:
-        raise RequestError("a layout has text, token_id and num_embeds")
+        raise RequestError("a layout must have exactly the fields text, token_id and num_embeds")
     text, token_id, num_embeds = layout["text"], layout["token_id"], layout["num_embeds"]
     if not _is_unicode(text) or not _is_count(token_id) or not _is_count(num_embeds):
-        raise RequestError("a layout's text is text, its token_id and num_embeds are integers >= 0")
+        raise RequestError(
+            "a layout's text must be text, and its token_id and num_embeds must be integers >= 0"
+        )
     return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
 
 
 def _as_range(placeholder: Any) -> PlaceholderRange:
     if isinstance(placeholder, PlaceholderRange):
         if not _is_count(placeholder.offset) or not _is_count(placeholder.length):
-            raise RequestError("a placeholder's offset and length are integers >= 0")
+            raise RequestError("a placeholder's offset and length must be integers >= 0")
         return placeholder
     if not isinstance(placeholder, Mapping) or not {"offset", "length"} <= set(placeholder):
-        raise RequestError("a placeholder has offset, length and is_embed")
+        raise RequestError("a placeholder must have offset and length, and may have is_embed")
     offset, length = placeholder["offset"], placeholder["length"]
     mask = placeholder.get("is_embed")
     if not _is_count(offset) or not _is_count(length):
-        raise RequestError("a placeholder's offset and length are integers >= 0")
+        raise RequestError("a placeholder's offset and length must be integers >= 0")
     if isinstance(mask, np.ndarray | torch.Tensor):
         mask = mask.tolist()
     is_mask = isinstance(mask, list | tuple) and all(type(entry) is bool for entry in mask)
     if mask is not None and not is_mask:
-        raise RequestError("a placeholder's is_embed is a list of true and false, or nothing")
+        raise RequestError("a placeholder's is_embed must be a list of true and false, or left out")
     return PlaceholderRange(offset, length, None if mask is None else tuple(map(bool, mask)))
 
 
@@ -245,29 +247,29 @@ def _check_tokens(
         position = entry.feature.mm_position
         if position.offset < previous_end:
             raise RequestError(
-                f"it begins at {position.offset}, where the item before it has not ended "
-                f"({previous_end}): placeholders must not overlap",
+                f"begins at token {position.offset}, but the item before it ends at "
+                f"{previous_end}: placeholders must not overlap",
                 entry.path,
             )
         previous_end = position.end
         if position.end > len(token_ids):
             raise RequestError(
-                f"it ends at {position.end}, beyond the prompt's {len(token_ids)} tokens",
+                f"ends at token {position.end}, but the prompt has {len(token_ids)} tokens",
                 entry.path,
             )
         own_ids = processor.get_token_ids(entry.feature.modality)
         for start, end in position.extract_embeds_range():
             if not set(token_ids[start:end]) <= set(own_ids):
                 raise RequestError(
-                    f"it has embeddings at {start} to {end}, where the prompt has other tokens "
-                    "than its placeholder",
+                    f"has embeddings at tokens {start} to {end} (exclusive), but not all of them "
+                    "are placeholder tokens of its modality in prompt_token_ids",
                     entry.path,
                 )
     every_id = {i for modality in processor.modalities for i in processor.get_token_ids(modality)}
     found = sum(token_id in every_id for token_id in token_ids)
     if found != expected:
         raise RequestError(
-            f"the prompt has {found} placeholder tokens, but mm_placeholders cover {expected}",
+            f"has {found} placeholder tokens, but mm_placeholders cover {expected}",
             path=("prompt",),
         )
 

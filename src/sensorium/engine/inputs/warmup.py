@@ -42,7 +42,7 @@ def warm_up(renderer: Renderer) -> None:
     except ModelError:
         raise
     except Exception:  # a server must not depend on its warm-up
-        logger.warning("Warmup failed", exc_info=True)
+        logger.warning("Warmup failed, so the first requests may be slow", exc_info=True)
 
 
 def _warm_up_template(renderer: Renderer) -> bool:
@@ -82,7 +82,7 @@ class _PromptWarmup:
             self._perceive("Multi-modal", skip_mm_cache=False)
             self._perceive("Readonly multi-modal", skip_mm_cache=True)
             loader = self._inputs.pipeline.loader
-            _try(loader.prepare, "Warmup for media from elsewhere failed")
+            _try(loader.prepare, "Warmup of the fetcher for media URLs failed")
 
     def _warm_up_text(self) -> None:
         try:
@@ -92,7 +92,7 @@ class _PromptWarmup:
             try:
                 self._render({"prompt": _WORDS})
             except Exception as error:  # a tokenizer may raise anything
-                raise ModelError(f"no prompt of text can be prepared: {error}") from error
+                raise ModelError(f"not even a prompt of text can be prepared: {error}") from error
 
     def _perceive(self, name: str, *, skip_mm_cache: bool) -> None:
         started = time.monotonic()

@@ -91,7 +91,7 @@ class AnswerFormat:
             return StructuredOutputsParams(grammar=lark.write())
         except RequestError as error:
             raise RequestError(
-                f"too large for a call to be demanded: {error.message}", path=("tools",)
+                f"are too large for a required tool call: {error.message}", path=("tools",)
             ) from error
 
     def make_constraint_after_reasoning(
@@ -149,7 +149,7 @@ def make_answer_format(
     calls = _find_format(formats.CALL_FORMATS, tool_call_parser, vocabulary, template)
     reasoning = _find_format(formats.REASONING_FORMATS, reasoning_parser, vocabulary, template)
     names = [formats.NONE if found is None else found.name for found in (calls, reasoning)]
-    logger.info("answers are read as: tool calls %s, reasoning %s", *names)
+    logger.info("formats of answers: tool calls %s, reasoning %s", *names)
     if calls is not None and calls.choose_variant is not None:
         calls = calls.choose_variant(vocabulary, template)
     return AnswerFormat(

@@ -256,10 +256,10 @@ def read_state(
         if read.call is not None and calls is not None:
             read.call = msgspec.convert(read.call, calls.reader)
     except msgspec.ValidationError as error:
-        raise RequestError(f"state is not the state of a reader: {error}") from error
+        raise RequestError(f"must be a state that this server has returned: {error}") from error
     is_call = read.section == "call"
     if is_call != (read.call is not None) or (is_call and calls is None):
-        raise RequestError("state is the state of a reader for another format")
+        raise RequestError("is the state of an answer in another format of reasoning or tool calls")
     if read.section == "reasoning" and reasoning is None:
-        raise RequestError("state is the state of a reader for another format")
+        raise RequestError("is the state of an answer in another format of reasoning or tool calls")
     return read

@@ -30,7 +30,7 @@ def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
         for index, name in enumerate(map_at(_check_tool, tools)):
             if name in seen:
                 raise RequestError(
-                    f"{name!r} is the name of tools[{seen[name]}] too",
+                    f"{name!r} is already the name of tools[{seen[name]}]",
                     path=(index, "function", "name"),
                 )
             seen[name] = index
@@ -42,7 +42,7 @@ def _check_tool(tool: object) -> str:
     if not isinstance(tool, Mapping):
         raise RequestError("must be an object")
     if tool.get("type", "function") != "function":
-        raise RequestError("must be function", path=("type",))
+        raise RequestError('must be "function"', path=("type",))
     function = tool.get("function")
     with at("function"):
         if not isinstance(function, Mapping):
@@ -67,7 +67,7 @@ def _check_parameters(parameters: object) -> None:
     if not isinstance(parameters, Mapping):
         raise RequestError("must be an object: a JSON schema")
     if parameters.get("type", "object") != "object":
-        raise RequestError("must be object: arguments have names", path=("type",))
+        raise RequestError('must be "object", because arguments have names', path=("type",))
     if not isinstance(parameters.get("properties"), Mapping | None):
         raise RequestError("must be an object", path=("properties",))
     required = parameters.get("required")
@@ -93,7 +93,7 @@ def parse_tool_choice(
         if not isinstance(choice, str) or choice not in CHOICES:
             raise RequestError(f"must be one of {', '.join(CHOICES)}, or an object")
         if choice == "required" and not tools:
-            raise RequestError("a call is required, but there are no tools")
+            raise RequestError("requires a tool call, but the request has no tools")
         return choice
 
 
@@ -101,12 +101,12 @@ def _parse_named_choice(
     choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, str]:
     if choice.get("type", "function") != "function":
-        raise RequestError("must be function", path=("type",))
+        raise RequestError('must be "function"', path=("type",))
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     with at("function", "name"):
         if not isinstance(name, str):
             raise RequestError("must be a string")
         if all(tool["function"]["name"] != name for tool in tools):
-            raise RequestError(f"{name[:128]!r} is none of the tools")
+            raise RequestError(f"{name[:128]!r} is not the name of any of the tools")
     return {"name": name}

@@ -67,7 +67,9 @@ class Gemma4Call(CallReader, tag="gemma4"):
 
     def __post_init__(self) -> None:
         if self.place in ("key", "value", "text", "string", "after") and not self.nesting:
-            raise ValueError("no bracket is open")
+            raise ValueError(
+                "the state of a tool call inside its arguments must have an open bracket"
+            )
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
         return _STEPS[self.place](self, character, buffer)
@@ -383,7 +385,7 @@ def _get_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _resolve(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of a JSON schema that a `$ref` names, or `True` (any value) if it has none."""
+    """Return the schema that a `$ref` names, or `True` (any value) if there is none."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -124,15 +124,15 @@ def _find_calls(module: ast.Module) -> Iterator[ast.Call]:
     """
     for statement in module.body:
         if not isinstance(statement, ast.Expr):
-            raise ValueError("no call")
+            raise ValueError("the code must have nothing but calls")
         value = statement.value
         for node in value.elts if isinstance(value, ast.List) else (value,):
             if not isinstance(node, ast.Call):
-                raise ValueError("no call")
+                raise ValueError("the code must have nothing but calls")
             is_printed = isinstance(node.func, ast.Name) and node.func.id == "print"
             inner = node.args[0] if is_printed and len(node.args) == 1 else node
             if not isinstance(inner, ast.Call):
-                raise ValueError("no call")
+                raise ValueError("the code must have nothing but calls")
             yield inner
 
 
@@ -168,13 +168,13 @@ def _get_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _get_literal(key) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("no JSON")
+            raise ValueError("the keys of a JSON object must be strings")
         return dict(zip(keys, map(_get_literal, node.values), strict=True))
     return ast.literal_eval(node)
 
 
 def _refuse(value: object) -> Any:
-    raise ValueError(f"no JSON: {type(value).__name__}")
+    raise ValueError(f"JSON has no {type(value).__name__}")
 
 
 def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
@@ -182,7 +182,10 @@ def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
         if not all(map(_is_name, name.split("."))):
-            raise RequestError("is not a name in Python", path=("tools", index, "function", "name"))
+            raise RequestError(
+                "must be a Python identifier, because this model calls tools in Python",
+                path=("tools", index, "function", "name"),
+            )
         arguments = _write_keywords(lark, tool, index)
         head = lark.write_text(f"{name}(")
         calls.append(lark.add(f"call_{index}", f'{head} {arguments} ")"'))
@@ -203,7 +206,8 @@ def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
     for key, schema in (parameters.get("properties") or {}).items():
         if not _is_name(key):
             raise RequestError(
-                f"has {key[:100]!r}, which is not a name in Python",
+                f"has {key[:100]!r}, but this model calls tools in Python, so that names of "
+                "parameters must be Python identifiers",
                 path=("tools", index, "function", "parameters"),
             )
         schema = {**schema, **shared} if isinstance(schema, Mapping) else schema
