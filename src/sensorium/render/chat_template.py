@@ -6,7 +6,7 @@ Templates are the model's code and run in Transformers' sandbox. They see roles,
 calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
 
 Tokenizers of mistral-common (Voxtral) render conversations directly to tokens, without any text in
-between. A sound becomes one marker token, which is expanded later like those of any prompt of
+between. An audio item becomes one marker token, which is expanded later like those of any prompt of
 tokens.
 """
 

@@ -47,7 +47,10 @@ Content = str | tuple[str | MediaItem, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message of a conversation after it was checked."""
+    """A message of a conversation after it was checked.
+
+    `fields` are its other fields that a chat template may read, such as tool calls.
+    """
 
     role: str
     content: Content | None  # `None` if an assistant only called tools
@@ -262,7 +265,7 @@ def _get_string(part: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The options for rendering one conversation, with the names of vLLM and Transformers.
+    """The options for rendering one conversation, named as in vLLM and Transformers.
 
     Raise a `RequestError` if an option has a wrong value or contradicts another one.
     """

@@ -29,7 +29,7 @@ _RENDERED_FIELDS = ("mm_hashes", "mm_placeholders", "mm_kwargs", "mm_layouts")
 
 
 class PromptOptions(TypedDict, total=False):
-    """The optional fields that a prompt of any kind may have, without those not given."""
+    """The optional fields of a prompt of any kind; a field that was not given is missing."""
 
     mm_processor_kwargs: Mapping[str, Any]
     media_io_kwargs: Mapping[str, Any]
@@ -46,10 +46,10 @@ _OPTION_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedMedia:
-    """The media items of a prompt that was rendered elsewhere, before they are checked.
+    """The media items of a prompt that another process has rendered to token ids, not checked yet.
 
-    Each mapping goes from a modality to a list with one entry per media item. `rendered_prompt`
-    checks them.
+    Each mapping goes from a modality to a list with one entry per media item.
+    `engine.inputs.rendered_prompt` checks them.
     """
 
     # modality -> one entry per item

@@ -24,7 +24,7 @@ _MAX_TEMPLATES = 16  # bounded, because each request may have a template of its 
 
 
 class ChatRenderer:
-    """A converter of conversations into prompts for one model, with the chat templates used last.
+    """A converter of conversations into prompts for one model, with a cache of chat templates.
 
     Several threads may use it at once.
     """
@@ -121,7 +121,7 @@ class ChatRenderer:
 
 
 def _find_texts(messages: Sequence[Message]) -> Iterator[tuple[FieldPath, str]]:
-    """Yield each text in the contents of messages, with the path of its field before it."""
+    """Yield the field path and the text of each piece of text in the messages."""
     for index, message in enumerate(messages):
         path = ("messages", index, "content")
         if isinstance(message.content, str):

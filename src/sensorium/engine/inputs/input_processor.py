@@ -62,7 +62,7 @@ class ProcessedRequest:
 class ProcessKwargs(TypedDict, total=False):
     """The keyword options of `InputProcessor.process` and `InputProcessor.process_pausing`.
 
-    They give a sampling seed, choose whether the cache that the core mirrors is used and whether
+    They give a sampling seed, choose whether the engine core's media cache is used and whether
     tensors are needed, and allow the work to be cancelled.
     """
 
@@ -199,7 +199,7 @@ class InputProcessor:
         params: SamplingParams,
         **options: Unpack[ProcessKwargs],
     ) -> ProcessedRequest:
-        """Return the core request for a prompt, and block this thread while its media is fetched.
+        """Turn a prompt into a request for the engine core, and block while its media is fetched.
 
         The arguments and errors are those of `process_pausing`.
         """
@@ -216,9 +216,9 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[ProcessedRequest]:
-        """Make the core request for a prompt, as a generator that pauses while media is fetched.
+        """Turn a prompt into a request for the engine core, and pause while its media is fetched.
 
-        The generator yields each future that it has to wait for, and returns the request with
+        This generator yields each future that it has to wait for, and returns the request with
         handles of its media items. Raise a `RequestError` with the path of the field that is wrong.
         `ProcessKwargs` explains the options. With `skip_mm_cache` and without `needs_tensors` the
         prompt is not run, only its tokens are counted. Its text may then be as long as several
@@ -292,7 +292,7 @@ class InputProcessor:
         self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
-        """Release a request's media items, exactly once, so that the cache may evict them."""
+        """Release the handles in a processed request, once, so that its media may be evicted."""
         pipeline = self._get_pipeline(skip_mm_cache=processed.is_readonly)
         pipeline.release(processed.items)
 

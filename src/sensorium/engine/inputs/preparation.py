@@ -62,7 +62,7 @@ class Preparation:
         skip_mm_cache: bool = False,
         needs_tensors: bool = True,
     ) -> Prepared:
-        """Return the core request for a prompt or a conversation, made in a thread.
+        """Turn a prompt or a conversation into a request for the engine core, in a thread.
 
         Raise a `RequestError` with the path of the field that is wrong, or a `StoppingError` if the
         server is stopping. If this coroutine is cancelled, the work is cancelled as soon as
@@ -109,11 +109,12 @@ class Preparation:
         *,
         drop: Callable[[T], None],
     ) -> tuple[T, float]:
-        """Run work in a thread pool, but hold no thread while the work pauses (`utils.pausing`).
+        """Run work in a thread pool, but hold no thread while the work pauses.
 
-        Return the result of the work, and how many seconds it waited for a free thread. If the
-        caller is cancelled or the server stops, `cancelled` is completed, and `drop` is called with
-        a result that comes too late.
+        The work is a generator that yields each future for which it pauses. Return the result of
+        the work, and how many seconds it waited for a free thread. If the caller is cancelled or
+        the server stops, `cancelled` is completed, and `drop` is called with a result that comes
+        too late.
         """
         wait_s = 0.0
         while True:
@@ -185,10 +186,10 @@ _Step = tuple[float, Future[Any] | _Finished[T]]
 
 
 def _advance(work: Pausing[T]) -> _Step[T]:
-    """Run pausing work in this thread up to its next pause or its end.
+    """Run work, a generator that yields futures to wait for, up to its next pause or its end.
 
-    Return the monotonic time at which it began here, and either its result (as `_Finished`) or the
-    future for which it pauses.
+    Return the monotonic time at which it began in this thread, and either its result (as
+    `_Finished`) or the future for which it pauses.
     """
     began = time.monotonic()
     try:

@@ -36,7 +36,7 @@ MAX_HASH_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """A media item of a prompt that came with token ids and placeholders, after it was checked."""
+    """A checked media item of a rendered prompt, which came as token ids with placeholders."""
 
     path: FieldPath  # of its placeholder, for errors
     given_hash: str  # as the caller wrote it; caches use the name in `feature`
@@ -46,7 +46,7 @@ class RenderedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemReader:
-    """A reader that checks media items that were preprocessed elsewhere, for one model.
+    """A reader that checks media items that another process has preprocessed, for one model.
 
     `specs` describe the tensors that the model's own processor makes.
     """
@@ -57,11 +57,12 @@ class ItemReader:
     def read_item(
         self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
     ) -> ProcessedItem:
-        """Return a media item that was preprocessed elsewhere, after checking it against the model.
+        """Return a media item that another process has preprocessed, after checking it.
 
         `kwargs` are the item's tensors by name. `layout` is the text that stands for the item in a
         prompt, or `None`. `num_embeds` is the number of embeddings for which the placeholder has
-        room, or `None` if that is not known. Raise a `RequestError` if any of them is wrong.
+        room, or `None` if that is not known. Raise a `RequestError` if any of them does not fit the
+        model.
         """
         own_layout = _as_layout(layout)
         if own_layout is not None:
@@ -86,8 +87,8 @@ def read_items(
 ) -> list[RenderedItem]:
     """Return the checked media items of a rendered prompt, sorted by their offset in the prompt.
 
-    `token_ids` are those of the prompt. Raise a `RequestError` with the path of the field that is
-    wrong.
+    A rendered prompt comes as token ids, with media that another process has preprocessed. Raise a
+    `RequestError` with the path of the field that is wrong.
     """
     rows = sorted(_read_places(rendered, reader), key=lambda row: row[0].feature.mm_position.offset)
     _check_tokens([entry for entry, *_ in rows], token_ids, reader.processor)

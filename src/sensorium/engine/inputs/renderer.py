@@ -87,7 +87,10 @@ def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request that is ready to be started, and the seconds that each stage before it took."""
+    """A request that is ready to be started, and how long its preparation took.
+
+    `stages` maps the name of each stage to seconds.
+    """
 
     processed: ProcessedRequest
     stages: ItemTimes  # "render", "perceive" and, in a server, "wait_thread"
@@ -113,9 +116,9 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Prepared:
-        """Return the core request for a prompt or conversation, and wait here for its media.
+        """Turn a prompt or conversation into a request for the engine core, and wait for its media.
 
-        The arguments and errors are those of `render_pausing`.
+        This blocks the thread. The arguments and errors are those of `render_pausing`.
         """
         return run_through(self.render_pausing(prompt, params, request_id=request_id, **options))
 
@@ -127,9 +130,9 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
-        """Make the core request for a prompt or conversation, as a generator that pauses for media.
+        """Turn a prompt or conversation into a request for the engine core, and pause for its media.
 
-        The generator yields each future that it has to wait for, and returns the request.
+        This generator yields each future that it has to wait for, and returns the request.
         `ProcessKwargs` explains the options. Raise a `RequestError` with the path of the field that
         is wrong.
         """

@@ -111,7 +111,7 @@ class ParallelSampling:
         return ready
 
     def drop(self, child_ids: Iterable[str]) -> None:
-        """Drop the completions that wait for any of these, and release their media items.
+        """Drop the completions that wait for these first ones, and release their media items.
 
         `child_ids` are ids in the core. Those that no completion waits for are ignored.
         """

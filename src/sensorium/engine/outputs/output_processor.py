@@ -78,8 +78,8 @@ class OutputProcessor:
     ) -> None:
         """Record how a request's media was prepared, and when the request was sent to the core.
 
-        `stages` maps the stages of the preparation to seconds. `sent` is a monotonic time in
-        seconds.
+        `mm_items` has a report for each media item. `stages` maps the stages of the preparation to
+        seconds. `sent` is a monotonic time in seconds.
         """
         state = self._states[request_id]
         state.mm_items, state.stages, state.sent = mm_items, stages, sent
@@ -242,11 +242,16 @@ class OutputProcessor:
 def _make_error(last: EngineCoreOutput) -> RequestError | None:
     """Return the error with which a request has failed, or `None` if it has not failed.
 
-    An error of another class becomes a `RequestError` with the same text.
+    `last` is the core's last output for the request. An error of another class becomes a
+    `RequestError` with the same text.
     """
     if last.finish_reason is not FinishReason.ERROR:
         return None
-    error = RequestError("the request failed") if last.error is None else last.error.make_error()
+    error = (
+        RequestError("the engine failed to run the request, and gave no reason")
+        if last.error is None
+        else last.error.make_error()
+    )
     return error if isinstance(error, RequestError) else RequestError(str(error))
 
 
@@ -255,8 +260,9 @@ def place_reports(
 ) -> tuple[MediaItemReport, ...]:
     """Return the reports of media items, each with its index and its end in the prompt.
 
-    The end is exclusive, in tokens. The reports are grouped by modality, while the features are in
-    the order of the prompt. Within a modality the order is the same.
+    The end is in tokens, and exclusive. The reports are grouped by modality. The features, which
+    are the same media items, are in the order of the prompt. Within a modality both have the same
+    order.
     """
     places: defaultdict[str, list[int]] = defaultdict(list)
     for mm_index, feature in enumerate(features):

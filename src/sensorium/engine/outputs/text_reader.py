@@ -298,9 +298,9 @@ def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
     """Return the stop string that ends first in the new characters, and the index where it begins.
 
-    The last `num_new_characters` of `text` are new. If several stop strings end at the same place,
-    the longest one is returned, so that the result does not depend on how tokens divide the text.
-    Return `None` if no stop string ends there.
+    The last `num_new_characters` of `text` are new. Return `None` if no stop string ends in them.
+    If several stop strings end at the same place, the longest one is returned, so that the result
+    does not depend on how tokens divide the text.
     """
     found = []
     for candidate in stop:

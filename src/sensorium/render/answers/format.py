@@ -41,7 +41,10 @@ class AnswerFormat:
 
     @cached_property
     def kept_special_token_ids(self) -> tuple[int, ...]:
-        """The ids of special tokens that the text of an answer must keep, because they are tags."""
+        """The ids of special tokens that must stay in the text, because they mark reasoning or calls.
+
+        Other special tokens are left out of an answer's text.
+        """
         tags = () if self.reasoning is None else self.reasoning.special_tokens
         wanted = (*(self.calls or hermes.CALLS).special_tokens, *tags)
         special = self.vocabulary.special_tokens

@@ -54,7 +54,7 @@ class Lark:
         return " ".join(filter(None, (self.write_text(found), self.write_text(tag[len(found) :]))))
 
     def add_until(self, prefix: str, end: str) -> str:
-        """Add a rule for any text up to and including the first `end`, and return its name."""
+        """Add a rule for any text up to the first `end`, which is included, and return its name."""
         if end in self._special_tokens:
             return self.add_new(prefix, f"/(.|\\n)*/ {self.write_text(end)}")
         pattern = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" for c in end)

@@ -29,7 +29,10 @@ _MAX_CALLS = 2**20
 
 
 class ReaderState(Struct, kw_only=True):
-    """The state of an `AnswerReader` between two pieces of text."""
+    """The state of an `AnswerReader` between two pieces of text.
+
+    It is all that another reader needs to continue.
+    """
 
     section: Literal["reasoning", "content", "call"] = "content"
     space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""  # whitespace that is held back

@@ -102,12 +102,15 @@ class CallReader(Struct):
         raise NotImplementedError
 
     def count_plain(self, text: str, start: int) -> int:  # noqa: ARG002
-        """Return how many characters from `start` on are arguments that need no conversion."""
+        """Return how many characters from `start` on can be copied to the arguments unchanged."""
         return 0
 
     @property
     def rest(self) -> str:
-        """The text that is held back, which becomes content if the tool call ends here."""
+        """The text that was read but not added to the buffer yet.
+
+        It becomes content if the tool call ends here.
+        """
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
-"""The calls and the reasoning of Gemma 4.
+"""Reads and constrains the tool calls and the reasoning of Gemma 4.
 
 A call is `<|tool_call>call:name{key:<|"|>text<|"|>,n:3}<tool_call|>`: keys are bare, texts stand
-between two tokens that can't be escaped, and the rest is as in JSON. The arguments are given out as
+between two tokens that can't be escaped, and the rest is as in JSON. The arguments are returned as
 JSON while they are read; brackets that don't match are corrected.
 """
 
@@ -150,7 +150,10 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.ON
 
     def _step_string(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character of a string in JSON's quotes, which some models write instead."""
+        """Read one character of a string in double quotes, as in JSON.
+
+        Some models write such strings instead of a text between `<|"|>` tokens.
+        """
         buffer.add_arguments(json.dumps(character)[1:-1] if character < " " else character)
         if character == '"' and not self.is_escaped:
             self.place = "after"

@@ -1,4 +1,4 @@
-"""The calls of Hermes, Qwen and many others: a JSON object between two tags."""
+"""The tool calls of Hermes, Qwen and many others: a JSON object between two tags."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls in Python: `[name(key=value), …]` at the start of an answer, or a `tool_code` block.
+"""Tool calls in Python: `[name(key=value), …]` at the start of an answer, or a `tool_code` block.
 
-This is what prompts for Gemma 3 ask for. Calls are given out when the block has ended, because only
-then it is certain that it has nothing but calls.
+This is what prompts for Gemma 3 ask for. Tool calls are returned only when the block has ended,
+because only then it is certain that it has nothing but calls.
 """
 
 from __future__ import annotations
