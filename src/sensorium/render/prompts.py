@@ -199,8 +199,8 @@ def _read_uuids(modality: str, uuids: Any) -> list[str | None]:
 def _as_items(modality: str, media: Any) -> list[Any]:
     """Return the media of one modality, which may be one item or several, as a list of items.
 
-    A list of frames is one video, and so is a pair with metadata. A pair of audio samples and their
-    rate is one audio item.
+    A list of frames is one video, and so is a pair of frames and metadata. A pair of audio samples
+    and their rate is one audio item.
     """
     if media is None:
         return []

@@ -116,7 +116,7 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Prepared:
-        """Turn a prompt or conversation into a request for the engine core, and wait for its media.
+        """Turn a prompt or conversation into a request for the engine core, and wait for media.
 
         This blocks the thread. The arguments and errors are those of `render_pausing`.
         """
@@ -130,7 +130,7 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
-        """Turn a prompt or conversation into a request for the engine core, and pause for its media.
+        """Turn a prompt or conversation into a request for the engine core, and pause for media.
 
         This generator yields each future that it has to wait for, and returns the request.
         `ProcessKwargs` explains the options. Raise a `RequestError` with the path of the field that

@@ -32,7 +32,11 @@ class AnswerDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerContext(Struct, frozen=True, kw_only=True):
-    """The parts of a request that change how the model's answer is split into its parts."""
+    """The fields of a request that change how its answer is read.
+
+    They have the tools and how the model may call them, and whether reasoning is separated from the
+    content.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form, checked
     # "auto", "none", "required", or `{"name": …}` for one of the tools.

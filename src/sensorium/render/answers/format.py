@@ -41,7 +41,7 @@ class AnswerFormat:
 
     @cached_property
     def kept_special_token_ids(self) -> tuple[int, ...]:
-        """The ids of special tokens that must stay in the text, because they mark reasoning or calls.
+        """The ids of special tokens that must stay in the text, because they mark its parts.
 
         Other special tokens are left out of an answer's text.
         """

@@ -117,9 +117,10 @@ class AnswerReader:
         return self._buffer.take()
 
     def _take_plain_run(self, text: str, start: int) -> int:
-        """Add the characters from `start` on that can't be part of a tag, and return their number.
+        """Add the characters from `start` on that belong to no tag, and return their number.
 
-        These are copied as they are, which is faster than reading them one by one.
+        They are copied as they are, which is faster than reading them one by one. If the first
+        character may belong to a tag, nothing is added and 0 is returned.
         """
         state = self._state
         call: CallReader | None = state.call
