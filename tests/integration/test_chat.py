@@ -91,7 +91,7 @@ def test_voxtrals_tokenizer_makes_the_tokens_itself(tiny_model: TinyModel) -> No
     assert list(output.prompt_token_ids) == expected["input_ids"][0].tolist()
     with pytest.raises(RequestError, match="the tokenizer refuses this conversation"):
         llm.chat([{"role": "system", "content": "be"}, *messages], PARAMS, use_tqdm=False)
-    with pytest.raises(RequestError, match="has its own format"):
+    with pytest.raises(RequestError, match="tokenizer has its own chat format"):
         llm.chat(messages, PARAMS, chat_template=NO_TEXT, use_tqdm=False)
     with pytest.raises(RequestError, match="the last message is the assistant's"):
         llm.chat(messages[:-1], PARAMS, use_tqdm=False)

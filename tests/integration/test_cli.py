@@ -147,7 +147,7 @@ def test_a_conversation_remembers_what_was_said_and_shown(
     answers.append(get_text(llm, [{"role": "user", "content": "hello"}], params))
     assert shown.out == "".join(f"{answer}\n" for answer in answers)
     assert "sensorium: /nowhere.png can't be read: No such file or directory" in shown.err
-    assert "holds '<image>'" in shown.err
+    assert "contains '<image>'" in shown.err
     assert shown.err.count("/reset; /quit") == 2
     assert re.search(r"[1-9]\d* of them from the prefix cache", shown.err)  # in the second round
 

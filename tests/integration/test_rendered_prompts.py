@@ -62,11 +62,11 @@ def drop_fields(*names: str) -> Change:
 BAD: dict[str, tuple[Change, str]] = {
     "a layout object of other types": (
         set_images("mm_layouts", ItemLayout(text=3, token_id="x", num_embeds=1), None),  # type: ignore[arg-type]
-        "a layout's text is text",
+        "a layout's text must be text",
     ),
     "a layout whose text is not Unicode": (
         set_images("mm_layouts", {"text": "\ud800", "token_id": 1, "num_embeds": 1}, None),
-        "a layout's text is text",
+        "a layout's text must be text",
     ),
     "a placeholder object of fractions": (
         set_first("mm_placeholders", PlaceholderRange(0.0, 16.0)),  # type: ignore[arg-type]
@@ -80,16 +80,19 @@ BAD: dict[str, tuple[Change, str]] = {
     "too few hashes": (set_images("mm_hashes", "a"), "mm_placeholders.image: has 2 entries"),
     "a number for a hash": (
         set_images("mm_hashes", "a", 7),
-        r"mm_hashes.image\[1\]: a hash is a text",
+        r"mm_hashes.image\[1\]: a hash must be a text",
     ),
-    "an empty hash": (set_images("mm_hashes", "", "b"), r"mm_hashes.image\[0\]: a hash is a text"),
+    "an empty hash": (
+        set_images("mm_hashes", "", "b"),
+        r"mm_hashes.image\[0\]: a hash must be a text",
+    ),
     "a long hash": (
         set_images("mm_hashes", "a" * 129, "b"),
-        r"mm_hashes.image\[0\]: a hash is a text",
+        r"mm_hashes.image\[0\]: a hash must be a text",
     ),
     "another modality": (
         lambda prompt, _: {**prompt, "mm_hashes": {"audio": ["a", "b"]}},
-        "mm_placeholders: has image, which mm_hashes lacks",
+        "mm_placeholders: has image, which is not in mm_hashes",
     ),
     "an unknown modality": (
         lambda prompt, _: {
@@ -105,7 +108,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "too few kwargs": (set_images("mm_kwargs", None), "mm_kwargs.image: has 1 entries"),
     "stray kwargs": (
         lambda prompt, _: {**prompt, "mm_kwargs": {**prompt["mm_kwargs"], "audio": [None]}},
-        "mm_kwargs: has audio, which mm_hashes lacks",
+        "mm_kwargs: has audio, which is not in mm_hashes",
     ),
     "an item that is no mapping": (
         set_first("mm_kwargs", 3),
@@ -126,15 +129,15 @@ BAD: dict[str, tuple[Change, str]] = {
     "too few layouts": (set_images("mm_layouts", None), "mm_layouts.image: has 1 entries"),
     "a bad layout": (
         set_images("mm_layouts", {"text": "x"}, None),
-        r"mm_kwargs.image\[0\]: a layout has",
+        r"mm_kwargs.image\[0\]: a layout must have",
     ),
     "no place": (
         set_first("mm_placeholders", None),
-        r"mm_placeholders.image\[0\]: a placeholder has",
+        r"mm_placeholders.image\[0\]: a placeholder must have",
     ),
     "no length": (
         set_first("mm_placeholders", {"offset": 0}),
-        r"mm_placeholders.image\[0\]: a placeholder has",
+        r"mm_placeholders.image\[0\]: a placeholder must have",
     ),
     "a place before the prompt": (set_first("mm_placeholders", at(-1, SIZE)), "integers >= 0"),
     "a fraction": (set_first("mm_placeholders", at(0.5, SIZE)), "integers >= 0"),
@@ -142,11 +145,11 @@ BAD: dict[str, tuple[Change, str]] = {
     "a text": (set_first("mm_placeholders", at("0", SIZE)), "integers >= 0"),
     "a place beyond the prompt": (
         set_first("mm_placeholders", at(10**9, SIZE)),
-        r"image\[0\]: it ends",
+        r"image\[0\]: ends at token",
     ),
     "a length beyond the prompt": (
         set_first("mm_placeholders", at(0, 10**12)),
-        r"image\[0\]: it ends",
+        r"image\[0\]: ends at token",
     ),
     "a mask of another length": (
         set_first("mm_placeholders", at(0, SIZE, is_embed=[True] * 3)),
@@ -175,15 +178,18 @@ BAD: dict[str, tuple[Change, str]] = {
             **prompt,
             "mm_placeholders": {"image": [at(0, SIZE), PlaceholderRange(SIZE + 2, SIZE)]},
         },
-        r"image\[1\]: it has embeddings at 18 to 34, where the prompt has other tokens",
+        r"image\[1\]: has embeddings at tokens 18 to 34 \(exclusive\), but not all of them are",
     ),
     "placeholders that belong to nobody": (
         change_tokens(lambda tokens: [*tokens, tokens[0]]),
         "33 placeholder tokens, but mm_placeholders cover 32",
     ),
-    "fewer placeholders": (change_tokens(lambda tokens: tokens[1:]), "other tokens"),
-    "no tokens": (change_tokens(lambda _: []), r"image\[0\]: it ends"),
-    "negative tokens": (change_tokens(lambda tokens: [-1, *tokens[1:]]), "token ids are integers"),
+    "fewer placeholders": (change_tokens(lambda tokens: tokens[1:]), "not all of them are"),
+    "no tokens": (change_tokens(lambda _: []), r"image\[0\]: ends at token"),
+    "negative tokens": (
+        change_tokens(lambda tokens: [-1, *tokens[1:]]),
+        "token ids must be integers",
+    ),
     "text instead of tokens": (
         lambda prompt, _: {**drop_fields("prompt_token_ids")(prompt, _), "prompt": "<image> hello"},
         "prompt_token_ids",

@@ -77,7 +77,7 @@ def ask(client: OpenAI, messages: list[Any] | None = None, **options: Any) -> An
 
 
 def test_formats_are_found_in_the_template(server: ServerProcess) -> None:
-    assert "answers are read as: tool calls hermes, reasoning qwen3" in server.output
+    assert "formats of answers: tool calls hermes, reasoning qwen3" in server.output
 
 
 def test_the_model_sees_tools_calls_and_results(client: OpenAI, tokenizer: Any) -> None:

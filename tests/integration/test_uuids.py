@@ -225,7 +225,7 @@ def test_of_two_uploads_under_one_uuid_one_wins(
         ([""], "1 to 128 characters"),
         (["x" * 129], "1 to 128 characters"),
         ([7], "1 to 128 characters"),
-        (["a", "b"], "2 uuids for 1 items"),
+        (["a", "b"], "2 uuids for 1 media items"),
     ],
     ids=["empty", "long", "number", "two"],
 )

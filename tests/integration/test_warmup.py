@@ -236,7 +236,7 @@ def test_a_model_whose_text_can_not_be_prepared_is_refused(
 
     monkeypatch.setattr(placeholders, "tokenize", fail)
     with (
-        pytest.raises(ModelError, match="no prompt of text can be prepared: no words"),
+        pytest.raises(ModelError, match="not even a prompt of text can be prepared: no words"),
         build(tiny_model("llava")),
     ):
         pass

@@ -126,9 +126,9 @@ def test_a_split_bidirectional_span_is_seen(reference_of: ReferenceOf, family: s
 def test_causal_image_tokens_are_seen(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
-    batch: Any = llm.core.runner._input_batch  # type: ignore[attr-defined]
-    assert batch.bidirectional_modalities
-    batch.bidirectional_modalities = frozenset()
+    runner: Any = llm.core.runner
+    assert runner._input_batch.bidirectional_modalities
+    runner._input_batch = replace(runner._input_batch, bidirectional_modalities=frozenset())
     assert run(llm, reference.expected)
 
 
@@ -136,12 +136,12 @@ def test_spans_seen_by_layers_without_a_window_are_seen(reference_of: ReferenceO
     """Gemma 4 has them in its other layers only. Text far from a picture would not tell."""
     reference = reference_of("gemma4")
     llm = make_llm(reference.directory)
-    batch: Any = llm.core.runner._input_batch  # type: ignore[attr-defined]
-    assert batch.has_causal_full_layers
+    runner: Any = llm.core.runner
+    assert runner._input_batch.has_causal_full_layers
     params = replace(GREEDY, max_tokens=1, prompt_logprobs=1)
     prompt = reference.expected[1].prompt
     right = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
-    batch.has_causal_full_layers = False
+    runner._input_batch = replace(runner._input_batch, has_causal_full_layers=False)
     llm.core.scheduler.kv_cache.clear_cache()
     wrong = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
     assert right != wrong

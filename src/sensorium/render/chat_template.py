@@ -6,7 +6,7 @@ Templates are the model's code and run in Transformers' sandbox. They see roles,
 calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
 
 Tokenizers of mistral-common (Voxtral) render conversations directly to tokens, without any text in
-between. A sound becomes one marker token, which is expanded later like those of any prompt of
+between. An audio item becomes one marker token, which is expanded later like those of any prompt of
 tokens.
 """
 
@@ -35,7 +35,11 @@ _Form = str | _Part
 
 
 class ChatTemplate:
-    """One template, and what was found out about it. Safe to use from several threads."""
+    """A chat template, and which forms of message content it was found to accept.
+
+    `markers` maps each modality to the text that stands for a media item in a prompt. Several
+    threads may use a template at once.
+    """
 
     def __init__(
         self, source: str, *, markers: Mapping[str, str], special_tokens: Mapping[str, str]
@@ -48,7 +52,11 @@ class ChatTemplate:
         self._answers: dict[tuple[str, _Form], bool] = {}
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """Return the text of a conversation; a modality's n-th marker stands for its n-th item."""
+        """Return the text of a conversation, in which a marker stands for each media item.
+
+        The n-th marker of a modality stands for its n-th item. Raise a `RequestError` if the
+        template fails.
+        """
         chat = [self._make_entry(message) for message in messages]
         try:
             return self._render(
@@ -63,7 +71,10 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses this conversation: {reason}") from error
 
     def learn(self, modalities: Sequence[str]) -> None:
-        """Find out which forms the template takes: text of every role, and media of users."""
+        """Find out in advance which forms of message content the template accepts.
+
+        These are text of every role, and media items of these modalities in messages of users.
+        """
         for role in _ROLES:
             for form in ("string", "text"):
                 self._takes(role, form)
@@ -105,9 +116,9 @@ class ChatTemplate:
         return {"type": "text", "text": self._markers[part.modality]}
 
     def _join(self, content: Content) -> str:
-        """Return the parts as one string, for templates that take no parts.
+        """Return content parts as one string, for templates that accept only strings.
 
-        As vLLM does it, but in the order of the parts.
+        Media items become markers. Unlike in vLLM, the parts keep their order.
         """
         if isinstance(content, str):
             return content
@@ -116,10 +127,10 @@ class ChatTemplate:
         )
 
     def _takes(self, role: str, form: _Form) -> bool:
-        """Return whether the template renders content in this form correctly.
+        """Return whether the template renders content in this form correctly for a role.
 
-        The form is a string, a list with a part of text, or the same with the placeholder of an
-        item before it.
+        The form is "string", "text" (a list with a part of text), or the fields of a media part (a
+        list with that part before a part of text). Results are cached.
         """
         key = role, form
         if key not in self._answers:
@@ -150,7 +161,7 @@ class ChatTemplate:
 
 
 def _make_placeholders(modality: str) -> tuple[_Part, ...]:
-    """Return the forms of a media part that templates expect.
+    """Return the shapes of a media part that chat templates expect, each as pairs of key and value.
 
     These are the type alone, the type with a key of the same name, and OpenAI's type.
     """
@@ -162,9 +173,11 @@ def _make_placeholders(modality: str) -> tuple[_Part, ...]:
 def find_template(
     processor: Any, tokenizer: Any, options: ChatOptions, modalities: Collection[str]
 ) -> str:
-    """Return the caller's template, or else the processor's, or else the tokenizer's.
+    """Return the text of the chat template for a conversation with media of these modalities.
 
-    `modalities` are those of the conversation.
+    It is the caller's template (as text, or by its name among the model's), or else the
+    processor's, or else the tokenizer's. Raise a `RequestError` if there is none, or if the caller
+    has to name one of several.
     """
     own = tokenizer.chat_template if processor is None else processor.chat_template
     if own is None:
@@ -181,7 +194,8 @@ def find_template(
         own = own or named.get("default")
         if own is None:
             raise RequestError(
-                f"must name one of {', '.join(sorted(named))}", path=("chat_template",)
+                f"must name one of the model's templates: {', '.join(sorted(named))}",
+                path=("chat_template",),
             )
     if own is None:
         raise RequestError("this model has no chat template: give one as chat_template")
@@ -189,7 +203,7 @@ def find_template(
 
 
 def get_template_text(processor: Any, tokenizer: Any) -> str:
-    """Return the text of all templates that the model has; empty if it has none."""
+    """Return the text of all chat templates that the model has, or an empty text if it has none."""
     texts: list[str] = []
     for owner in (processor, tokenizer):
         own = None if owner is None else owner.chat_template
@@ -198,7 +212,11 @@ def get_template_text(processor: Any, tokenizer: Any) -> str:
 
 
 class MistralTemplate:
-    """A template for a tokenizer of mistral-common. Transformers' wrapper is not changed."""
+    """A renderer of conversations for tokenizers of mistral-common, which have no chat template.
+
+    Such a tokenizer turns messages directly into token ids. The given tokenizer is copied, not
+    changed.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.copy(tokenizer.tokenizer)
@@ -208,13 +226,16 @@ class MistralTemplate:
         self._tokenizer.instruct_tokenizer = instruct
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> list[int]:
-        """Return the tokens of a conversation, with one marker for each sound."""
+        """Return the token ids of a conversation, with one marker token for each audio item.
+
+        Raise a `RequestError` if the tokenizer refuses the conversation, or if a template is given.
+        """
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
         if options.chat_template is not None or options.chat_template_kwargs:
             is_kwargs = options.chat_template is None
             raise RequestError(
-                "this model's tokenizer has its own format and takes no template",
+                "can't be given, because this model's tokenizer has its own chat format",
                 path=("chat_template_kwargs" if is_kwargs else "chat_template",),
             )
         if options.add_generation_prompt and messages[-1].role == "assistant":
@@ -236,7 +257,10 @@ class MistralTemplate:
 
 
 class _MarkerEncoder:
-    """An encoder that writes one marker per sound, in place of one that decodes the sound."""
+    """A replacement for mistral-common's audio encoder that writes one marker per audio item.
+
+    The original would decode the audio and write a token for each of its embeddings.
+    """
 
     def __init__(self, encoder: Any) -> None:
         from mistral_common.tokens.tokenizers.audio import Audio, AudioEncoding

@@ -47,7 +47,10 @@ Content = str | tuple[str | MediaItem, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message that was checked."""
+    """A message of a conversation after it was checked.
+
+    `fields` are its other fields that a chat template may read, such as tool calls.
+    """
 
     role: str
     content: Content | None  # `None` if an assistant only called tools
@@ -55,7 +58,10 @@ class Message:
 
 
 def parse_messages(messages: object) -> tuple[Message, ...]:
-    """Return the messages of a conversation, or raise a `RequestError` with a field's path."""
+    """Check the messages of a conversation, and return them as `Message` objects.
+
+    Raise a `RequestError` with the path of the field that is wrong.
+    """
     with at("messages"):
         return tuple(map_at(_parse_message, _check_list(messages, may_be_empty=False)))
 
@@ -107,7 +113,10 @@ def _parse_fields(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_tool_call(entry: object) -> dict[str, Any]:
-    """Return a call with its arguments as an object: templates write them as JSON themselves."""
+    """Return a tool call of a message, with its arguments parsed from JSON into an object.
+
+    Chat templates write the arguments as JSON themselves.
+    """
     call = _check_object(entry)
     with at("function"):
         function = _check_object(call.get("function"))
@@ -131,7 +140,10 @@ def _parse_arguments(arguments: object) -> Mapping[str, Any]:
 
 
 def get_media(messages: Sequence[Message]) -> dict[str, list[MediaItem]]:
-    """Return the media of a conversation: modality -> items in their order, with their paths."""
+    """Return the media items of a conversation by modality, each with the path of its content part.
+
+    The items of a modality are in the order of the conversation.
+    """
     media: dict[str, list[MediaItem]] = {}
     for index, message in enumerate(messages):
         parts = () if isinstance(message.content, str) else message.content or ()
@@ -143,10 +155,10 @@ def get_media(messages: Sequence[Message]) -> dict[str, list[MediaItem]]:
 
 
 def parse_part(part: object) -> str | MediaItem:
-    """Return the text or the media of a part, or raise a `RequestError` with the field's path.
+    """Return the text or the media item of a content part of a message.
 
-    The item's own path is left empty, because the part's position is unknown here. `get_media`
-    fills it in.
+    Raise a `RequestError` with the path of the field that is wrong. The item's own path is left
+    empty, because the part's position is not known here; `get_media` fills it in.
     """
     if isinstance(part, str):
         return part
@@ -162,7 +174,7 @@ def parse_part(part: object) -> str | MediaItem:
         uuid = check_uuid(fields.get("uuid"))
     modality, item = _get_media(kind, fields)
     if item is None and uuid is None:
-        raise RequestError("has neither media nor a uuid")
+        raise RequestError("has neither media nor a uuid of cached media")
     return MediaItem(path=(), modality=modality, media=item, uuid=uuid)
 
 
@@ -187,7 +199,7 @@ def _get_media(kind: str, part: Mapping[str, Any]) -> tuple[str, object]:
 
 
 def _get_url(value: object) -> str | None:
-    """Return the URL of OpenAI's object with a `url`, or of a plain string."""
+    """Return the URL in a string or in OpenAI's object with a `url`, or `None` if there is none."""
     if value is None or isinstance(value, str):
         return value or None
     if not isinstance(value, Mapping):
@@ -206,7 +218,7 @@ def _get_input_audio(value: object) -> bytes | str | None:
 
 
 def _get_embeds(value: object) -> PrecomputedEmbeds | None:
-    """Return embeddings that were given as a tensor, or as base64 for `decode_embeds`."""
+    """Return precomputed embeddings that were given as a tensor or as base64 text."""
     if value is None or isinstance(value, PrecomputedEmbeds):
         return value
     if not isinstance(value, str | torch.Tensor):
@@ -217,7 +229,7 @@ def _get_embeds(value: object) -> PrecomputedEmbeds | None:
 
 
 def _decode(part: Mapping[str, Any], name: str) -> bytes | str:
-    """Return the encoded bytes in a field, or its text if that is a URL already."""
+    """Return the bytes of a field with base64 text, or the text itself if it is a `data:` URL."""
     text = _get_string(part, name)
     with at(name):
         return text if text.startswith("data:") else _decode_base64(text)
@@ -233,12 +245,15 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _make_file_url(path: str | os.PathLike[str]) -> str:
-    """Return the `file:` URL of a path. Whether it may be read is checked when it is fetched."""
+    """Return the `file:` URL of a path.
+
+    Whether the server may read the file is checked later, when it is fetched.
+    """
     text = os.fspath(path)
     try:
         return text if text.startswith("file:") else Path(text).absolute().as_uri()
     except UnicodeEncodeError as error:
-        raise RequestError("the path of media is not valid Unicode") from error
+        raise RequestError("the path of a media file is not valid Unicode") from error
 
 
 def _get_string(part: Mapping[str, Any], name: str) -> str:
@@ -250,7 +265,10 @@ def _get_string(part: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The options for rendering one conversation, with the names of vLLM and Transformers."""
+    """The options for rendering one conversation, named as in vLLM and Transformers.
+
+    Raise a `RequestError` if an option has a wrong value or contradicts another one.
+    """
 
     # The text of a template, or the name of one of the model's; never a file.
     chat_template: str | None = None
@@ -266,9 +284,9 @@ class ChatOptions:
             raise RequestError("must be an object", path=_KWARGS)
         taken = sorted(_RESERVED.intersection(self.chat_template_kwargs))
         if taken:
-            raise RequestError(f"can't set {', '.join(taken)}", path=_KWARGS)
+            raise RequestError(f"can't set {', '.join(taken)} (reserved names)", path=_KWARGS)
         if not all(isinstance(name, str) for name in self.chat_template_kwargs):
-            raise RequestError("must have strings as names", path=_KWARGS)
+            raise RequestError("must have strings as names of variables", path=_KWARGS)
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
                 "needs add_generation_prompt=False: either the last message goes on, or a new "
@@ -281,14 +299,17 @@ class ChatOptions:
 
 
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
-    """Return a template that was given as text, as the path of a file or by its name.
+    """Return the text of a chat template, or the name of one of the model's templates.
 
-    Only for callers who may read this machine's files.
+    The argument is that text, that name, or the path of a file to read. Use this only for callers
+    who may read this machine's files. Raise a `RequestError` if the file can't be read.
     """
     if chat_template is None:
         return None
     if not isinstance(chat_template, str | os.PathLike) or not os.fspath(chat_template):
-        raise RequestError("must be a template, its file or its name", path=_TEMPLATE)
+        raise RequestError(
+            "must be the text of a template, the path of its file or its name", path=_TEMPLATE
+        )
     text = os.fspath(chat_template)
     if isinstance(chat_template, str) and any(character in text for character in "{}\n"):
         return text

@@ -29,7 +29,7 @@ _RENDERED_FIELDS = ("mm_hashes", "mm_placeholders", "mm_kwargs", "mm_layouts")
 
 
 class PromptOptions(TypedDict, total=False):
-    """The fields that any kind of prompt may have. Those that were not given are missing."""
+    """The optional fields of a prompt of any kind; a field that was not given is missing."""
 
     mm_processor_kwargs: Mapping[str, Any]
     media_io_kwargs: Mapping[str, Any]
@@ -46,7 +46,11 @@ _OPTION_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedMedia:
-    """Media that was processed elsewhere, unchecked; `rendered_prompt` checks it later."""
+    """The media items of a prompt that another process has rendered to token ids, not checked yet.
+
+    Each mapping goes from a modality to a list with one entry per media item.
+    `engine.inputs.rendered_prompt` checks them.
+    """
 
     # modality -> one entry per item
     mm_hashes: Mapping[str, Any]
@@ -59,7 +63,7 @@ class RenderedMedia:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
-    """A prompt that was read: its text or its token ids, and its media."""
+    """A caller's prompt after its types were checked: text or token ids, media and options."""
 
     text: str | None = None
     token_ids: Sequence[int] = ()  # used if there is no text
@@ -74,9 +78,10 @@ class EnginePrompt:
 
 
 def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = None) -> EnginePrompt:
-    """Return a caller's prompt as a value, or raise a `RequestError` with the field's path.
+    """Check a caller's prompt, and return it as an `EnginePrompt`.
 
-    Token ids that can't fit into `max_model_len` are refused before they are looked at.
+    Raise a `RequestError` with the path of the field that is wrong. If there are too many token ids
+    for `max_model_len`, they are refused before each of them is checked.
     """
     if isinstance(prompt, EnginePrompt):
         return prompt
@@ -100,14 +105,17 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
 
 
 def read_options(fields: Mapping[str, Any]) -> PromptOptions:
-    """Return the given fields that a prompt of any kind may have."""
+    """Return the optional fields of a prompt that were given, with their types checked.
+
+    Raise a `RequestError` if a field has a wrong type.
+    """
     _check_types(fields, _OPTION_TYPES)
     given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
     return cast(PromptOptions, given)
 
 
 def _check_names(prompt: Mapping[str, Any]) -> None:
-    """Raise a `RequestError` unless the fields are known and go together."""
+    """Raise a `RequestError` unless the fields of a prompt are known and may be given together."""
     unknown = sorted(map(str, set(prompt) - (_TEXT_KEYS | _RENDERED_KEYS)))
     if unknown:
         hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
@@ -119,11 +127,11 @@ def _check_names(prompt: Mapping[str, Any]) -> None:
     others = sorted(given & (_TEXT_KEYS - _RENDERED_KEYS))
     if rendered and others:
         raise RequestError(
-            f"prompt field(s) {', '.join(others)} can't stand beside {', '.join(rendered)}: these "
-            "belong to a rendered prompt, of prompt_token_ids"
+            f"prompt field(s) {', '.join(others)} can't be used with {', '.join(rendered)}, which "
+            "belong to a prompt that is already rendered to prompt_token_ids"
         )
     if rendered and "mm_hashes" not in given:
-        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes")
+        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes beside them")
 
 
 def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
@@ -141,7 +149,9 @@ def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
 def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
     ids = token_ids.tolist() if isinstance(token_ids, np.ndarray | torch.Tensor) else token_ids
     if not isinstance(ids, list | tuple):
-        raise RequestError(f"a prompt is text, token ids or a mapping, not {type(ids).__name__}")
+        raise RequestError(
+            f"a prompt must be text, token ids or a mapping, not {type(ids).__name__}"
+        )
     if max_model_len is not None:
         check_length(len(ids), max_model_len)
     if set(map(type, ids)) == {int} and min(ids) >= 0:  # a hundred times faster than the loop
@@ -150,13 +160,17 @@ def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
         is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
         if not is_integer or token_id < 0:
             raise RequestError(
-                f"token ids are integers >= 0, not {token_id!r}", path=("prompt_token_ids",)
+                f"token ids must be integers >= 0, not {token_id!r}", path=("prompt_token_ids",)
             )
     return [int(token_id) for token_id in ids]
 
 
 def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[MediaItem, ...]:
-    """Return the items of a prompt in the order of its modalities, each with its uuid."""
+    """Return the media items of a prompt, grouped by modality, each with its uuid if it has one.
+
+    Both arguments map a modality to one entry or to a list. Raise a `RequestError` if the numbers
+    of items and uuids differ.
+    """
     items: list[MediaItem] = []
     for key in {**data, **uuids}:
         modality = str(key)
@@ -166,7 +180,8 @@ def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[Medi
         names = names or [None] * len(media)
         if len(names) != len(media):
             raise RequestError(
-                f"{len(names)} uuids for {len(media)} items", path=("multi_modal_uuids", modality)
+                f"has {len(names)} uuids for {len(media)} media items",
+                path=("multi_modal_uuids", modality),
             )
         for index, (entry, name) in enumerate(zip(media, names, strict=True)):
             path = ("multi_modal_data", modality, index)
@@ -182,10 +197,10 @@ def _read_uuids(modality: str, uuids: Any) -> list[str | None]:
 
 
 def _as_items(modality: str, media: Any) -> list[Any]:
-    """Return one item or several as a list.
+    """Return the media of one modality, which may be one item or several, as a list of items.
 
-    A list of frames is one video, and so is a pair with metadata. A pair of samples and their rate
-    is one sound.
+    A list of frames is one video, and so is a pair of frames and metadata. A pair of audio samples
+    and their rate is one audio item.
     """
     if media is None:
         return []
@@ -197,7 +212,7 @@ def _as_items(modality: str, media: Any) -> list[Any]:
 
 
 def _is_frame(media: Any) -> bool:
-    """Return whether an item is one frame of a video: an array of 3 dimensions or a PIL image."""
+    """Return whether a value is one video frame: an array of 3 dimensions or a PIL image."""
     if media is None or isinstance(media, str | bytes | bytearray | memoryview | list | tuple):
         return False
     return bool(getattr(media, "ndim", 3) == 3)
@@ -211,14 +226,19 @@ def _read_rendered(prompt: Mapping[str, Any]) -> RenderedMedia | None:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A text, a mapping and a list of token ids are one prompt."""
+    """Return one prompt or several prompts as a list.
+
+    A text, a mapping and a list of token ids are one prompt each. Raise a `RequestError` for any
+    other type.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, np.ndarray | torch.Tensor):
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts are text, token ids, mappings or a list of them, not {type(prompts).__name__}"
+            "prompts must be text, token ids, mappings or a list of them, not "
+            f"{type(prompts).__name__}"
         )
     if len(prompts) > 0 and all(isinstance(entry, Integral) for entry in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -228,16 +248,22 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def as_params(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """Return one `SamplingParams` for each of `count` prompts."""
+    """Return a list of `SamplingParams`, one for each of `count` prompts.
+
+    A single `SamplingParams` is used for all prompts, and `None` means the defaults. Raise a
+    `RequestError` if the number of entries is not `count`.
+    """
     if params is None:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence):
-        raise RequestError(f"sampling params are SamplingParams, not {type(params).__name__}")
+        raise RequestError(f"sampling params must be SamplingParams, not {type(params).__name__}")
     for entry in params:
         if not isinstance(entry, SamplingParams):
-            raise RequestError(f"sampling params are SamplingParams, not {type(entry).__name__}")
+            raise RequestError(
+                f"sampling params must be SamplingParams, not {type(entry).__name__}"
+            )
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling params for {count} prompts")
+        raise RequestError(f"{len(params)} sampling params for {count} prompts: give one each")
     return list(params)

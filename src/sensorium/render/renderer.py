@@ -24,7 +24,10 @@ _MAX_TEMPLATES = 16  # bounded, because each request may have a template of its 
 
 
 class ChatRenderer:
-    """A renderer for one model, with the templates that were used last. Safe for threads."""
+    """A converter of conversations into prompts for one model, with a cache of chat templates.
+
+    Several threads may use it at once.
+    """
 
     def __init__(self, processor: MultiModalProcessor) -> None:
         self._hf_processor = processor.hf_processor
@@ -43,11 +46,12 @@ class ChatRenderer:
         *,
         check_length: Callable[[str], None] | None = None,
     ) -> EnginePrompt:
-        """Return the prompt of a conversation.
+        """Return the prompt of a conversation: its text or its token ids, and its media items.
 
-        Raise a `RequestError` with the path of a field, or with the template's reason for refusing.
-        `check_length` raises one if a text is too long to be tokenised. It is called only where
-        the conversation becomes tokens here; a text is checked where it is tokenised.
+        Raise a `RequestError` with the path of the field that is wrong, or with the template's
+        reason for refusing. `check_length` raises one if a text is too long. It is called only for
+        tokenizers that turn a conversation directly into token ids; otherwise the text is checked
+        later, before it is tokenised.
         """
         options = options or ChatOptions()
         parsed = parse_messages(messages)
@@ -67,9 +71,9 @@ class ChatRenderer:
         )
 
     def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:
-        """Find out what the templates take before the first conversation comes.
+        """Find out in advance which forms of message content the chat templates accept.
 
-        This covers conversations of text alone, and with items of one modality.
+        This covers conversations of text alone, and conversations with media items of one modality.
         """
         if self._mistral is not None:
             return
@@ -81,10 +85,10 @@ class ChatRenderer:
         return ChatTemplate(source, markers=self._markers, special_tokens=self._special_tokens)
 
     def _needs_special_tokens(self, text: str) -> bool:
-        """Return whether the tokenizer has to add special tokens, as Transformers decides it.
+        """Return whether the tokenizer has to add special tokens to a rendered text.
 
-        Tokenizers never add any to a chat; processors do where the template has not written the
-        first one.
+        This is what Transformers does: a tokenizer adds none to a conversation, but a processor
+        adds them unless the template has written the beginning-of-sequence token.
         """
         bos: Any = self._tokenizer.bos_token
         return self._hf_processor is not None and not (bos and text.startswith(bos))
@@ -100,8 +104,8 @@ class ChatRenderer:
             found = self._pattern.search(text)
             if found is not None:
                 raise RequestError(
-                    f"holds {found.group()!r}, which stands for media in this model's prompts: "
-                    "media goes into parts of its own",
+                    f"contains {found.group()!r}, which stands for media in this model's prompts: "
+                    "remove it, and send media as content parts",
                     path,
                 )
 
@@ -111,13 +115,13 @@ class ChatRenderer:
             num_markers, num_items = found.count(marker), len(media.get(modality, ()))
             if num_markers != num_items:
                 raise RequestError(
-                    f"the chat template wrote {num_markers} {marker!r} for {num_items} "
-                    f"{modality} item(s)"
+                    f"the chat template wrote the media marker {marker!r} {num_markers} times, but "
+                    f"the conversation has {num_items} {modality} item(s)"
                 )
 
 
 def _find_texts(messages: Sequence[Message]) -> Iterator[tuple[FieldPath, str]]:
-    """Yield the texts in the contents of messages, each with its path."""
+    """Yield the field path and the text of each piece of text in the messages."""
     for index, message in enumerate(messages):
         path = ("messages", index, "content")
         if isinstance(message.content, str):
@@ -129,7 +133,10 @@ def _find_texts(messages: Sequence[Message]) -> Iterator[tuple[FieldPath, str]]:
 
 
 def _join_text(messages: Sequence[Message], options: ChatOptions) -> str:
-    """Return all text of a conversation, with its calls and tools as JSON, in any order."""
+    """Return all text of a conversation, with its tool calls and tools as JSON.
+
+    The order of the text has no meaning, because only its length is checked.
+    """
     calls = [call for message in messages for call in message.fields.get("tool_calls", ())]
     texts = [text for _, text in _find_texts(messages)]
     return "".join((*texts, *map(json.dumps, (*calls, *(options.tools or ())))))

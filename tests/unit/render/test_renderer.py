@@ -73,8 +73,8 @@ def test_text_alone_brings_no_media() -> None:
 @pytest.mark.parametrize(
     ("content", "path"),
     [
-        ("see <image>", r"messages\[0\].content: holds '<image>'"),
-        ([image("a"), "see <image>"], r"messages\[0\].content\[1\].text: holds '<image>'"),
+        ("see <image>", r"messages\[0\].content: contains '<image>'"),
+        ([image("a"), "see <image>"], r"messages\[0\].content\[1\].text: contains '<image>'"),
     ],
 )
 def test_a_marker_that_somebody_wrote_is_refused(content: Any, path: str) -> None:
@@ -142,7 +142,8 @@ def test_templates_are_found_in_their_order() -> None:
 def test_a_model_without_a_template_needs_one() -> None:
     with pytest.raises(RequestError, match="this model has no chat template"):
         make_renderer(None).render(ask("a"))
-    with pytest.raises(RequestError, match="chat_template: must name one of other, rag"):
+    message = "chat_template: must name one of the model's templates: other, rag"
+    with pytest.raises(RequestError, match=message):
         make_renderer({"other": "a", "rag": "b"}).render(ask("a"))
 
 

@@ -47,7 +47,11 @@ _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
-    """A request, and the handles of its media, which must be released once."""
+    """A request that is ready for the engine core, with handles of its media items.
+
+    A handle is a reference that keeps a processed media item in the cache. Release the handles
+    once, with `InputProcessor.release`.
+    """
 
     request: EngineCoreRequest
     items: tuple[PerceivedItem, ...]  # one handle per item of media
@@ -56,7 +60,11 @@ class ProcessedRequest:
 
 
 class ProcessKwargs(TypedDict, total=False):
-    """The options of `InputProcessor.process_pausing`."""
+    """The keyword options of `InputProcessor.process` and `InputProcessor.process_pausing`.
+
+    They give a sampling seed, choose whether the engine core's media cache is used and whether
+    tensors are needed, and allow the work to be cancelled.
+    """
 
     seed: int | None  # for a request that has none; `None`: one is drawn
     # The items have their tensors, and the cache that the core mirrors is neither read nor changed.
@@ -66,7 +74,10 @@ class ProcessKwargs(TypedDict, total=False):
 
 
 class SwitchedOff:
-    """The modalities that a frontend can't use, each with the reason."""
+    """A table of the modalities (image, video, audio) that this frontend refuses, with the reasons.
+
+    A reason comes either from the current engine core (`of_core`) or from this frontend's warm-up.
+    """
 
     def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
         self._of_core = dict(of_core or {})  # modality -> reason, of the current core
@@ -74,33 +85,40 @@ class SwitchedOff:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Return why modalities are off: modality -> reason."""
+        """Return a dict from each modality that is switched off to the reason for it."""
         return {**self._of_core, **self._own}
 
     def take_core(self, reasons: Mapping[str, str]) -> None:
-        """Replace the reasons of an earlier core with those of a new one."""
+        """Replace the reasons that an earlier engine core gave with those of a new core.
+
+        Modalities that this frontend switched off with `add` stay off.
+        """
         self._of_core = dict(reasons)
 
     def add(self, modality: str, reason: str) -> None:
-        """Switch a modality off for as long as this frontend lives."""
+        """Switch a modality off until this frontend ends, and log a warning with the reason."""
         self._own[modality] = reason
         log_switched_off(modality, reason)
 
     def check(self, modality: str) -> None:
-        """Raise a `RequestError` with the reason if the modality is off."""
+        """Raise a `RequestError` with the reason if this modality is switched off."""
         reason = self.reasons.get(modality)
         if reason is not None:
             raise RequestError(f"{modality} is switched off on this server: {reason}")
 
 
 def log_switched_off(modality: str, reason: str) -> None:
-    """Log that a modality is switched off, in one line."""
+    """Log a warning that a modality is switched off, with the reason, all in one line."""
     line = " ".join(reason.split())
     logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)
 
 
 class InputProcessor:
-    """The way from a prompt to a request, for one model. Safe to use from several threads."""
+    """A converter of prompts into requests for the engine core, for one model.
+
+    It checks a prompt, processes its media items, tokenises its text, and replaces each media
+    marker with placeholder tokens. Several threads may use it at once.
+    """
 
     def __init__(
         self,
@@ -145,7 +163,10 @@ class InputProcessor:
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
-        """Return the modalities that a prompt may have."""
+        """Return the modalities that a prompt may have on this server.
+
+        These are the model's modalities, without those that are switched off or limited to 0 items.
+        """
         off = self.switched_off.reasons
         return tuple(
             m for m in self.processor.modalities if self._limits.get(m) != 0 and m not in off
@@ -153,7 +174,11 @@ class InputProcessor:
 
     @contextmanager
     def for_warmup(self) -> Iterator[InputProcessor]:
-        """Yield an input processor that works like this one, with its own caches and counts."""
+        """Yield a copy of this input processor for the warm-up, with its own caches and counters.
+
+        The copy does not check the length of prompts. Its media loaders are closed when the `with`
+        block ends.
+        """
         inputs = copy.copy(self)
         inputs.max_model_len = None
         inputs.pipeline, inputs._readonly = self.pipeline.for_warmup(), self._readonly.for_warmup()
@@ -164,7 +189,7 @@ class InputProcessor:
             inputs._readonly.loader.close()
 
     def draw_seed(self) -> int:
-        """Return a seed for a request that has none."""
+        """Return a random sampling seed of 63 bits for a request that has none."""
         return self._seeds.getrandbits(63)
 
     def process(
@@ -174,7 +199,10 @@ class InputProcessor:
         params: SamplingParams,
         **options: Unpack[ProcessKwargs],
     ) -> ProcessedRequest:
-        """Return the request of a prompt as `process_pausing` does, and wait for media here."""
+        """Turn a prompt into a request for the engine core, and block while its media is fetched.
+
+        The arguments and errors are those of `process_pausing`.
+        """
         return run_through(self.process_pausing(request_id, prompt, params, **options))
 
     def process_pausing(
@@ -188,11 +216,13 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[ProcessedRequest]:
-        """Return the request of a prompt, and pause while its media is fetched.
+        """Turn a prompt into a request for the engine core, and pause while its media is fetched.
 
-        Raise a `RequestError` with the path of the field that is wrong. `ProcessKwargs` explains
-        the options. Without tensors, a prompt of text may be as long as several contexts, since its
-        tokens may just be counted.
+        This generator yields each future that it has to wait for, and returns the request with
+        handles of its media items. Raise a `RequestError` with the path of the field that is wrong.
+        `ProcessKwargs` explains the options. With `skip_mm_cache` and without `needs_tensors` the
+        prompt is not run, only its tokens are counted. Its text may then be as long as several
+        contexts.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)
@@ -229,16 +259,22 @@ class InputProcessor:
         )
 
     def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
-        """Raise a `RequestError` if a text can't fit into the context, before it is tokenised.
+        """Raise a `RequestError` if a text, not tokenised yet, is too long for the model's context.
 
-        A text that is only counted may be as long as `_COUNTED_CONTEXTS` contexts.
+        With `is_counted_only` the tokens are only counted and never run, so that the text may be as
+        long as `_COUNTED_CONTEXTS` contexts. Nothing is checked while the context's length is not
+        known.
         """
         max_tokens = self.get_max_tokens(is_counted_only=is_counted_only)
         if max_tokens is not None:
             self._text_length.check(text, max_tokens)
 
     def get_max_tokens(self, *, is_counted_only: bool) -> int | None:
-        """Return how many tokens a prompt may have, or `None` if the context is not known."""
+        """Return how many tokens a prompt may have, or `None` if the context's length is not known.
+
+        A prompt that is run leaves room for one new token. With `is_counted_only` the prompt is
+        never run and may be several contexts long.
+        """
         if self.max_model_len is None:
             return None
         # A prompt that is run leaves room for one new token.
@@ -256,7 +292,7 @@ class InputProcessor:
         self._grammars.compile(params.structured_outputs)
 
     def release(self, processed: ProcessedRequest) -> None:
-        """Release the items of a request, so that they may be evicted. To be called once."""
+        """Release the handles in a processed request, once, so that its media may be evicted."""
         pipeline = self._get_pipeline(skip_mm_cache=processed.is_readonly)
         pipeline.release(processed.items)
 
@@ -348,13 +384,15 @@ class InputProcessor:
         mm_kwargs: Mapping[str, Sequence[MultiModalKwargsItem | None]],
         mm_layouts: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, list[Payload | None]]:
-        """Put items that were processed elsewhere into the cache, under their hashes.
+        """Put media items that another process has preprocessed into the cache, under their hashes.
 
-        Return the items as the cache has them: tensors, a place in shared memory, or `None` for
-        items that were skipped. Lists of unequal length and items that are `None` are skipped;
-        any other mistake is a warning in the log, never an error. Tensors are not copied, so the
-        caller must not change them. An item without a layout can be used only by prompts that are
-        already expanded.
+        The arguments map a modality to a list with one entry per media item: hashes, tensors and
+        layouts. A layout is the text that stands for the item in a prompt. An item without one can
+        be used only by prompts with token ids that already have its placeholders. Return the same
+        lists with what the cache has now: the tensors, a reference to shared memory, or `None` for
+        an item that was not stored. Items that are `None` are skipped, and so are modalities with
+        lists of unequal length. Any other mistake is logged as a warning and never raised. Tensors
+        are not copied: the caller must not change them.
         """
         stored: dict[str, list[Payload | None]] = {}
         try:
@@ -367,11 +405,14 @@ class InputProcessor:
                     rows = zip(hashes, items, layouts, strict=True)
                     stored[modality] = [self._inject(modality, *row) for row in rows]
         except Exception:  # a failure of this cache must not stop a frontend
-            logger.warning("media could not be put into the processor cache", exc_info=True)
+            logger.warning("media items could not be put into the processor cache", exc_info=True)
         return stored
 
     def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
-        """Put one item into the cache, and return it as the cache has it, or `None`."""
+        """Put one media item into the cache, and return its tensors or its shared-memory reference.
+
+        Return `None` if `kwargs` is `None` or if the item could not be stored, which is logged.
+        """
         if kwargs is None:
             return None
         try:
@@ -382,11 +423,14 @@ class InputProcessor:
             self.pipeline.cache.release([handle])
             return handle.reference or handle.kwargs or item.kwargs
         except Exception:  # a single bad item must not stop the others
-            logger.warning("an item could not be put into the processor cache", exc_info=True)
+            logger.warning("a media item could not be put into the processor cache", exc_info=True)
             return None
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word at the beginning of a text and after a space."""
+        """Return the token ids of each forbidden word, at the start of a text and after a space.
+
+        Raise a `RequestError` if the tokenizer has no tokens for a word.
+        """
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -416,10 +460,11 @@ class InputProcessor:
 def _take_items(
     cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
 ) -> None:
-    """Append handles of a rendered prompt's items to `items`.
+    """Look up a rendered prompt's media items in the cache, and append their handles to `items`.
 
-    Raise a `MissingMediaError` if some are in no cache. In any case the caller must release the
-    handles that were appended.
+    Items that came with tensors are stored if the cache lacks them. Raise a `MissingMediaError` if
+    items came without tensors and are not cached, and a `RequestError` if a cached item does not
+    fit its placeholder. After an error too, the caller must release the handles that were appended.
     """
     missing: dict[str, None] = {}
     for entry in entries:
@@ -434,19 +479,20 @@ def _take_items(
         )
         if handle.modality != entry.feature.modality:
             raise RequestError(
-                f"this hash stands for media of another kind ({handle.modality})", entry.path
+                f"its hash belongs to cached media of another kind ({handle.modality})", entry.path
             )
         num_embeds = entry.feature.mm_position.get_num_embeds()
         if handle.layout is not None and handle.layout.num_embeds != num_embeds:
             raise RequestError(
-                f"this hash stands for media of {handle.layout.num_embeds} embeddings, but the "
-                f"placeholder has room for {num_embeds}",
+                f"its hash belongs to cached media of {handle.layout.num_embeds} embeddings, but "
+                f"the placeholder has room for {num_embeds}",
                 entry.path,
             )
     if missing:
         first = ", ".join(list(missing)[:_MAX_LISTED])
         more = ", …" if len(missing) > _MAX_LISTED else ""
         raise MissingMediaError(
-            f"{len(missing)} item(s) that were left out are not cached: {first}{more}",
+            f"{len(missing)} media item(s) came without tensors and are not in the cache, so send "
+            f"their tensors too: {first}{more}",
             tuple(missing),
         )

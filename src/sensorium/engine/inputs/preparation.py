@@ -40,7 +40,10 @@ _STOPPING = "the server is stopping"
 
 
 class Preparation:
-    """The threads of one frontend in which requests are made."""
+    """The thread pools in which one frontend turns prompts into requests for the engine core.
+
+    Prompts with media, with a grammar, with a long text and with a short text have a pool each.
+    """
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -59,10 +62,11 @@ class Preparation:
         skip_mm_cache: bool = False,
         needs_tensors: bool = True,
     ) -> Prepared:
-        """Return the request of a prompt, or raise a `RequestError` with the field's path.
+        """Turn a prompt or a conversation into a request for the engine core, in a thread.
 
-        If this call is cancelled, the work is cancelled as soon as possible. `skip_mm_cache` and
-        `needs_tensors` are those of `Renderer`.
+        Raise a `RequestError` with the path of the field that is wrong, or a `StoppingError` if the
+        server is stopping. If this coroutine is cancelled, the work is cancelled as soon as
+        possible. `ProcessKwargs` explains `skip_mm_cache` and `needs_tensors`.
         """
         inputs, cancelled = self._renderer.inputs, Future[None]()
         work = self._renderer.render_pausing(
@@ -83,7 +87,11 @@ class Preparation:
         return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
 
     async def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
-        """Make tensors anew for an item that the core has lost, in the threads for media."""
+        """Process a media item again, because the engine core has lost its tensors.
+
+        This runs in the threads for media. Return the item with a new handle, which the caller has
+        to release. Raise a `MissingMediaError` if the item can't be had any more.
+        """
         pipeline, cancelled = self._renderer.inputs.pipeline, Future[None]()
         again, _ = await self._run(
             pipeline.perceive_again_pausing(item, cancelled=cancelled),
@@ -101,10 +109,12 @@ class Preparation:
         *,
         drop: Callable[[T], None],
     ) -> tuple[T, float]:
-        """Run the work in threads. It uses none while it pauses.
+        """Run work in a thread pool, but hold no thread while the work pauses.
 
-        Return its result and how many seconds it waited for threads. `drop` is called with a result
-        that comes after the caller has left.
+        The work is a generator that yields each future for which it pauses. Return the result of
+        the work, and how many seconds it waited for a free thread. If the caller is cancelled or
+        the server stops, `cancelled` is completed, and `drop` is called with a result that comes
+        too late.
         """
         wait_s = 0.0
         while True:
@@ -133,7 +143,10 @@ class Preparation:
                 raise
 
     def close(self) -> None:
-        """End the threads without waiting for their work; callers get a `StoppingError`."""
+        """Shut down the thread pools without waiting for their work.
+
+        Callers that are still waiting get a `StoppingError`.
+        """
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(StoppingError(_STOPPING))
@@ -141,7 +154,10 @@ class Preparation:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, future: Future[Any]) -> None:
-        """Wait until a future is done. Raise a `StoppingError` when this is closed."""
+        """Wait until a future has ended, whether with a result or with an error.
+
+        Raise a `StoppingError` if `close` is called meanwhile.
+        """
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 
@@ -170,9 +186,10 @@ _Step = tuple[float, Future[Any] | _Finished[T]]
 
 
 def _advance(work: Pausing[T]) -> _Step[T]:
-    """Run some work in this thread, up to its next pause or its end.
+    """Run work, a generator that yields futures to wait for, up to its next pause or its end.
 
-    Return when it began, and its result or the future that it waits for.
+    Return the monotonic time at which it began in this thread, and either its result (as
+    `_Finished`) or the future for which it pauses.
     """
     began = time.monotonic()
     try:
@@ -182,7 +199,10 @@ def _advance(work: Pausing[T]) -> _Step[T]:
 
 
 def _clean_up(ended: Future[_Step[T]], work: Pausing[T], drop: Callable[[T], None]) -> None:
-    """Close the work of a caller that has left, or drop its result. `ended` is its last step."""
+    """Clean up after a caller that has left: drop a finished result, or close unfinished work.
+
+    `ended` is the future of the last step that the work made in a thread.
+    """
     if not ended.cancelled() and ended.exception() is None:
         _, outcome = ended.result()
         if isinstance(outcome, _Finished):
@@ -192,7 +212,7 @@ def _clean_up(ended: Future[_Step[T]], work: Pausing[T], drop: Callable[[T], Non
 
 
 def _choose_group(prompt: Prompt | Chat, params: SamplingParams) -> str:
-    """Return the group of threads in which a prompt is prepared."""
+    """Return the name of the thread pool for a prompt: "media", "grammar", "long" or "text"."""
     if _has_media(prompt):
         return "media"
     may_call = isinstance(prompt, Chat) and bool(prompt.options.tools)
@@ -202,7 +222,10 @@ def _choose_group(prompt: Prompt | Chat, params: SamplingParams) -> str:
 
 
 def _is_long(prompt: Prompt | Chat) -> bool:
-    """Return whether the text takes long to tokenise, after counting only as much as needed."""
+    """Return whether a prompt's text is so long that tokenising it takes much time.
+
+    Characters are counted only until the limit is passed. Token ids are never long.
+    """
     if isinstance(prompt, Chat):
         num_characters = 0
         for content in _iterate_contents(prompt):
@@ -223,7 +246,10 @@ def _iterate_contents(chat: Chat) -> Iterator[object]:
 
 
 def _has_media(prompt: Prompt | Chat) -> bool:
-    """Return whether a prompt seems to have media; malformed ones are refused elsewhere."""
+    """Return whether a prompt seems to have media items.
+
+    A malformed prompt raises no error here, because it is refused later, when it is read.
+    """
     if isinstance(prompt, Chat):
         contents = (c for c in _iterate_contents(prompt) if isinstance(c, list))
         parts = (part for content in contents for part in content)

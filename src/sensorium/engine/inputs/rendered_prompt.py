@@ -36,7 +36,7 @@ MAX_HASH_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """An item of a rendered prompt, checked."""
+    """A checked media item of a rendered prompt, which came as token ids with placeholders."""
 
     path: FieldPath  # of its placeholder, for errors
     given_hash: str  # as the caller wrote it; caches use the name in `feature`
@@ -46,7 +46,10 @@ class RenderedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemReader:
-    """A reader of items that were processed elsewhere, for one model."""
+    """A reader that checks media items that another process has preprocessed, for one model.
+
+    `specs` describe the tensors that the model's own processor makes.
+    """
 
     processor: MultiModalProcessor
     specs: ItemSpecs
@@ -54,9 +57,12 @@ class ItemReader:
     def read_item(
         self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
     ) -> ProcessedItem:
-        """Return an item that was processed elsewhere, or raise a `RequestError`.
+        """Return a media item that another process has preprocessed, after checking it.
 
-        `num_embeds` is the number of embeddings for which its placeholder has room.
+        `kwargs` are the item's tensors by name. `layout` is the text that stands for the item in a
+        prompt, or `None`. `num_embeds` is the number of embeddings for which the placeholder has
+        room, or `None` if that is not known. Raise a `RequestError` if any of them does not fit the
+        model.
         """
         own_layout = _as_layout(layout)
         if own_layout is not None:
@@ -79,7 +85,11 @@ _Row = tuple[RenderedItem, list[Any]]  # an item without its tensors; its tensor
 def read_items(
     rendered: RenderedMedia, token_ids: Sequence[int], reader: ItemReader
 ) -> list[RenderedItem]:
-    """Return the items sorted by offset, or raise a `RequestError` with the path of a field."""
+    """Return the checked media items of a rendered prompt, sorted by their offset in the prompt.
+
+    A rendered prompt comes as token ids, with media that another process has preprocessed. Raise a
+    `RequestError` with the path of the field that is wrong.
+    """
     rows = sorted(_read_places(rendered, reader), key=lambda row: row[0].feature.mm_position.offset)
     _check_tokens([entry for entry, *_ in rows], token_ids, reader.processor)
     items: list[RenderedItem] = []
@@ -103,7 +113,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
     for name, entries in given.items():
         stray = sorted(map(str, set(entries) - set(hashes)))
         if stray:
-            raise RequestError(f"has {', '.join(stray)}, which mm_hashes lacks", path=(name,))
+            raise RequestError(f"has {', '.join(stray)}, which is not in mm_hashes", path=(name,))
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
             raise RequestError(f"this model takes no {str(modality)[:50]}")
@@ -129,9 +139,10 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
-    """Return the items with their tensors, which may be sent with only one of equal items.
+    """Return the items, each with the tensors that were sent for its hash.
 
-    Raise a `RequestError` if one hash stands for different items.
+    If several items have the same hash, the tensors may be sent with only one of them. Raise a
+    `RequestError` if items with the same hash differ.
     """
     brought: dict[str, RenderedItem] = {}
     for entry in items:
@@ -141,7 +152,7 @@ def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
         if not _is_alike(entry, other):
             _, modality, index = other.path
             raise RequestError(
-                f"it has the same hash as {modality} {index}, but differs from it", entry.path
+                f"has the same hash as {modality} {index}, but differs from that item", entry.path
             )
     return [replace(entry, item=brought[entry.feature.mm_hash].item) for entry in items]
 
@@ -170,14 +181,14 @@ def _as_column(
         raise RequestError(f"must be a list, not {type(values).__name__}", path=(name, modality))
     if count is not None and len(values) != count:
         raise RequestError(
-            f"has {len(values)} entries for {count} mm_hashes", path=(name, modality)
+            f"has {len(values)} entries, but mm_hashes has {count}", path=(name, modality)
         )
     return values
 
 
 def _check_hash(mm_hash: object) -> str:
     if not _is_unicode(mm_hash) or not 0 < len(mm_hash) <= MAX_HASH_LENGTH:  # type: ignore[arg-type]
-        raise RequestError(f"a hash is a text of 1 to {MAX_HASH_LENGTH} characters")
+        raise RequestError(f"a hash must be a text of 1 to {MAX_HASH_LENGTH} characters")
     return str(mm_hash)
 
 
@@ -191,29 +202,31 @@ def _as_layout(layout: object) -> ItemLayout | None:
     if isinstance(layout, ItemLayout):
         layout = asdict(layout)
     if not isinstance(layout, Mapping) or set(layout) != {"text", "token_id", "num_embeds"}:
-        raise RequestError("a layout has text, token_id and num_embeds")
+        raise RequestError("a layout must have exactly the fields text, token_id and num_embeds")
     text, token_id, num_embeds = layout["text"], layout["token_id"], layout["num_embeds"]
     if not _is_unicode(text) or not _is_count(token_id) or not _is_count(num_embeds):
-        raise RequestError("a layout's text is text, its token_id and num_embeds are integers >= 0")
+        raise RequestError(
+            "a layout's text must be text, and its token_id and num_embeds must be integers >= 0"
+        )
     return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
 
 
 def _as_range(placeholder: Any) -> PlaceholderRange:
     if isinstance(placeholder, PlaceholderRange):
         if not _is_count(placeholder.offset) or not _is_count(placeholder.length):
-            raise RequestError("a placeholder's offset and length are integers >= 0")
+            raise RequestError("a placeholder's offset and length must be integers >= 0")
         return placeholder
     if not isinstance(placeholder, Mapping) or not {"offset", "length"} <= set(placeholder):
-        raise RequestError("a placeholder has offset, length and is_embed")
+        raise RequestError("a placeholder must have offset and length, and may have is_embed")
     offset, length = placeholder["offset"], placeholder["length"]
     mask = placeholder.get("is_embed")
     if not _is_count(offset) or not _is_count(length):
-        raise RequestError("a placeholder's offset and length are integers >= 0")
+        raise RequestError("a placeholder's offset and length must be integers >= 0")
     if isinstance(mask, np.ndarray | torch.Tensor):
         mask = mask.tolist()
     is_mask = isinstance(mask, list | tuple) and all(type(entry) is bool for entry in mask)
     if mask is not None and not is_mask:
-        raise RequestError("a placeholder's is_embed is a list of true and false, or nothing")
+        raise RequestError("a placeholder's is_embed must be a list of true and false, or left out")
     return PlaceholderRange(offset, length, None if mask is None else tuple(map(bool, mask)))
 
 
@@ -224,36 +237,40 @@ def _is_count(value: object) -> bool:
 def _check_tokens(
     items: Sequence[RenderedItem], token_ids: Sequence[int], processor: MultiModalProcessor
 ) -> None:
-    """Raise a `RequestError` unless placeholder tokens and the items' placeholders agree."""
+    """Raise a `RequestError` unless the items' placeholders match the prompt's token ids.
+
+    Placeholders must lie within the prompt and must not overlap, and their embeddings must stand at
+    all placeholder tokens of the prompt and at no other tokens.
+    """
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
     previous_end = 0
     for entry in items:
         position = entry.feature.mm_position
         if position.offset < previous_end:
             raise RequestError(
-                f"it begins at {position.offset}, where the item before it has not ended "
-                f"({previous_end}): placeholders must not overlap",
+                f"begins at token {position.offset}, but the item before it ends at "
+                f"{previous_end}: placeholders must not overlap",
                 entry.path,
             )
         previous_end = position.end
         if position.end > len(token_ids):
             raise RequestError(
-                f"it ends at {position.end}, beyond the prompt's {len(token_ids)} tokens",
+                f"ends at token {position.end}, but the prompt has {len(token_ids)} tokens",
                 entry.path,
             )
         own_ids = processor.get_token_ids(entry.feature.modality)
         for start, end in position.extract_embeds_range():
             if not set(token_ids[start:end]) <= set(own_ids):
                 raise RequestError(
-                    f"it has embeddings at {start} to {end}, where the prompt has other tokens "
-                    "than its placeholder",
+                    f"has embeddings at tokens {start} to {end} (exclusive), but not all of them "
+                    "are placeholder tokens of its modality in prompt_token_ids",
                     entry.path,
                 )
     every_id = {i for modality in processor.modalities for i in processor.get_token_ids(modality)}
     found = sum(token_id in every_id for token_id in token_ids)
     if found != expected:
         raise RequestError(
-            f"the prompt has {found} placeholder tokens, but mm_placeholders cover {expected}",
+            f"has {found} placeholder tokens, but mm_placeholders cover {expected}",
             path=("prompt",),
         )
 
@@ -265,7 +282,12 @@ def rename_items(
     bindings: UuidBindings,
     scope: UuidScope,
 ) -> list[RenderedItem]:
-    """Return the items under names of their own; each keeps its `given_hash`."""
+    """Return the items under new cache names, so that no client can replace another's items.
+
+    A name depends on the hash that the client sent, on the cache salt and on the tensors. For a
+    hash without tensors, these are the tensors that were first sent with it in this scope.
+    `given_hash` stays the hash that the client sent.
+    """
     digests: dict[int, str] = {}  # id of an item, which several entries may share -> its digest
     renamed = []
     for entry in entries:

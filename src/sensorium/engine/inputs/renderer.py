@@ -30,7 +30,7 @@ AdaptParams = Callable[[str | Sequence[int], SamplingParams], SamplingParams]
 
 
 class ChatKwargs(TypedDict, total=False):
-    """The options of `LLM.chat`."""
+    """The keyword options of `LLM.chat`, for the chat template and for the rendered prompt."""
 
     # The text of a template, the path of its file, or the name of one of the model's templates.
     chat_template: str | os.PathLike[str] | None
@@ -50,7 +50,10 @@ _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "prior
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A conversation that is not rendered to a prompt yet."""
+    """A conversation that has not been turned into a prompt by a chat template yet.
+
+    The messages are those of the caller and are not checked yet.
+    """
 
     messages: object
     options: ChatOptions
@@ -60,7 +63,11 @@ class Chat:
 
 
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
-    """Return the conversations in `messages`, which are one list of messages or several."""
+    """Return one `Chat` for each conversation in `messages`, all with the same options.
+
+    `messages` is one list of messages, or a list of such lists. Raise a `TypeError` for an unknown
+    option, and a `RequestError` for an option with a wrong value.
+    """
     unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
     if unknown:
         raise TypeError(f"unknown option(s): {', '.join(unknown)}")
@@ -80,16 +87,20 @@ def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request that is ready to be started."""
+    """A request that is ready to be started, and how long its preparation took.
+
+    `stages` maps the name of each stage to seconds.
+    """
 
     processed: ProcessedRequest
     stages: ItemTimes  # "render", "perceive" and, in a server, "wait_thread"
 
 
 class Renderer:
-    """A maker of requests that is safe to use from several threads.
+    """A converter of prompts and conversations into requests for the engine core.
 
-    `chat_template` is the text of a template to use instead of the model's.
+    `chat_template` is the text of a template to use instead of the model's. Several threads may use
+    a renderer at once.
     """
 
     def __init__(self, inputs: InputProcessor, *, chat_template: str | None = None) -> None:
@@ -105,7 +116,10 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Prepared:
-        """Make a request like `render_pausing`, and wait for media in this thread."""
+        """Turn a prompt or conversation into a request for the engine core, and wait for media.
+
+        This blocks the thread. The arguments and errors are those of `render_pausing`.
+        """
         return run_through(self.render_pausing(prompt, params, request_id=request_id, **options))
 
     def render_pausing(
@@ -116,9 +130,11 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
-        """Make a request of a conversation or a prompt, and pause while its media is fetched.
+        """Turn a prompt or conversation into a request for the engine core, and pause for media.
 
-        Raise a `RequestError` with the path of the wrong field.
+        This generator yields each future that it has to wait for, and returns the request.
+        `ProcessKwargs` explains the options. Raise a `RequestError` with the path of the field that
+        is wrong.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}
@@ -137,7 +153,7 @@ class Renderer:
 
     @contextmanager
     def for_warmup(self) -> Iterator[Renderer]:
-        """Yield a renderer with the same parts that leaves no trace in caches and counts."""
+        """Yield a copy of this renderer for the warm-up, with caches and counters of its own."""
         with self.inputs.for_warmup() as inputs:
             renderer = copy.copy(self)
             renderer.inputs = inputs
@@ -160,10 +176,11 @@ class Renderer:
 
 
 def _check_num_messages(messages: object, max_tokens: int | None) -> None:
-    """Raise a `RequestError` if there are more messages than tokens.
+    """Raise a `RequestError` if a conversation has more messages than its prompt may have tokens.
 
-    Text costs a template next to nothing, but each message takes microseconds: hundreds of
-    thousands of them would take seconds before the first is tokenised.
+    A template needs some microseconds for each message: hundreds of thousands of messages would
+    take seconds before the length of the prompt could be checked. Nothing is checked if
+    `max_tokens` is `None`.
     """
     num_messages = len(messages) if isinstance(messages, list | tuple) else 0
     if max_tokens is not None and num_messages > max_tokens:

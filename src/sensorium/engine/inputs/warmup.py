@@ -29,9 +29,11 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "o
 
 
 def warm_up(renderer: Renderer) -> None:
-    """Warm up the chat template, and the processor with an item of each modality.
+    """Render and prepare a dummy prompt of text and of each modality before the first request.
 
-    Leaves no trace in caches and counts. Raise a `ModelError` only if no text can be prepared.
+    This does the slow work of a first request, and changes no cache or counter that requests use. A
+    modality that can't be prepared is switched off. Raise a `ModelError` only if not even text can
+    be prepared; any other failure is a warning in the log.
     """
     try:
         with renderer.for_warmup() as for_warmup:
@@ -40,11 +42,11 @@ def warm_up(renderer: Renderer) -> None:
     except ModelError:
         raise
     except Exception:  # a server must not depend on its warm-up
-        logger.warning("Warmup failed", exc_info=True)
+        logger.warning("Warmup failed, so the first requests may be slow", exc_info=True)
 
 
 def _warm_up_template(renderer: Renderer) -> bool:
-    """Return whether there is a chat template that takes a plain conversation."""
+    """Compile and try the chat template, and return whether it renders a plain conversation."""
     chat_renderer, modalities = renderer.chat_renderer, renderer.inputs.allowed_modalities
     plain = ChatOptions(chat_template=renderer.chat_template)
 
@@ -57,10 +59,11 @@ def _warm_up_template(renderer: Renderer) -> bool:
 
 
 class _PromptWarmup:
-    """The warm-up with prompts, through a renderer that leaves no trace.
+    """The part of the warm-up that prepares dummy prompts.
 
-    The `inputs` are those that will serve requests. With `has_template`, conversations can be
-    rendered.
+    `renderer` is a copy with caches of its own. `inputs` is the input processor that will serve
+    requests, in which failing modalities are switched off. With `has_template`, the dummy prompts
+    are conversations.
     """
 
     def __init__(self, renderer: Renderer, inputs: InputProcessor, *, has_template: bool) -> None:
@@ -79,7 +82,7 @@ class _PromptWarmup:
             self._perceive("Multi-modal", skip_mm_cache=False)
             self._perceive("Readonly multi-modal", skip_mm_cache=True)
             loader = self._inputs.pipeline.loader
-            _try(loader.prepare, "Warmup for media from elsewhere failed")
+            _try(loader.prepare, "Warmup of the fetcher for media URLs failed")
 
     def _warm_up_text(self) -> None:
         try:
@@ -89,7 +92,7 @@ class _PromptWarmup:
             try:
                 self._render({"prompt": _WORDS})
             except Exception as error:  # a tokenizer may raise anything
-                raise ModelError(f"no prompt of text can be prepared: {error}") from error
+                raise ModelError(f"not even a prompt of text can be prepared: {error}") from error
 
     def _perceive(self, name: str, *, skip_mm_cache: bool) -> None:
         started = time.monotonic()
@@ -101,9 +104,9 @@ class _PromptWarmup:
             logger.info("%s warmup completed in %.3fs", name, time.monotonic() - started)
 
     def _warm_up_modality(self, name: str, modality: str, *, skip_mm_cache: bool) -> bool:
-        """Return whether a small item could be prepared.
+        """Return whether a small media item of this modality could be prepared.
 
-        If no item ever can be prepared, the modality is switched off.
+        A failure is logged. If it would happen with every item, the modality is switched off.
         """
         try:
             self._render(self._make_prompt(modality), skip_mm_cache=skip_mm_cache)
@@ -118,10 +121,10 @@ class _PromptWarmup:
         return True
 
     def _is_worth_trying(self, modality: str, error: Exception, *, skip_mm_cache: bool) -> bool:
-        """Return whether a modality may still work after its warm-up has failed.
+        """Return whether a modality may still work although its warm-up has failed with `error`.
 
-        It may work if there was no room, if the limits allow no item as large as the dummy, or if
-        only the chat template does not take the modality.
+        It may work if there was no room for the item, if the server's limits forbid an item as
+        large as the dummy, or if only the chat template can't handle the modality.
         """
         limits = self._inputs.pipeline.limits
         if isinstance(error, CapacityError) or exceeds_limits(modality, limits):
@@ -135,7 +138,10 @@ class _PromptWarmup:
         return True
 
     def _make_prompt(self, modality: str | None) -> Prompt | Chat:
-        """Return a conversation if the model has a template for it, or else a plain prompt."""
+        """Return a dummy conversation, or a plain prompt if there is no usable chat template.
+
+        The prompt has text and, unless `modality` is `None`, one media item of that modality.
+        """
         url = None if modality is None else _make_url(modality)
         if self._has_template:
             kind = f"{modality}_url"
@@ -150,7 +156,7 @@ class _PromptWarmup:
         return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
 
     def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
-        """Make a request of a prompt, and decode its tokens."""
+        """Prepare a request for a prompt, and decode its token ids to warm up the tokenizer too."""
         prepared = self._renderer.render(
             prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
         )

@@ -25,7 +25,10 @@ _MAX_TOKEN_TEXTS = 2**16
 
 
 def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
-    """Return the core's ids of a request's completions; for a single one, the request's id."""
+    """Return the ids under which the core runs the `n` completions of a request.
+
+    If `n` is 1, the only id is that of the request.
+    """
     n = request.sampling_params.n
     if n == 1:
         return (request.request_id,)
@@ -33,9 +36,10 @@ def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
 
 
 def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
-    """Return the completions of a request as requests of the core.
+    """Split a request into `n` requests for the core, one for each completion.
 
-    The first has the request's seed, and gives the prompt's log-probabilities.
+    The first has the request's seed, and is the only one that returns log-probabilities of the
+    prompt. The seeds of the others are derived from that seed.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -61,7 +65,7 @@ def _derive_seed(seed: int | None, index: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingCompletions:
-    """The completions of a request that start after the first one."""
+    """The completions of one request that wait for its first one, with their media items."""
 
     request_id: str  # of the request
     children: tuple[EngineCoreRequest, ...]
@@ -69,9 +73,10 @@ class WaitingCompletions:
 
 
 class ParallelSampling:
-    """The completions that wait for the first one of their request.
+    """A store of completions that may start only when the first one of their request has a token.
 
-    `release` is called with the items of completions that never start.
+    Only requests with `n` > 1 have such completions. `release` is called with the media items of
+    completions that never start.
     """
 
     def __init__(self, release: Callable[[Items], None]) -> None:
@@ -79,7 +84,10 @@ class ParallelSampling:
         self._waiting: dict[str, WaitingCompletions] = {}  # id of the first completion -> the rest
 
     def add(self, request: EngineCoreRequest, items: Items) -> tuple[EngineCoreRequest, bool]:
-        """Return the completion to start at once, and whether others are kept with the items."""
+        """Return the first completion of a request, to start at once, and whether others must wait.
+
+        If others wait, they are kept here together with the media items.
+        """
         first, *rest = make_children(request)
         if rest:
             self._waiting[first.request_id] = WaitingCompletions(
@@ -88,9 +96,11 @@ class ParallelSampling:
         return first, bool(rest)
 
     def take_ready(self, outputs: Iterable[EngineCoreOutput]) -> list[WaitingCompletions]:
-        """Return the completions to start after these outputs of the core.
+        """Return the waiting completions that may start after these outputs of the core.
 
-        The caller becomes responsible for releasing their items.
+        They may start when the first completion of their request has a token. If it failed or was
+        aborted, they are dropped. The caller becomes responsible for releasing the media items of
+        what is returned.
         """
         ready: list[WaitingCompletions] = []
         for output in outputs if self._waiting else ():
@@ -101,7 +111,10 @@ class ParallelSampling:
         return ready
 
     def drop(self, child_ids: Iterable[str]) -> None:
-        """Forget the completions that wait for any of these, and release their items."""
+        """Drop the completions that wait for these first ones, and release their media items.
+
+        `child_ids` are ids in the core. Those that no completion waits for are ignored.
+        """
         for child_id in child_ids:
             waiting = self._waiting.pop(child_id, None)
             if waiting is not None:
@@ -112,7 +125,7 @@ class ParallelSampling:
 
 
 class Completion:
-    """One of the `n` completions of a request."""
+    """One of a request's `n` completions: its growing text, token ids and log-probabilities."""
 
     def __init__(
         self, request: EngineCoreRequest, index: int, tokenizer: Any, get_text: TokenText
@@ -132,7 +145,7 @@ class Completion:
         self._is_ended = False  # its last delta was taken
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Add an output of the core. Nothing may be added after the end."""
+        """Add an output of the core to this completion, which must not have ended yet."""
         self._logprobs.extend(output.logprobs)
         is_last = output.finish_reason is not None
         for token_id in output.new_token_ids:
@@ -145,9 +158,10 @@ class Completion:
             self.last = output
 
     def _is_closing(self, output: EngineCoreOutput, token_id: int) -> bool:
-        """Return whether a token ended the answer and is no part of it.
+        """Return whether a token only ends the answer, so that its text is no part of the answer.
 
-        If a grammar completes the answer, the last token is a part of it.
+        The token that completes a grammar is a part of the answer, unless it is an end-of-sequence
+        token.
         """
         if output.finish_reason is not FinishReason.STOP:
             return False
@@ -155,9 +169,12 @@ class Completion:
         return not may_be_text or token_id in self._eos_token_ids
 
     def take_delta(self, *, is_last: bool = False) -> CompletionDelta | None:
-        """Return the new part that can't change any more, or `None` if there is none.
+        """Return the new part that later tokens can't change, or `None` if there is none.
 
-        With `is_last` nothing follows, even if the completion has not ended.
+        The part begins where that of the last call ended.
+
+        With `is_last`, this is the last part: text that may begin a stop string is no longer held
+        back, and a completion that has not ended counts as aborted.
         """
         is_last = is_last or self.last is not None
         if self._is_ended or (not is_last and self._num_taken_tokens == len(self._token_ids)):
@@ -188,7 +205,7 @@ class Completion:
 
     @property
     def _finish_reason(self) -> FinishReason | None:
-        """The reason of its end. A completion that did not end was aborted with its request."""
+        """The reason why the completion ended; one that has not ended counts as aborted."""
         if self._reader.stop_string is not None:
             return FinishReason.STOP
         return FinishReason.ABORT if self.last is None else self.last.finish_reason
@@ -207,7 +224,7 @@ class Completion:
 
 
 def make_token_text(tokenizer: Any) -> TokenText:
-    """Return a function that gives the text of single tokens, with a cache.
+    """Return a function that returns the text of a single token id, with a cache.
 
     The same tokens are likely at many positions, and a prompt may have a hundred thousand positions
     with twenty tokens each.
@@ -222,7 +239,11 @@ def make_token_text(tokenizer: Any) -> TokenText:
 
 
 def make_logprobs(get_text: TokenText, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
-    """Return the likeliest tokens at a position, and always the token at that position."""
+    """Return a dict from token ids to log-probabilities and ranks, for one position of a text.
+
+    It has the likeliest tokens in `entry`, and always `token_id`, the token at that position.
+    `get_text` returns the text of a token id.
+    """
     ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     logprobs = {
         top_id: Logprob(logprob=logprob, rank=rank, decoded_token=get_text(top_id))

@@ -25,7 +25,7 @@ from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishR
 
 @dataclass(slots=True)
 class _RequestState:
-    """A request that has not ended, or that has deltas to be taken."""
+    """The state of a request that has not ended, or that still has deltas to be taken."""
 
     request: EngineCoreRequest
     prompt: str | None
@@ -39,9 +39,10 @@ class _RequestState:
 
 
 class OutputProcessor:
-    """The text of all requests in flight.
+    """A collector of the core's outputs that turns token ids into text and results for callers.
 
-    A request has the id that its engine gave it; its completions have ids of their own in the core.
+    A request has the id that its engine gave it. Each of its completions has its own id in the
+    core.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -54,7 +55,11 @@ class OutputProcessor:
     def add_request(
         self, request: EngineCoreRequest, prompt: str | None, *, is_streamed: bool = False
     ) -> None:
-        """Register a request, so that outputs of its completions are taken."""
+        """Register a request, so that the core's outputs for its completions are collected.
+
+        `prompt` is the prompt's text, if text was given. With `is_streamed`, results are taken with
+        `take_delta`; otherwise `process` returns the whole request when it has ended.
+        """
         completions = {
             child_id: Completion(request, index, self._tokenizer, self._get_text)
             for index, child_id in enumerate(get_child_ids(request))
@@ -71,36 +76,46 @@ class OutputProcessor:
         *,
         sent: float,
     ) -> None:
-        """Note how a request and its media came to the core, and when they were sent."""
+        """Record how a request's media was prepared, and when the request was sent to the core.
+
+        `mm_items` has a report for each media item. `stages` maps the stages of the preparation to
+        seconds. `sent` is a monotonic time in seconds.
+        """
         state = self._states[request_id]
         state.mm_items, state.stages, state.sent = mm_items, stages, sent
 
     @property
     def changed_ids(self) -> tuple[str, ...]:
-        """The streamed requests that have a delta to take."""
+        """The ids of the streamed requests that have a delta to be taken."""
         return tuple(self._changed)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """The requests that have not ended."""
+        """The ids of the requests that have not ended."""
         return tuple(self._states)
 
     @property
     def streamed_ids(self) -> tuple[str, ...]:
-        """The streamed requests that have not ended."""
+        """The ids of the streamed requests that have not ended."""
         return tuple(key for key, state in self._states.items() if state.is_streamed)
 
     def has_request(self, request_id: str) -> bool:
-        """Return whether a request has not ended and is still wanted."""
+        """Return whether a request is registered and has neither ended nor been forgotten."""
         return request_id in self._states
 
     def get_child_ids(self, request_ids: Iterable[str]) -> list[str]:
-        """Return the core's ids of requests that have not ended. Other requests are ignored."""
+        """Return the ids that all completions of these requests have in the core.
+
+        Requests that have ended or are not registered are ignored.
+        """
         states = (self._states.get(request_id) for request_id in request_ids)
         return [child_id for state in states if state is not None for child_id in state.completions]
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Forget requests, and their deltas that were not taken."""
+        """Remove requests and their deltas that were not taken.
+
+        Later outputs of the core for these requests are ignored.
+        """
         for child_id in self.get_child_ids(request_ids):
             self._owners.pop(child_id, None)
         for request_id in request_ids:
@@ -108,10 +123,11 @@ class OutputProcessor:
             self._changed.pop(request_id, None)
 
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Take outputs of the core. Return ended requests, and ids that the core must abort.
+        """Take outputs of the core; return requests that ended, and ids that the core must abort.
 
-        The requests are those that are not streamed. The ids are those of completions that met a
-        stop string, or belong to a request that failed.
+        Streamed requests are not among those returned. The ids are those of completions that
+        reached a stop string, or that belong to a request with another completion that failed or
+        was aborted.
         """
         finished: list[RequestOutput] = []
         stopped: list[str] = []
@@ -138,7 +154,10 @@ class OutputProcessor:
         return finished, stopped
 
     def fail(self, request_id: str, error: RequestError) -> tuple[list[RequestOutput], list[str]]:
-        """End a request with an error. Return what `process` returns."""
+        """End a request with an error, and return the same two lists as `process`.
+
+        Both lists are empty if the request is not registered any more.
+        """
         state = self._states.get(request_id)
         if state is None:
             return [], []
@@ -149,7 +168,10 @@ class OutputProcessor:
         return self._end(state, error=error), stopped
 
     def _end(self, state: _RequestState, *, error: RequestError | None) -> list[RequestOutput]:
-        """End a request; return its output unless it is streamed."""
+        """End a request, and return a list with its output.
+
+        If the request is streamed, the list is empty, and the output comes with the last delta.
+        """
         self.forget((state.request.request_id,))
         state.final = self._make_output(state, error)
         if not state.is_streamed:
@@ -158,9 +180,9 @@ class OutputProcessor:
         return []
 
     def take_delta(self, request_id: str) -> RequestDelta | None:
-        """Return what a streamed request got since the last call, or `None` if it got nothing.
+        """Return what a streamed request generated since the last call, or `None` if nothing.
 
-        The last delta has `final`.
+        The last delta of a request has the whole output as `final`.
         """
         state = self._changed.pop(request_id, None)
         if state is None:
@@ -203,7 +225,11 @@ class OutputProcessor:
     def _make_prompt_logprobs(
         self, state: _RequestState
     ) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """Return the prompt's log-probabilities, or those of the part that was computed."""
+        """Return the log-probabilities of the prompt's tokens, or `None` if not requested.
+
+        The entry of the first token is `None`, because no token precedes it. If the request ended
+        early, only the part that was computed is returned.
+        """
         if state.request.sampling_params.prompt_logprobs is None:
             return None
         pairs = zip(state.request.prompt_token_ids[1:], state.prompt_logprobs, strict=False)
@@ -214,20 +240,29 @@ class OutputProcessor:
 
 
 def _make_error(last: EngineCoreOutput) -> RequestError | None:
-    """Return the error of a request that has failed. A `CapacityError` becomes a `RequestError`."""
+    """Return the error with which a request has failed, or `None` if it has not failed.
+
+    `last` is the core's last output for the request. An error of another class becomes a
+    `RequestError` with the same text.
+    """
     if last.finish_reason is not FinishReason.ERROR:
         return None
-    error = RequestError("the request failed") if last.error is None else last.error.make_error()
+    error = (
+        RequestError("the engine failed to run the request, and gave no reason")
+        if last.error is None
+        else last.error.make_error()
+    )
     return error if isinstance(error, RequestError) else RequestError(str(error))
 
 
 def place_reports(
     reports: Sequence[MediaItemReport], features: Sequence[MultiModalFeatureSpec]
 ) -> tuple[MediaItemReport, ...]:
-    """Return the reports with the place of each item in the prompt.
+    """Return the reports of media items, each with its index and its end in the prompt.
 
-    Reports are grouped by modality, in the order of that modality's markers; the features of a
-    request are in the order of the prompt.
+    The end is in tokens, and exclusive. The reports are grouped by modality. The features, which
+    are the same media items, are in the order of the prompt. Within a modality both have the same
+    order.
     """
     places: defaultdict[str, list[int]] = defaultdict(list)
     for mm_index, feature in enumerate(features):

@@ -34,7 +34,10 @@ UNKNOWN = object()  # a stop reason that the sender of the tokens did not give
 
 
 class TextState(msgspec.Struct, frozen=True, array_like=True):
-    """The state from which a reader goes on where another one has stopped."""
+    """The state from which another `TextReader` can continue the text of a completion.
+
+    It can be sent over the wire, and its size does not grow with the text.
+    """
 
     token_ids: tuple[int, ...] = ()  # the last tokens
     num_read: int = 0  # how many of `token_ids` have given their text, from the first
@@ -44,7 +47,7 @@ class TextState(msgspec.Struct, frozen=True, array_like=True):
     is_ended: bool = False
 
     def check(self) -> None:
-        """Raise a `RequestError` if no reader can have made this state, which came from outside."""
+        """Raise a `RequestError` if this state is invalid, since it may come from a client."""
         is_short = len(self.token_ids) <= _MAX_STATE_TOKENS
         is_brief = len(self.text) <= _MAX_STATE_CHARACTERS
         are_tokens = all(0 <= token_id <= _MAX_TOKEN_ID for token_id in self.token_ids)
@@ -52,15 +55,15 @@ class TextState(msgspec.Struct, frozen=True, array_like=True):
         is_emitted = 0 <= self.num_emitted <= len(self.text)
         is_count = 0 <= self.num_tokens <= _MAX_COUNT
         if not (is_short and is_brief and are_tokens and is_read and is_emitted and is_count):
-            raise RequestError("stream_state was not made by this server")
+            raise RequestError("stream_state must be one that this server has returned")
 
 
 class TextReader:
-    """The text of one completion while it grows.
+    """A reader that turns the token ids of one completion into text, up to a stop string.
 
-    It begins with a prompt's tokens (the last few are enough) or with the state of an earlier
-    reader. `eos_token_ids` end a sequence and are no part of its text. If there are none, they are
-    unknown, and the last token of a sequence counts as one.
+    It begins after a prompt's tokens (the last few are enough), or continues from the `state` of an
+    earlier reader. `eos_token_ids` are the end-of-sequence tokens, which have no text. If none are
+    given, they are unknown, and the last token of a text that has stopped counts as one.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class TextReader:
 
     @property
     def text(self) -> str:
-        """The text so far, up to a stop string."""
+        """The text that this reader has so far, cut at a stop string."""
         return self._text[: self._text_end]
 
     def add(
@@ -97,11 +100,11 @@ class TextReader:
         finish_reason: str | None = None,
         stop_reason: object = None,
     ) -> str:
-        """Add tokens, and return the new text that can't change any more.
+        """Add generated token ids, and return the new text that later tokens can't change.
 
-        With a `finish_reason` these are the last tokens. `stop_reason` is the string or the token
-        that ended the text, `None` for the end of a sequence, or `UNKNOWN`. Tokens behind a stop
-        string are ignored.
+        A `finish_reason` is given only with the last tokens. `stop_reason` is the stop string or
+        the stop token id that ended the text, `None` for an end-of-sequence token, or `UNKNOWN`.
+        Tokens after a stop string are ignored.
         """
         if self.is_ended:
             return ""
@@ -116,9 +119,10 @@ class TextReader:
         return self.take_text(is_last=self.is_ended)
 
     def add_token(self, token_id: int, *, is_last: bool = False, is_closing: bool = False) -> None:
-        """Add one token, unless a stop string has ended the text.
+        """Add one generated token, unless a stop string has already ended the text.
 
-        A closing token gives no text, unless `include_stop_str_in_output` is set.
+        With `is_last` no token follows. A token with `is_closing` only ends the text: its own text
+        is left out, unless `include_stop_str_in_output` is set.
         """
         if self.stop_string is not None:
             return
@@ -137,13 +141,13 @@ class TextReader:
                 self._text_end = start + (len(self.stop_string) if is_included else 0)
 
     def finish(self) -> None:
-        """Add the text of tokens that were waiting for the rest of a character."""
+        """Add the text of tokens that were waiting for the rest of a UTF-8 character."""
         self._text += self._detokenizer.finish()
 
     def take_text(self, *, is_last: bool = False) -> str:
         """Return the text since the last call, without an end that may begin a stop string.
 
-        With `is_last` nothing follows, and nothing is held back.
+        With `is_last` no text follows, so that this end is returned too.
         """
         text = self.text
         end = len(text) - (0 if is_last else count_held_back(text, self._params.stop))
@@ -151,10 +155,10 @@ class TextReader:
         return new
 
     def save(self) -> TextState:
-        """Return the state from which another reader can go on.
+        """Return the state from which another reader can continue.
 
-        It has the end of the text, in which a stop string may have begun, or nothing if the text
-        has ended.
+        The state has only the end of the text, in which a stop string may have begun. It has no
+        text at all if the text has ended.
         """
         if self.is_ended:
             return TextState(num_tokens=self._num_tokens, is_ended=True)
@@ -170,9 +174,10 @@ class TextReader:
         )
 
     def _is_closing(self, token_id: int, stop_reason: object) -> bool:
-        """Return whether the last token only ends the text.
+        """Return whether the last token only ends the text, so that its own text is left out.
 
-        If a grammar ends the text, its last token is a part of the text.
+        `stop_reason` is that of `add`. If a grammar ends the text, the last token is a part of the
+        text.
         """
         if stop_reason is UNKNOWN:
             is_stop = token_id in self._params.stop_token_ids or not self._eos_token_ids
@@ -192,7 +197,7 @@ class TextReader:
         )
 
     def _completes_stop(self, token_id: int) -> bool:
-        """Return whether a stop string ends in the text of the last token."""
+        """Return whether the text of this token would complete a stop string."""
         trial = self._make_detokenizer(*self._detokenizer.save())
         new = trial.add(token_id) + trial.finish()
         found = find_stop(self._text + new, self._params.stop, num_new_characters=len(new))
@@ -200,13 +205,14 @@ class TextReader:
 
 
 class Detokenizer:
-    """A decoder of single tokens that gives out text only when later tokens can't change it.
+    """A decoder of single tokens that returns text only when later tokens can't change it.
 
     A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
     tokens are decoded together with those before them, and the text of the earlier ones is cut off.
 
-    It continues after `token_ids`; the first `num_read` of them have given their text already.
-    Special tokens have no text, unless `skip_special_tokens` is false or they are kept.
+    It continues after `token_ids`. The text of the first `num_read` of them was returned before.
+    Special tokens have no text, unless `skip_special_tokens` is false or `kept_special_token_ids`
+    has them.
     """
 
     def __init__(
@@ -228,7 +234,7 @@ class Detokenizer:
         self._read_end = num_read
 
     def add(self, token_id: int) -> str:
-        """Add a token, and return the text that is complete now."""
+        """Add a token, and return the text that is complete now, which may be empty."""
         self._token_ids.append(token_id)
         if self._num_waiting >= _MAX_WAITING:
             waiting = self._list_with_text(self._read_end, len(self._token_ids))
@@ -242,14 +248,15 @@ class Detokenizer:
         return ""
 
     def finish(self) -> str:
-        """Return the rest of the text, whether its last character is complete or not."""
+        """Return the text of all tokens that wait, even if their last character is incomplete."""
         prefix = self._decode(self._prefix_start, self._read_end)
         return self._take(self._decode(self._prefix_start, len(self._token_ids)), prefix)
 
     def save(self) -> tuple[tuple[int, ...], int]:
-        """Return the last tokens, and how many of them gave their text, for another detokenizer.
+        """Return the `token_ids` and the `num_read` from which another detokenizer can continue.
 
-        Their number doesn't grow with the answer: tokens that never have text are left out.
+        These are the last tokens, and how many of them have already given their text. Tokens that
+        never have text are left out, so that the number of tokens does not grow with the answer.
         """
         read = self._list_with_text(self._prefix_start, self._read_end)
         return (*read, *self._list_with_text(self._read_end, len(self._token_ids))), len(read)
@@ -262,7 +269,7 @@ class Detokenizer:
         return [i for i in self._token_ids[start:end] if not self._is_silent(i)]
 
     def _is_silent(self, token_id: int) -> bool:
-        """Return whether a token has no text anywhere: it is special, or not in the vocabulary."""
+        """Return whether a token never has text, because it is special or not in the vocabulary."""
         tokenizer = self._tokenizer
         if token_id >= len(tokenizer):
             return True
@@ -289,10 +296,11 @@ def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
-    """Return the stop string that ends first in the new characters, and where it begins.
+    """Return the stop string that ends first in the new characters, and the index where it begins.
 
-    If several end at the same place, it is the longest one, so that the result does not depend on
-    how tokens divide the text.
+    The last `num_new_characters` of `text` are new. Return `None` if no stop string ends in them.
+    If several stop strings end at the same place, the longest one is returned, so that the result
+    does not depend on how tokens divide the text.
     """
     found = []
     for candidate in stop:
@@ -306,7 +314,7 @@ def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tup
 
 
 def count_held_back(text: str, stop: Sequence[str]) -> int:
-    """Return how many characters at the end of the text may begin a stop string."""
+    """Return how many characters at the end of the text may be the beginning of a stop string."""
     longest = 0
     for candidate in stop:
         for length in range(min(len(candidate) - 1, len(text)), longest, -1):

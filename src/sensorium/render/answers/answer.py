@@ -21,7 +21,10 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerDelta(Struct, frozen=True, kw_only=True):
-    """The parts of an answer that new text has completed; empty if all text is held back."""
+    """The reasoning, content and tool calls of an answer that are new since the last delta.
+
+    All are empty if the new text is held back, because it may be the beginning of a tag.
+    """
 
     reasoning: str = ""
     content: str = ""
@@ -29,7 +32,11 @@ class AnswerDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerContext(Struct, frozen=True, kw_only=True):
-    """The parts of a request that change how its answer is read."""
+    """The fields of a request that change how its answer is read.
+
+    They have the tools and how the model may call them, and whether reasoning is separated from the
+    content.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form, checked
     # "auto", "none", "required", or `{"name": …}` for one of the tools.
@@ -48,7 +55,10 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
     @property
     def demanded_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that may be called if the request demands a call."""
+        """The tools that the model may call if the request requires a tool call.
+
+        These are all tools, or the single one that `tool_choice` names.
+        """
         choice = self.tool_choice
         if isinstance(choice, str):
             return self.tools
@@ -57,7 +67,10 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class AnswerBuffer:
-    """The reasoning, the content and the calls that were not taken yet. It numbers the calls."""
+    """A buffer for parts of an answer (reasoning, content, tool calls) until they are taken.
+
+    It gives the tool calls their indices and ids, and drops those after the first `max_calls`.
+    """
 
     make_id: MakeId  # makes the id of a call to which the model gave none
     names: frozenset[str] = frozenset()  # of all tools
@@ -70,7 +83,7 @@ class AnswerBuffer:
 
     @property
     def num_given(self) -> int:
-        """The number of calls that are given out."""
+        """The number of tool calls that have begun, without those that are dropped."""
         return self.num_begun if self.max_calls is None else min(self.num_begun, self.max_calls)
 
     def add_reasoning(self, text: str) -> None:
@@ -86,13 +99,13 @@ class AnswerBuffer:
             self._calls[index] = (call_id or self.make_id(), name, [])
 
     def add_arguments(self, text: str) -> None:
-        """Add arguments to the call that has begun last."""
+        """Add a piece of the JSON arguments to the tool call that has begun last."""
         index = self.num_begun - 1
         if self.num_given > index:
             self._calls.setdefault(index, (None, None, []))[2].append(text)
 
     def take(self) -> AnswerDelta:
-        """Return all parts that were not taken yet, and forget them."""
+        """Return all parts that were added since the last call, and empty the buffer."""
         delta = AnswerDelta(
             reasoning="".join(self._reasoning),
             content="".join(self._content),

@@ -26,10 +26,11 @@ Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
-    """The way in which a model writes its answers. It starts a reader for each completion.
+    """The formats in which a model writes reasoning and tool calls in its answers.
 
-    If the model has no format of tool calls, no calls are read. Only a call that a request demands
-    is written and read, in the format of Hermes.
+    `start` returns a reader for each completion. If the model has no format of tool calls, no tool
+    calls are read, unless the request requires one. The model is then made to write it in the
+    Hermes format.
     """
 
     calls: CallFormat | None = None
@@ -40,14 +41,22 @@ class AnswerFormat:
 
     @cached_property
     def kept_special_token_ids(self) -> tuple[int, ...]:
-        """The special tokens that must be in the text to be read."""
+        """The ids of special tokens that must stay in the text, because they mark its parts.
+
+        Other special tokens are left out of an answer's text.
+        """
         tags = () if self.reasoning is None else self.reasoning.special_tokens
         wanted = (*(self.calls or hermes.CALLS).special_tokens, *tags)
         special = self.vocabulary.special_tokens
         return tuple(special[text] for text in wanted if text in special)
 
     def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
-        """Return whether an answer to this prompt begins in the middle of reasoning."""
+        """Return whether an answer to this prompt begins inside reasoning.
+
+        The prompt is text or token ids. This is so if the prompt ends with the tag that opens
+        reasoning. Models that always reason do so unless the prompt ends with the tag that closes
+        reasoning.
+        """
         if self.reasoning is None:
             return False
         if not isinstance(prompt, str):
@@ -55,17 +64,24 @@ class AnswerFormat:
         return self.reasoning.is_open_after(prompt[-_NUM_TAIL_CHARACTERS:])
 
     def start(self, context: AnswerContext) -> AnswerReader:
-        """Return a reader for the beginning of an answer."""
+        """Return a reader that reads an answer from its first character on."""
         return AnswerReader(context, calls=self._get_calls(context), reasoning=self.reasoning)
 
     def resume(self, context: AnswerContext, state: Any) -> AnswerReader:
-        """Return a reader that goes on from a state. Raise a `RequestError` if that is invalid."""
+        """Return a reader that continues an answer from the `state` of an earlier reader.
+
+        Raise a `RequestError` if the state is invalid.
+        """
         calls = self._get_calls(context)
         read = read_state(state, calls=calls, reasoning=self.reasoning)
         return AnswerReader(context, calls=calls, reasoning=self.reasoning, state=read)
 
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
-        """Return a constraint with which the text is a call, or `None` if no call is demanded."""
+        """Return a constraint that makes the model write a tool call.
+
+        Return `None` if the request does not require a tool call. Raise a `RequestError` if the
+        grammar of the tools becomes too large.
+        """
         if not context.demands_call:
             return None
         lark = Lark(self.vocabulary.special_tokens, max_string_length=self.max_string_length)
@@ -78,15 +94,15 @@ class AnswerFormat:
             return StructuredOutputsParams(grammar=lark.write())
         except RequestError as error:
             raise RequestError(
-                f"too large for a call to be demanded: {error.message}", path=("tools",)
+                f"are too large for a required tool call: {error.message}", path=("tools",)
             ) from error
 
     def make_constraint_after_reasoning(
         self, wanted: StructuredOutputsParams
     ) -> StructuredOutputsParams:
-        """Return a constraint that applies the wanted one after the end of the reasoning.
+        """Return a constraint that leaves reasoning free and applies `wanted` to the text after it.
 
-        The text begins in the middle of reasoning.
+        The answer must begin inside reasoning. A model without reasoning gets `wanted` itself.
         """
         if self.reasoning is None:
             return wanted
@@ -98,7 +114,10 @@ class AnswerFormat:
         )
 
     def _write_reasoning(self, lark: Lark, context: AnswerContext) -> str:
-        """Return the body of a rule for reasoning before the calls."""
+        """Return a grammar expression for the reasoning before tool calls.
+
+        It is empty if the model has no format of reasoning.
+        """
         if self.reasoning is None:
             return ""
         thought = lark.add_until("thought", self.reasoning.close) + ' "\\n"? "\\n"?'
@@ -120,11 +139,12 @@ def make_answer_format(
     reasoning_parser: str = formats.AUTO,
     max_string_length: int | None = None,
 ) -> AnswerFormat:
-    """Return the format of this model's answers.
+    """Return the formats in which this model writes reasoning and tool calls.
 
-    `template` is the text of the model's chat template, or of all templates that it has. Strings
-    without a bound in a tool's schema get at most `max_string_length` characters. Raise a
-    `RequestError` that lists the known parsers if one is unknown.
+    `template` is the text of the model's chat template, or of all templates that it has. The
+    parsers are names of formats, "none", or "auto" to detect the format from the template and the
+    tokenizer. Raise a `RequestError` that lists the known names if one is unknown. If a tool's
+    schema does not limit the length of a string, the limit is `max_string_length` characters.
     """
     vocabulary = Vocabulary.of(tokenizer)
     _check_name("tool_call_parser", tool_call_parser, formats.TOOL_CALL_PARSERS)
@@ -132,7 +152,7 @@ def make_answer_format(
     calls = _find_format(formats.CALL_FORMATS, tool_call_parser, vocabulary, template)
     reasoning = _find_format(formats.REASONING_FORMATS, reasoning_parser, vocabulary, template)
     names = [formats.NONE if found is None else found.name for found in (calls, reasoning)]
-    logger.info("answers are read as: tool calls %s, reasoning %s", *names)
+    logger.info("formats of answers: tool calls %s, reasoning %s", *names)
     if calls is not None and calls.choose_variant is not None:
         calls = calls.choose_variant(vocabulary, template)
     return AnswerFormat(

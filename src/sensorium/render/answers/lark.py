@@ -12,7 +12,10 @@ Schema = Mapping[str, Any] | bool
 
 
 class Lark:
-    """A grammar in Lark's form, to which rules are added one by one."""
+    """A builder of a grammar in llguidance's dialect of Lark, to which rules are added one by one.
+
+    `special_tokens` maps the text of each special token to its id.
+    """
 
     def __init__(
         self, special_tokens: Mapping[str, int], *, max_string_length: int | None = None
@@ -25,27 +28,33 @@ class Lark:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
 
     def add(self, name: str, body: str) -> str:
-        """Add a rule, and return its name for use in others."""
+        """Add a rule or replace the one of that name, and return the name for other rules."""
         self._rules[name] = body
         return name
 
     def add_new(self, prefix: str, body: str) -> str:
-        """Add a rule with a new name, and return the name."""
+        """Add a rule under a new name that begins with `prefix`, and return that name."""
         return self.add(f"{prefix}_{len(self._rules)}", body)
 
     def write_text(self, text: str) -> str:
-        """Return an expression for exactly this text, or for the special token of that text."""
+        """Return a grammar expression that matches exactly this text.
+
+        If the text is that of a special token, the expression matches that token.
+        """
         if text in self._special_tokens:
             return f"<[{self._special_tokens[text]}]>"
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def write_tag(self, tag: str) -> str:
-        """Return an expression for a text that may begin with a special token."""
+        """Return a grammar expression for a tag that may begin with a special token.
+
+        The rest of the tag is matched as text.
+        """
         found = max((t for t in self._special_tokens if tag.startswith(t)), key=len, default="")
         return " ".join(filter(None, (self.write_text(found), self.write_text(tag[len(found) :]))))
 
     def add_until(self, prefix: str, end: str) -> str:
-        """Add a rule for any text up to the first occurrence of `end`, which it includes."""
+        """Add a rule for any text up to the first `end`, which is included, and return its name."""
         if end in self._special_tokens:
             return self.add_new(prefix, f"/(.|\\n)*/ {self.write_text(end)}")
         pattern = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" for c in end)
@@ -54,9 +63,9 @@ class Lark:
         return name
 
     def write_json(self, schema: Schema, *, is_lenient: bool = False) -> str:
-        """Return an expression for a value that follows the schema.
+        """Return a grammar expression for a JSON value that follows the schema.
 
-        With `is_lenient`, keywords that are not supported are ignored.
+        With `is_lenient`, schema keywords that the grammar compiler does not support are ignored.
         """
         options = {**SPACING, "lenient": is_lenient}
         prepared = prepare_schema(schema, self.max_string_length)
@@ -66,9 +75,10 @@ class Lark:
     def add_ordered(
         self, prefix: str, entries: Sequence[tuple[str, bool]], *, separator: str
     ) -> str:
-        """Return an expression for entries in their order, with separators between them.
+        """Return a grammar expression for entries in a fixed order, with separators between them.
 
-        An entry is an expression, and whether it is required; others may be left out.
+        An entry is a grammar expression and whether it is required; other entries may be left out.
+        Rules that the expression needs are added under names that begin with `prefix`.
         """
         between = self.write_text(separator)
         rest = ""  # an expression for the entries after this one

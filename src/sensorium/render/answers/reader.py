@@ -29,7 +29,10 @@ _MAX_CALLS = 2**20
 
 
 class ReaderState(Struct, kw_only=True):
-    """The state of a reader between two pieces of text."""
+    """The state of an `AnswerReader` between two pieces of text.
+
+    It is all that another reader needs to continue.
+    """
 
     section: Literal["reasoning", "content", "call"] = "content"
     space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""  # whitespace that is held back
@@ -44,9 +47,11 @@ class ReaderState(Struct, kw_only=True):
 
 
 class AnswerReader:
-    """A reader of one answer, which may have reasoning and calls of these formats.
+    """A reader that splits a growing answer into reasoning, content and tool calls.
 
-    Without a format of calls no calls are read.
+    `calls` and `reasoning` are the formats in which the model writes them. If one is `None`, such
+    text is not recognised and stays content. With a `state`, the answer of an earlier reader is
+    continued.
     """
 
     def __init__(
@@ -79,12 +84,15 @@ class AnswerReader:
 
     @property
     def state(self) -> Any:
-        """The state as plain data of bounded size, from which another reader can go on."""
+        """The state as plain data of bounded size, from which another reader can continue."""
         self._state.num_calls = min(self._buffer.num_begun, _MAX_CALLS)
         return msgspec.to_builtins(self._state)
 
     def add(self, text: str) -> AnswerDelta:
-        """Read more text, and return what is certain. Text that may begin a tag is held back."""
+        """Read more text of the answer, and return the parts that later text can't change.
+
+        Text that may be the beginning of a tag is held back.
+        """
         position = 0
         while position < len(text):
             length = self._take_plain_run(text, position)
@@ -95,9 +103,10 @@ class AnswerReader:
         return self._buffer.take()
 
     def finish(self) -> AnswerDelta:
-        """End the answer, and return what was held back.
+        """End the answer, and return the text that was held back.
 
-        Never raises: text that is cut off becomes content, or a call with incomplete arguments.
+        This never raises an error: a tool call that was cut off becomes content, or a tool call
+        with incomplete arguments.
         """
         state = self._state
         if state.call is not None:
@@ -108,7 +117,11 @@ class AnswerReader:
         return self._buffer.take()
 
     def _take_plain_run(self, text: str, start: int) -> int:
-        """Add the characters at `start` that can't begin anything, and return their number."""
+        """Add the characters from `start` on that belong to no tag, and return their number.
+
+        They are copied as they are, which is faster than reading them one by one. If the first
+        character may belong to a tag, nothing is added and 0 is returned.
+        """
         state = self._state
         call: CallReader | None = state.call
         if call is not None:
@@ -225,7 +238,10 @@ def _get_tags(
 
 @lru_cache(maxsize=64)
 def _find_plain(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of characters that neither begin a tag nor are held back before one."""
+    """Return a pattern for characters that are neither whitespace nor the first one of a tag.
+
+    Without tags the pattern matches any text.
+    """
     if not tags:
         return re.compile(r"(?s:.+)")
     first = re.escape("".join(sorted({tag[0] for tag in tags})))
@@ -235,16 +251,19 @@ def _find_plain(tags: tuple[str, ...]) -> re.Pattern[str]:
 def read_state(
     state: Any, *, calls: CallFormat | None, reasoning: ReasoningFormat | None
 ) -> ReaderState:
-    """Return the state of a reader for these formats; raise a `RequestError` if it can't be one."""
+    """Return the state of a reader from plain data, which may come from a client.
+
+    Raise a `RequestError` if it can't be the state of a reader for these formats.
+    """
     try:
         read = msgspec.convert(state, ReaderState)
         if read.call is not None and calls is not None:
             read.call = msgspec.convert(read.call, calls.reader)
     except msgspec.ValidationError as error:
-        raise RequestError(f"state is not the state of a reader: {error}") from error
+        raise RequestError(f"must be a state that this server has returned: {error}") from error
     is_call = read.section == "call"
     if is_call != (read.call is not None) or (is_call and calls is None):
-        raise RequestError("state is the state of a reader for another format")
+        raise RequestError("is the state of an answer in another format of reasoning or tool calls")
     if read.section == "reasoning" and reasoning is None:
-        raise RequestError("state is the state of a reader for another format")
+        raise RequestError("is the state of an answer in another format of reasoning or tool calls")
     return read

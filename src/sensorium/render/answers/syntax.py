@@ -31,7 +31,7 @@ NAME = r"[\w.\-]{1,128}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer's special tokens, and the version if it is one of Mistral's own tokenizers."""
+    """A tokenizer with its special tokens and, if it is one of Mistral's own, its version."""
 
     special_tokens: Mapping[str, int] = field(default_factory=dict)  # text -> id
     mistral_version: int = 0  # 0: it is none of Mistral's own tokenizers
@@ -39,7 +39,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
-        """Return the vocabulary of a tokenizer of any kind."""
+        """Return the vocabulary of a tokenizer of Transformers or of mistral-common."""
         if type(tokenizer).__name__ != "MistralCommonBackend":
             added = tokenizer.added_tokens_decoder.items()
             special = {token.content: token_id for token_id, token in added if token.special}
@@ -58,14 +58,17 @@ class Vocabulary:
         return text in self.special_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, including special tokens."""
+        """Return the text of token ids, including special tokens.
+
+        The text is empty if there is no tokenizer.
+        """
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
 
 
 class Step(Enum):
-    """The effect of a character on a call.
+    """The effect of one character on the tool call that is being read.
 
-    If text is still held back when a call ends, it was not a call, and becomes content.
+    If a reader still holds text back when the tool call ends, that text becomes content.
     """
 
     ON = auto()  # the call goes on
@@ -74,35 +77,48 @@ class Step(Enum):
 
 
 class CallReader(Struct):
-    """A reader of one tool call, or of one list of calls."""
+    """A reader of one tool call, or of one list of tool calls, character by character.
+
+    Each format of tool calls has its own subclass.
+    """
 
     # The tag and the whitespace before it, which become content if this is not a call.
     opening: ShortText = ""
 
     @classmethod
     def begin(cls, tag: str, opening: str) -> CallReader:  # noqa: ARG003
-        """Return a reader of a call that begins with this tag."""
+        """Return a reader of a tool call that begins with this tag.
+
+        `opening` is the tag with the whitespace before it, which becomes content if this is no tool
+        call.
+        """
         return cls(opening=opening)
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character of the call."""
+        """Read one character of the tool call, and add what it completes to the buffer.
+
+        Return whether the tool call goes on, ended with this character, or ended before it.
+        """
         raise NotImplementedError
 
     def count_plain(self, text: str, start: int) -> int:  # noqa: ARG002
-        """Return how many characters from `start` on belong to the arguments as they are."""
+        """Return how many characters from `start` on can be copied to the arguments unchanged."""
         return 0
 
     @property
     def rest(self) -> str:
-        """The text that is held back."""
+        """The text that was read but not added to the buffer yet.
+
+        It becomes content if the tool call ends here.
+        """
         raise NotImplementedError
 
 
 def read_closing(tag: str, before: str, character: str) -> tuple[str, Step]:
-    """Read a character of a closing tag, which whitespace may precede and which may be missing.
+    """Read one character of a closing tag, which may come after whitespace or be missing.
 
-    `before` is the beginning of the tag that was read already. Return the new beginning, which is
-    empty after the whole tag, and the effect on the call.
+    `before` is the part of the tag that was read already. Return the part that is read now, which
+    is empty after the whole tag, and the effect on the tool call.
     """
     if not before and character.isspace():
         return "", Step.ON
@@ -121,7 +137,7 @@ def make_call_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """A way in which models write tool calls."""
+    """A format in which some models write tool calls: its tags, its reader and its grammar."""
 
     name: str  # on the command line, as in vLLM
     tags: tuple[str, ...]  # texts that begin a call
@@ -141,7 +157,10 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """A way in which models mark their reasoning."""
+    """A format in which some models mark their reasoning, with a tag before and one after it.
+
+    `open` and `close` are these tags.
+    """
 
     name: str  # on the command line, as in vLLM
     rank: int = 1  # as for calls
@@ -155,7 +174,7 @@ class ReasoningFormat:
     special_tokens: tuple[str, ...] = ()  # texts that such models may have as special tokens
 
     def is_open_after(self, text: str) -> bool:
-        """Return whether an answer to this prompt begins in the middle of reasoning."""
+        """Return whether an answer begins inside reasoning if its prompt ends with this text."""
         text = text.rstrip()
         if self.is_assumed:
             return not text.endswith(self.close)
@@ -163,9 +182,9 @@ class ReasoningFormat:
 
 
 class JsonScan(Struct):
-    """A scanner that finds the end of a JSON object or list, which is where `depth` is 0 again.
+    """A scanner that finds the end of a JSON object or list, where `depth` is 0 again.
 
-    It looks at brackets and strings only.
+    It reads one character at a time, and looks only at brackets and strings.
     """
 
     depth: Depth = 0
@@ -173,7 +192,7 @@ class JsonScan(Struct):
     is_escaped: bool = False
 
     def step(self, character: str) -> str:
-        """Return the character as JSON has it: a line break in a string is escaped."""
+        """Read one character, and return it as JSON; control characters in strings are escaped."""
         is_raw = self.is_in_string and character < " "
         self._follow(character)
         return json.dumps(character)[1:-1] if is_raw else character
@@ -190,7 +209,7 @@ class JsonScan(Struct):
             self.depth = max(0, self.depth - 1)
 
     def count_plain(self, text: str, start: int) -> int:
-        """Return how many characters from `start` on change neither the depth nor the string."""
+        """Return how many characters from `start` on open or close no bracket and no string."""
         if self.is_escaped:
             return 0
         found = (_IN_STRING if self.is_in_string else _IN_NUMBERS).match(text, start)
@@ -205,10 +224,10 @@ _HEAD = re.compile(
 
 
 class CallObject(Struct):
-    """A reader of one object `{"name": …, "arguments": {…}}`.
+    """A reader of one tool call that is a JSON object `{"name": …, "arguments": {…}}`.
 
-    Arguments that come after the name are given out as they are written. If they come before the
-    name, they are held back until the object ends.
+    Arguments after the name are added to the buffer while they are read. Arguments before the name
+    are held back until the object ends.
     """
 
     scan: JsonScan
@@ -237,7 +256,11 @@ class CallObject(Struct):
         return self.scan.count_plain(text, start) if is_free else 0
 
     def _is_broken(self, character: str) -> bool:
-        """Return whether a character outside of strings can't belong to the object."""
+        """Return whether a character outside of strings shows that this is not a valid JSON object.
+
+        Only whitespace may precede the object. A `<` in it begins a tag, so that the object was cut
+        off.
+        """
         if self.scan.depth == 0:
             return character != "{" and not character.isspace()
         return character == "<"
@@ -275,18 +298,27 @@ def _load(text: str) -> Any:
 
 
 def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. A tool that declares no parameters takes none."""
+    """Return the JSON schema of a tool's arguments, always with the type "object".
+
+    A tool that declares no parameters gets a schema without properties.
+    """
     declared = tool["function"].get("parameters") or {"properties": {}}
     return {**declared, "type": "object"}
 
 
 def write_value(lark: Lark, tool: Mapping[str, Any], schema: Any) -> str:
-    """Return the body of a rule for a value in the arguments of a tool."""
+    """Return a grammar expression for a value in the arguments of a tool.
+
+    Unless the tool is declared `strict`, schema keywords that are not supported are ignored.
+    """
     return lark.write_json(schema, is_lenient=not tool["function"].get("strict"))
 
 
 def write_objects(lark: Lark, tools: Tools) -> str:
-    """Add a rule for one `{"name": …, "arguments": …}` of these tools, and return its name."""
+    """Add a grammar rule for one tool call `{"name": …, "arguments": …}`, and return its name.
+
+    The rule matches a call of any of these tools.
+    """
     objects = []
     for index, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
@@ -297,5 +329,8 @@ def write_objects(lark: Lark, tools: Tools) -> str:
 
 
 def repeat(call: str, separator: str, is_single: bool) -> str:
-    """Return the body of a rule for one call or, unless `is_single`, for one or more."""
+    """Return a grammar expression for one tool call or, unless `is_single`, for one or more.
+
+    `call` is the expression for one tool call, and `separator` is that between two of them.
+    """
     return call if is_single else f"{call} ({separator} {call})*"

@@ -18,7 +18,10 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools as they came, or raise a `RequestError` for the first that is wrong."""
+    """Check the tools of a request, and return them unchanged, or raise a `RequestError`.
+
+    Without tools, return an empty tuple.
+    """
     tools = tools or ()
     with at("tools"):
         if len(tools) > MAX_TOOLS:
@@ -27,7 +30,7 @@ def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
         for index, name in enumerate(map_at(_check_tool, tools)):
             if name in seen:
                 raise RequestError(
-                    f"{name!r} is the name of tools[{seen[name]}] too",
+                    f"{name!r} is already the name of tools[{seen[name]}]",
                     path=(index, "function", "name"),
                 )
             seen[name] = index
@@ -35,11 +38,11 @@ def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
 
 
 def _check_tool(tool: object) -> str:
-    """Return the name of a tool's function, or raise a `RequestError`."""
+    """Check one tool, and return the name of its function, or raise a `RequestError`."""
     if not isinstance(tool, Mapping):
         raise RequestError("must be an object")
     if tool.get("type", "function") != "function":
-        raise RequestError("must be function", path=("type",))
+        raise RequestError('must be "function"', path=("type",))
     function = tool.get("function")
     with at("function"):
         if not isinstance(function, Mapping):
@@ -64,7 +67,7 @@ def _check_parameters(parameters: object) -> None:
     if not isinstance(parameters, Mapping):
         raise RequestError("must be an object: a JSON schema")
     if parameters.get("type", "object") != "object":
-        raise RequestError("must be object: arguments have names", path=("type",))
+        raise RequestError('must be "object", because arguments have names', path=("type",))
     if not isinstance(parameters.get("properties"), Mapping | None):
         raise RequestError("must be an object", path=("properties",))
     required = parameters.get("required")
@@ -76,9 +79,11 @@ def _check_parameters(parameters: object) -> None:
 def parse_tool_choice(
     choice: object, tools: Sequence[Mapping[str, Any]]
 ) -> str | Mapping[str, str]:
-    """Return the choice as `AnswerContext` has it, or raise a `RequestError`.
+    """Check a request's `tool_choice`, and return it in the form that `AnswerContext` has.
 
-    Without a choice tools may be called, if there are any.
+    This is "auto", "none", "required", or `{"name": …}` for one of the tools. Without a choice it
+    is "auto" if there are tools, and "none" otherwise. Raise a `RequestError` if the choice is
+    invalid.
     """
     if choice is None:
         return "auto" if tools else "none"
@@ -88,7 +93,7 @@ def parse_tool_choice(
         if not isinstance(choice, str) or choice not in CHOICES:
             raise RequestError(f"must be one of {', '.join(CHOICES)}, or an object")
         if choice == "required" and not tools:
-            raise RequestError("a call is required, but there are no tools")
+            raise RequestError("requires a tool call, but the request has no tools")
         return choice
 
 
@@ -96,12 +101,12 @@ def _parse_named_choice(
     choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, str]:
     if choice.get("type", "function") != "function":
-        raise RequestError("must be function", path=("type",))
+        raise RequestError('must be "function"', path=("type",))
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     with at("function", "name"):
         if not isinstance(name, str):
             raise RequestError("must be a string")
         if all(tool["function"]["name"] != name for tool in tools):
-            raise RequestError(f"{name[:128]!r} is none of the tools")
+            raise RequestError(f"{name[:128]!r} is not the name of any of the tools")
     return {"name": name}

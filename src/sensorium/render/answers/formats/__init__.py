@@ -17,7 +17,10 @@ NONE = "none"
 
 
 def _find_all(name: str) -> list[Any]:
-    """Return all formats that modules have under a name, in the order in which they are tried."""
+    """Return the formats that the modules of this folder assign to `name`, sorted by rank and name.
+
+    Formats are tried in this order when the format of a model is detected.
+    """
     found: list[Any] = []
     for module in pkgutil.iter_modules(__path__):
         entry = getattr(import_module(f"{__name__}.{module.name}"), name, ())

@@ -1,7 +1,7 @@
-"""The calls and the reasoning of Gemma 4.
+"""Reads and constrains the tool calls and the reasoning of Gemma 4.
 
 A call is `<|tool_call>call:name{key:<|"|>text<|"|>,n:3}<tool_call|>`: keys are bare, texts stand
-between two tokens that can't be escaped, and the rest is as in JSON. The arguments are given out as
+between two tokens that can't be escaped, and the rest is as in JSON. The arguments are returned as
 JSON while they are read; brackets that don't match are corrected.
 """
 
@@ -55,7 +55,7 @@ _Place = Literal["head", "key", "value", "text", "string", "after", "end"]
 
 
 class Gemma4Call(CallReader, tag="gemma4"):
-    """A reader of one call."""
+    """A reader of one tool call in the format of Gemma 4."""
 
     place: _Place = "head"  # what is being read
     # The beginning of a head, a key, a bare value, the end of a text or the closing tag.
@@ -67,7 +67,9 @@ class Gemma4Call(CallReader, tag="gemma4"):
 
     def __post_init__(self) -> None:
         if self.place in ("key", "value", "text", "string", "after") and not self.nesting:
-            raise ValueError("no bracket is open")
+            raise ValueError(
+                "the state of a tool call inside its arguments must have an open bracket"
+            )
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
         return _STEPS[self.place](self, character, buffer)
@@ -131,7 +133,10 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return self._add_to_word(character, buffer)
 
     def _step_text(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read a text. `word` may be the beginning of the token that ends it."""
+        """Read one character of a text between two `<|"|>` tokens.
+
+        `word` keeps characters that may be the beginning of the token that ends the text.
+        """
         word, self.word = self.word + character, ""
         if word == _QUOTE:
             buffer.add_arguments('"')
@@ -145,7 +150,10 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.ON
 
     def _step_string(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read a string in the form of JSON, which some calls have instead of a text."""
+        """Read one character of a string in double quotes, as in JSON.
+
+        Some models write such strings instead of a text between `<|"|>` tokens.
+        """
         buffer.add_arguments(json.dumps(character)[1:-1] if character < " " else character)
         if character == '"' and not self.is_escaped:
             self.place = "after"
@@ -164,12 +172,18 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.ON
 
     def _step_end(self, character: str, _: AnswerBuffer) -> Step:
-        """Read the closing tag. If it is missing, other text is content again."""
+        """Read one character of the closing tag, which may be missing.
+
+        If the character belongs to no closing tag, the tool call ended before it.
+        """
         self.word, step = read_closing(_CLOSE, self.word, character)
         return step
 
     def _break_off(self, character: str, buffer: AnswerBuffer) -> Step:
-        """End the arguments although they are not complete, because no value follows."""
+        """End the arguments although they are incomplete, because no valid value follows.
+
+        The character is then read as a part of the closing tag.
+        """
         self.place, self.word = "end", ""
         return self._step_end(character, buffer)
 
@@ -214,7 +228,10 @@ _STEPS = {
 
 
 def _convert(word: str) -> str:
-    """Return the JSON of a value that stands without quotes."""
+    """Return the JSON of a value that the model wrote without quotes.
+
+    A word that is neither a number, a boolean nor null becomes a string.
+    """
     if _SCALAR.fullmatch(word):
         return word
     return _PYTHON_WORDS.get(word) or json.dumps(word, ensure_ascii=False)
@@ -236,10 +253,10 @@ def _unquote(word: str) -> str:
 
 
 class _ArgumentsGrammar:
-    """A grammar of the arguments of one tool, made from their JSON schema.
+    """A builder of the grammar for one tool's arguments, from their JSON schema.
 
-    Types, enumerations, objects, lists, alternatives and references are followed, and bounds of
-    numbers, texts and lists. Patterns and formats are not.
+    It follows types, enumerations, objects, lists, alternatives, references, and bounds of numbers,
+    texts and lists. It ignores patterns and formats.
     """
 
     def __init__(self, lark: Lark, parameters: Mapping[str, Any]) -> None:
@@ -315,10 +332,10 @@ class _ArgumentsGrammar:
         return self._lark.add_new("text", f"{self._quote} /{text}/ {self._quote}")
 
     def _get_bounds(self, least: Any, most: Any, share: int) -> tuple[int, int | None]:
-        """Return the bounds on a length.
+        """Return the least and the greatest length that the schema's `least` and `most` allow.
 
-        Where the schema has no upper bound, it is the length of texts, divided by `share`, or
-        `None` if answers are not bounded.
+        If the schema has no upper bound, it is the grammar's `max_string_length` divided by
+        `share`, or `None` (no bound) if the grammar has none.
         """
         low = least if isinstance(least, int) and least > 0 else 0
         limit = self._lark.max_string_length
@@ -346,7 +363,7 @@ class _ArgumentsGrammar:
         return bodies[0] if len(bodies) == 1 else self._lark.add_new("choice", " | ".join(bodies))
 
     def _write(self, value: Any) -> str:
-        """Return the grammar of a value as the model writes it."""
+        """Return a grammar expression for exactly this JSON value, as Gemma 4 writes it."""
         if isinstance(value, str):
             return f"{self._quote} {self._lark.write_text(value)} {self._quote}"
         if isinstance(value, list):
@@ -371,7 +388,7 @@ def _get_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _resolve(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the schema that a reference names, or `True` (any value) if there is none."""
+    """Return the schema that a `$ref` names, or `True` (any value) if there is none."""
     found: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

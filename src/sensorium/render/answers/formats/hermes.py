@@ -1,4 +1,4 @@
-"""The calls of Hermes, Qwen and many others: a JSON object between two tags."""
+"""The tool calls of Hermes, Qwen and many others: a JSON object between two tags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOSE = "</tool_call>"
 
 
 class HermesCall(CallReader, tag="hermes"):
-    """A reader of one call."""
+    """A reader of one tool call in the format of Hermes: a JSON object between two tags."""
 
     call: CallObject = field(default_factory=lambda: CallObject(scan=JsonScan()))
     is_ended: bool = False  # the object has ended
@@ -44,7 +44,10 @@ class HermesCall(CallReader, tag="hermes"):
         return Step.ON if step is Step.LAST else self._close(character)
 
     def _close(self, character: str) -> Step:
-        """Read the closing tag. If it is missing, other text is content again."""
+        """Read one character of the closing tag, which may be missing.
+
+        If the character belongs to no closing tag, the tool call ended before it.
+        """
         self.closing, step = read_closing(_CLOSE, self.closing, character)
         return step
 

@@ -1,7 +1,7 @@
-"""The calls and the reasoning of Mistral's models.
+"""The tool calls and the reasoning of Mistral's models.
 
-Calls are a list of JSON objects behind `[TOOL_CALLS]` or, since version 11 of their tokenizers,
-`[TOOL_CALLS]name[ARGS]{…}` for each call.
+Tool calls are a list of JSON objects behind `[TOOL_CALLS]` or, since version 11 of their
+tokenizers, `[TOOL_CALLS]name[ARGS]{…}` for each call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*(\w{{1,64}})\s*)?(?:\[ARGS\
 
 
 class MistralCall(CallReader, tag="mistral"):
-    """A reader of a list of calls, or of one call with a name before its arguments."""
+    """A reader of Mistral's tool calls: a JSON list, or one with its name before its arguments."""
 
     head: ShortText = ""  # the text before the first object, or before the arguments
     is_list: bool = False
@@ -125,7 +125,7 @@ def _write_named(lark: Lark, tools: Tools, is_single: bool) -> str:
 
 
 def _make_id() -> str:
-    """Return an id in the form that Mistral's templates require: nine letters and digits."""
+    """Return a random tool call id as Mistral's templates require it: nine letters and digits."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 

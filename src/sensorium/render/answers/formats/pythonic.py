@@ -1,7 +1,7 @@
-"""Calls in Python: `[name(key=value), …]` at the start of an answer, or a `tool_code` block.
+"""Tool calls in Python: `[name(key=value), …]` at the start of an answer, or a `tool_code` block.
 
-This is what prompts for Gemma 3 ask for. Calls are given out when the block has ended, because only
-then it is certain that it has nothing but calls.
+This is what prompts for Gemma 3 ask for. Tool calls are returned only when the block has ended,
+because only then it is certain that it has nothing but calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_CALLS = 64
 
 
 class PythonicCall(CallReader, tag="pythonic"):
-    """A reader of a list or a block of calls."""
+    """A reader of tool calls that are written in Python, as a list or in a `tool_code` block."""
 
     is_block: bool = False
     is_done: bool = False  # its calls were given out
@@ -98,7 +98,10 @@ class PythonicCall(CallReader, tag="pythonic"):
 
 
 def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
-    """Add the calls in this code, or return `False` if it has anything but calls of tools."""
+    """Parse Python code, add its tool calls to the buffer, and return whether that worked.
+
+    If the code has anything but calls of the request's tools, nothing is added.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
@@ -115,18 +118,21 @@ def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
 
 
 def _find_calls(module: ast.Module) -> Iterator[ast.Call]:
-    """Yield the calls in statements or in a list, with or without a `print` around them."""
+    """Yield the function calls in statements or in a list, without a `print` around them.
+
+    Raise a `ValueError` if the code has anything else.
+    """
     for statement in module.body:
         if not isinstance(statement, ast.Expr):
-            raise ValueError("no call")
+            raise ValueError("the code must have nothing but calls")
         value = statement.value
         for node in value.elts if isinstance(value, ast.List) else (value,):
             if not isinstance(node, ast.Call):
-                raise ValueError("no call")
+                raise ValueError("the code must have nothing but calls")
             is_printed = isinstance(node.func, ast.Name) and node.func.id == "print"
             inner = node.args[0] if is_printed and len(node.args) == 1 else node
             if not isinstance(inner, ast.Call):
-                raise ValueError("no call")
+                raise ValueError("the code must have nothing but calls")
             yield inner
 
 
@@ -143,9 +149,9 @@ def _read_call(node: ast.Call, source: str) -> tuple[str, str]:
 
 
 def _get_value(node: ast.expr, source: str) -> Any:
-    """Return a value that is written as JSON or as a Python literal.
+    """Return the value of an argument that is written as JSON or as a Python literal.
 
-    JSON comes first, because Python reads some escapes in its strings differently.
+    JSON is tried first, because Python reads some escapes in strings differently.
     """
     segment = ast.get_source_segment(source, node) or ""
     try:
@@ -162,13 +168,13 @@ def _get_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _get_literal(key) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("no JSON")
+            raise ValueError("the keys of a JSON object must be strings")
         return dict(zip(keys, map(_get_literal, node.values), strict=True))
     return ast.literal_eval(node)
 
 
 def _refuse(value: object) -> Any:
-    raise ValueError(f"no JSON: {type(value).__name__}")
+    raise ValueError(f"JSON has no {type(value).__name__}")
 
 
 def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
@@ -176,7 +182,10 @@ def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
         if not all(map(_is_name, name.split("."))):
-            raise RequestError("is not a name in Python", path=("tools", index, "function", "name"))
+            raise RequestError(
+                "must be a Python identifier, because this model calls tools in Python",
+                path=("tools", index, "function", "name"),
+            )
         arguments = _write_keywords(lark, tool, index)
         head = lark.write_text(f"{name}(")
         calls.append(lark.add(f"call_{index}", f'{head} {arguments} ")"'))
@@ -197,7 +206,8 @@ def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
     for key, schema in (parameters.get("properties") or {}).items():
         if not _is_name(key):
             raise RequestError(
-                f"has {key[:100]!r}, which is not a name in Python",
+                f"has {key[:100]!r}, but this model calls tools in Python, so that names of "
+                "parameters must be Python identifiers",
                 path=("tools", index, "function", "parameters"),
             )
         schema = {**schema, **shared} if isinstance(schema, Mapping) else schema
