@@ -284,7 +284,7 @@ async def run_in_thread(work: Callable[[], _Result]) -> _Result:
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`, but cancel it and raise a `ClientGoneError` if the client leaves.
+    """Return the result of `work`, or cancel it and raise `ClientGoneError` if the client leaves.
 
     The request's body must have been received before, because `receive` is read until the client
     disconnects.
