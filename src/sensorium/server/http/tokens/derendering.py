@@ -2,8 +2,7 @@
 
 No model is needed, and nothing is kept between two requests: each response for a chunk has the
 state of the stream, and the client sends it with the next chunk. The state is opaque to the client
-(base64 of msgpack). It is checked when it comes back, and grows with the number of choices, not
-with the length of the answer.
+(base64 of msgpack) and is checked when it comes back. It does not grow with the answer's length.
 
 Tokenizers are slow, so tokens are not turned into text on the event loop.
 """
@@ -74,10 +73,9 @@ async def _answer(
     kind: type[_Wire],
     start: Callable[[_Wire, Context], _Derender[_Wire]],
 ) -> Response:
-    """Return the response to a request to derender, a whole one or one chunk of a stream.
+    """Return the response to a request to turn generated token ids into OpenAI's response.
 
-    To derender is to turn generated token ids into OpenAI's response. `start` makes the object that
-    does so. The body may also be nothing but a response of `/inference/v1/generate`.
+    `start` makes the converter. The body may also be a response of `/inference/v1/generate` alone.
     """
 
     def adapt(body: dict[str, Any]) -> dict[str, Any]:
@@ -121,23 +119,16 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 def write_state(created: int, num_tokens: int, choices: dict[int, ChoiceState]) -> str:
     """Return the state of a stream as base64 text, which the client sends with the next chunk.
 
-    `created` is the time of the first chunk, in seconds since 1970. `num_tokens` counts the
-    generated tokens so far. Raise a `RequestError` if there are too many choices.
+    `num_tokens` counts the generated tokens so far. Raise a `RequestError` for too many choices.
     """
     if len(choices) > _MAX_CHOICES:
-        raise RequestError(
-            f"the stream has more choices than the limit of {_MAX_CHOICES}",
-            path=(_CHUNK, "choices"),
-        )
+        raise RequestError(f"a stream has at most {_MAX_CHOICES} choices", path=(_CHUNK, "choices"))
     state = StreamState(_VERSION, created, num_tokens, choices)
     return base64.b64encode(msgspec.msgpack.encode(state)).decode("ascii")
 
 
 def read_state(text: str) -> StreamState:
-    """Return the state of a stream from the base64 text that a client has sent back.
-
-    Raise a `RequestError` if `write_state` can't have written this text.
-    """
+    """Decode the base64 state that a client has sent back, or raise a `RequestError`."""
     try:
         state = _decoder.decode(base64.b64decode(text, validate=True))
         for choice in state.choices.values():
@@ -190,7 +181,7 @@ class _Derender(Generic[_Wire]):
         raise NotImplementedError
 
     def make_chunk(self) -> Struct:
-        """Return the chunk for the request's `generate_chunk`, with the state for the next one.
+        """Return the chunk for the request's `generate_chunk`, and the state for the next one.
 
         Choices that have ended in an earlier chunk are left out.
         """
@@ -235,8 +226,7 @@ class _Derender(Generic[_Wire]):
     ) -> tuple[list[Piece], wire.PromptLogprobs | UnsetType]:
         """Return the completions in a whole response, and the log-probabilities of its prompt.
 
-        `prompt` has the prompt's token ids, if they are known. The log-probabilities are `UNSET` if
-        the response has none. Raise a `RequestError` if the response is not valid.
+        The latter are `UNSET` if the response has none. Raise a `RequestError` if it is not valid.
         """
         if not response.choices:
             raise RequestError("must not be empty", path=("choices",))
@@ -251,10 +241,10 @@ class _Derender(Generic[_Wire]):
         return pieces, _read_scores(scores, wire.PromptLogprobs, "prompt_logprobs")
 
     def _list_counts(self, length: int) -> Sequence[int | None]:
-        """Return how many tokens each prompt has, as the client's request states it.
+        """Return how many prompt tokens each of `length` responses has, as the client sent it.
 
-        There is one prompt for each of `length` responses. If the request states no numbers, return
-        `None` for each. Raise a `RequestError` if it states more or fewer numbers.
+        The entries are `None` if the client sent no numbers. Raise a `RequestError` if it sent more
+        or fewer than `length`.
         """
         given = self._request.prompt_tokens
         if given is None:
@@ -262,11 +252,10 @@ class _Derender(Generic[_Wire]):
         return _check_length([given] if isinstance(given, int) else given, length, "prompt_tokens")
 
     def _list_prompts(self, length: int) -> Sequence[tuple[int, ...]]:
-        """Return the token ids of each prompt, as the client's request has them.
+        """Return the prompt's token ids for each of `length` responses, as the client sent them.
 
-        There is one prompt for each of `length` responses. If the request has no token ids, return
-        empty tuples. A single prompt may come without an outer list. Raise a `RequestError` if the
-        number of prompts is wrong.
+        The entries are empty if the client sent none. A single prompt may come without an outer
+        list. Raise a `RequestError` if the number of prompts is wrong.
         """
         given: Sequence[Any] | None = self._request.prompt_token_ids
         if given is None:
@@ -316,10 +305,7 @@ class _ChatDerender(_Derender[DerenderChatRequest]):
 
 
 class _CompletionDerender(_Derender[DerenderCompletionRequest]):
-    """A converter of generated token ids into completions of several prompts, or into one chunk.
-
-    A chunk is a part of a stream, and belongs to one prompt.
-    """
+    """A converter of generated token ids into completions of several prompts, or into one chunk."""
 
     chunk_kinds = (wire.Completion, wire.DerenderedCompletionChunk)
 
@@ -481,8 +467,7 @@ def _count_prompt_tokens(
 ) -> int:
     """Return how many tokens a prompt has.
 
-    That is the number `given` by the client, else that in the response's usage, else the length of
-    `prompt`.
+    It is the number `given` by the client, else that in the response's usage, else `len(prompt)`.
     """
     counted = None if response.usage is None else response.usage.prompt_tokens
     return next(count for count in (given, counted, len(prompt)) if count is not None)
@@ -510,8 +495,5 @@ def _get_num_cached(response: WireGenerateResponse) -> int | None:
 
 def _check_length(entries: Sequence[_Entry], length: int, name: str) -> Sequence[_Entry]:
     if len(entries) != length:
-        raise RequestError(
-            f"has {len(entries)} entries, but needs one for each of {length} response(s)",
-            path=(name,),
-        )
+        raise RequestError(f"has {len(entries)} entries, not one for each response", path=(name,))
     return entries
