@@ -143,8 +143,8 @@ async def start_call(
         max_n = context.options.max_n
         if params.n > max_n:
             raise ApiError(
-                f"{n_path} is {params.n}, but this server makes at most {max_n} completions of a "
-                "prompt (--max-n)",
+                f"{n_path} is {params.n}, but this server makes {max_n} completions of a prompt at "
+                "most (--max-n)",
                 param=n_path,
             )
         return prompts, params

@@ -148,7 +148,7 @@ class BodyIntake:
 
 def _make_size_error(max_bytes: int) -> ApiError:
     return ApiError(
-        f"the body is larger than this server's limit of {max_bytes} bytes (--max-body-mb)",
+        f"the body is larger than {max_bytes} bytes, the limit of this server (--max-body-mb)",
         status=413,
         code="body_too_large",
         reason="body_too_large",

@@ -60,7 +60,9 @@ def make_completion_params(request: CompletionRequest) -> SamplingParams:
     given = _get_given(request)
     if request.echo and request.logprobs is not None:
         if request.stream:
-            raise ApiError("echo with logprobs can't be combined with stream", param="echo")
+            raise ApiError(
+                "echo with logprobs can't be streamed: set stream to false", param="echo"
+            )
         given.setdefault("prompt_logprobs", request.logprobs)
     if request.max_tokens is not None:
         given["max_tokens"] = request.max_tokens
@@ -84,7 +86,9 @@ def _check_common(request: GeneratingRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream to be true", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
-        raise ApiError("prompt_logprobs can't be combined with stream", param="prompt_logprobs")
+        raise ApiError(
+            "prompt_logprobs can't be streamed: set stream to false", param="prompt_logprobs"
+        )
 
 
 def _make_unsupported(name: str, what: str = "") -> ApiError:

@@ -67,7 +67,7 @@ def _prepare(request: GenerateRequest) -> Work:
         raise ApiError("stream_options needs stream to be true", param="stream_options")
     if request.stream and params.prompt_logprobs is not None:
         name = "sampling_params.prompt_logprobs"
-        raise ApiError(f"{name} can't be combined with stream", param=name)
+        raise ApiError(f"{name} can't be streamed: set stream to false", param=name)
     return [_make_prompt(request)], params
 
 
@@ -77,7 +77,9 @@ def _make_prompt(request: GenerateRequest) -> Prompt:
         prompt = {"prompt_token_ids": request.token_ids}
         prompt.update(_read_parts(request.content_parts or ()))
     elif request.content_parts:
-        raise ApiError("content_parts can't be combined with features", param="content_parts")
+        raise ApiError(
+            "features and content_parts exclude each other: send one", param="content_parts"
+        )
     else:
         prompt = read_features(request.features, request.token_ids)
     if request.cache_salt is not None:
@@ -100,10 +102,10 @@ def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
         if modality is None:
             path = f"content_parts[{index}].type"
             known = ", ".join(_MODALITIES)
-            raise ApiError(f"{path} must be one of {known}, not {part.type[:50]!r}", param=path)
+            raise ApiError(f"{path} {part.type[:50]!r} is unknown, use {known}", param=path)
         if part.url is None and part.uuid is None:
             path = f"content_parts[{index}]"
-            raise ApiError(f"{path} must have a url or a uuid", param=path)
+            raise ApiError(f"{path} has neither a url nor a uuid: add one", param=path)
         media.setdefault(modality, []).append(part.url)
         uuids.setdefault(modality, []).append(part.uuid)
     return {"multi_modal_data": media, "multi_modal_uuids": uuids} if media else {}
