@@ -39,8 +39,8 @@ class OriginPolicy:
     """A check of whether a web page of a foreign origin may have sent a request.
 
     `host` is the address that the server listens on. Pages of the server's own origin, and of
-    `allowed_origins`, may send requests. If the server is reachable from this machine alone, or if
-    there are `allowed_hosts`, all other host names are refused. "*" allows every host or origin.
+    `allowed_origins`, may send requests. If `host` is a loopback address, or if there are
+    `allowed_hosts`, requests to other host names are refused. "*" allows every host or origin.
     """
 
     def __init__(

@@ -99,8 +99,8 @@ async def read_call(
     """Receive a request's body and check it; return it as `kind`, with the result of `prepare`.
 
     `prepare` gets the checked request. It may run in a thread, and may raise. `adapt` changes the
-    decoded body before it is checked. `find_paths` returns the paths of the client's fields, to
-    which the engine's errors are translated. Raise an `ApiError` or a `RequestError` if the request
+    decoded body before it is checked. `find_paths` returns the translation of field names in the
+    engine's errors to the client's fields. Raise an `ApiError` or a `RequestError` if the request
     is not valid.
     """
 
@@ -134,7 +134,7 @@ async def start_call(
     """Receive and check a request that generates text, and return a `Call` that is ready to run.
 
     `prepare` makes the prompts and the sampling parameters from the request. `find_paths` returns
-    the paths of the client's fields, to which the engine's errors are translated. `n_path` is the
+    the translation of field names in the engine's errors to the client's fields. `n_path` is the
     field with the number of completions. Raise an `ApiError` if that is above the server's limit.
     """
 

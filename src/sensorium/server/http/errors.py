@@ -93,9 +93,10 @@ class WirePaths:
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An exception with the error response for the client, and how it is counted and logged.
+    """An exception that holds the error response for the client.
 
-    Handlers and middleware raise it to refuse a request. Other exceptions are turned into it.
+    It also states how the error is counted in the metrics, and whether it is logged. Handlers and
+    middleware raise it to refuse a request. Other exceptions are turned into it.
     """
 
     message: str
@@ -177,7 +178,7 @@ def _make_request_error(error: RequestError, paths: WirePaths | None) -> ApiErro
 
 @dataclass(frozen=True, slots=True)
 class FailureLog:
-    """A reporter of failed requests, which counts all of them and logs those that are bugs."""
+    """A reporter of failed requests, which counts them by reason and logs those that are bugs."""
 
     metrics: FrontendMetrics
 

@@ -76,7 +76,8 @@ class ErrorBoundary:
 
     If the status was already sent, an error status can't be sent any more, so the exception is
     raised again. A request is cancelled if the server stops and can't wait for it, because its
-    body comes slowly or its client does not read. Then its response has the status 503.
+    body comes slowly or its client does not read. Then it gets the status 503, unless a status was
+    sent.
     """
 
     def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
@@ -97,7 +98,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, watch_start)
         except ClientGoneError:
-            pass  # there is no one left to answer
+            pass  # no response can be sent any more
         except asyncio.CancelledError:
             if not is_started:
                 stopping = StoppingError("the server is stopping")

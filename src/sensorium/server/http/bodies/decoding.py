@@ -160,7 +160,7 @@ def check_num_values(text: bytearray, limit: int) -> None:
 def _get_size(text: bytearray, position: int) -> int:
     """Return the size in bytes of the msgpack value that begins at `position`.
 
-    For a list or a map, it is the size of the bytes before the first entry.
+    For a list or a map, it is only the size of the head, which comes before the entries.
     """
     first = text[position]
     if 0xA0 <= first <= 0xBF:  # a short text

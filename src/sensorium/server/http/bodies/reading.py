@@ -66,7 +66,7 @@ async def read_body(
 def _get_content_type(value: str | None) -> str:
     """Return the type in a `Content-Type` header, in lower case and without parameters.
 
-    If there is no header, return the type of JSON.
+    If there is no header, return "application/json".
     """
     return (value or "application/json").partition(";")[0].strip().lower()
 

@@ -55,7 +55,7 @@ def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
 
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
-    """Return the paths of the client's fields, to which the engine's errors are translated."""
+    """Return the translation of field names in the engine's errors to this request's fields."""
     return WirePaths(input=("messages",), structured=find_constraint_path(request))
 
 
@@ -117,8 +117,9 @@ class ChatAnswers:
     def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters with a constraint that fits the rendered prompt.
 
-        `prompt` is text or token ids. If it ends inside reasoning, the answer's form is constrained
-        only after the reasoning. If the request requires a tool call, the answer must be one.
+        `prompt` is text or token ids. If the request requires a tool call, the answer must be one.
+        If the prompt ends inside reasoning, the client's own constraint applies only after the
+        reasoning. Otherwise, the parameters are returned unchanged.
         """
         wanted = params.structured_outputs
         context = self.get_context(prompt)
@@ -183,8 +184,8 @@ class ChatAnswers:
     def is_shown(self, piece: Piece) -> bool:
         """Return whether a chunk is sent for a new part of a completion.
 
-        None is sent for an empty part. There are such parts because text may come later than its
-        tokens, and tool calls and reasoning are recognised later than their text.
+        No chunk is sent for an empty part. Parts may be empty because text comes later than its
+        tokens, and because tool calls and reasoning are recognised later than their text.
         """
         answer = piece.answer
         has_tokens = bool(piece.token_ids) and (piece.logprobs is not None or self.has_ids)

@@ -47,7 +47,7 @@ async def create_completion(http_request: Request, context: Context) -> Response
 
 
 def find_prompt_paths(request: CompletionRequest) -> WirePaths:
-    """Return the paths of the client's fields, to which the engine's errors are translated."""
+    """Return the translation of field names in the engine's errors to this request's fields."""
     return WirePaths(input=("prompt",), structured=find_constraint_path(request))
 
 
@@ -78,7 +78,7 @@ def prepare_completion(request: CompletionRequest) -> Work:
 def _split(value: Any) -> list[str | list[int]]:
     """Return a list of the prompts in the field `prompt`, each as text or as token ids.
 
-    Raise a `RequestError` if the value is neither, nor a list of one of them.
+    Raise a `RequestError` if `value` is neither of these, nor a list of one kind of them.
     """
     if isinstance(value, str):
         return [value]
@@ -122,8 +122,8 @@ class _CompletionMaker:
     def make_chunks(self, prompt_index: int, delta: RequestDelta) -> list[Completion]:
         """Return the chunks to send for new output of the engine for one prompt.
 
-        Text may come later than its tokens. As long as there is none, no chunk is sent, unless the
-        request asked for token ids or log-probabilities.
+        Text may come later than its tokens. Without new text, no chunk is sent, unless it is the
+        first or the last of a completion, or the request asked for token ids or log-probabilities.
         """
         chunks = []
         for entry in delta.deltas:

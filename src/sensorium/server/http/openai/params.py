@@ -93,7 +93,7 @@ def _check_common(request: GeneratingRequest) -> None:
 
 def _make_unsupported(name: str, what: str = "") -> ApiError:
     words = f"{name} {what}".strip()
-    return ApiError(f"{words} is not supported yet", param=name, code="unsupported")
+    return ApiError(f"{words}: this is not supported yet", param=name, code="unsupported")
 
 
 def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
@@ -114,7 +114,7 @@ def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsPara
 
 
 def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
-    """Return the path of the field that an error about the constraint on the answer is about.
+    """Return the path of the field to name in errors about the constraint on the answer.
 
     It is `tools` if the request requires a tool call. Return `None` if the constraint is in
     `structured_outputs`, or if there is none.
@@ -126,7 +126,7 @@ def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
 
 
 def _find_path(request: GeneratingRequest) -> FieldPath | None:
-    """Return the path of the field that constrains the form of the answer, or `None`.
+    """Return the path of the field that constrains the form of the answer, or `None` if none does.
 
     Raise a `RequestError` if the request has more than one such field.
     """

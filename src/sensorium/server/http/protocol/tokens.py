@@ -80,7 +80,7 @@ class WireFeatures(Struct, frozen=True, kw_only=True):
 class WireMediaPart(Struct, frozen=True, kw_only=True):
     """A media item that the server loads from its URL, or finds by its uuid in the cache.
 
-    The prompt's token ids have one marker for each media item, in the same order.
+    The n-th marker of a modality in the prompt's token ids stands for the n-th part of it.
     """
 
     type: str

@@ -73,7 +73,7 @@ async def _answer(
     kind: type[_Wire],
     start: Callable[[_Wire, Context], _Derender[_Wire]],
 ) -> Response:
-    """Return the response to a request to turn generated token ids into OpenAI's response.
+    """Read the generated token ids in a request, and return them as a response like OpenAI's.
 
     `start` makes the converter. The body may also be a response of `/inference/v1/generate` alone.
     """
@@ -128,7 +128,7 @@ def write_state(created: int, num_tokens: int, choices: dict[int, ChoiceState]) 
 
 
 def read_state(text: str) -> StreamState:
-    """Decode the base64 state that a client has sent back, or raise a `RequestError`."""
+    """Decode the state that a client has sent back; raise a `RequestError` if it is not valid."""
     try:
         state = _decoder.decode(base64.b64decode(text, validate=True))
         for choice in state.choices.values():
@@ -305,7 +305,7 @@ class _ChatDerender(_Derender[DerenderChatRequest]):
 
 
 class _CompletionDerender(_Derender[DerenderCompletionRequest]):
-    """A converter of generated token ids into completions of several prompts, or into one chunk."""
+    """A converter of generated token ids into completions of prompts, or into one stream chunk."""
 
     chunk_kinds = (wire.Completion, wire.DerenderedCompletionChunk)
 

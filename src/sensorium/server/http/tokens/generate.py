@@ -112,7 +112,7 @@ def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
 
 
 def _find_paths(request: GenerateRequest) -> WirePaths:
-    """Return the paths of the client's fields, to which the engine's errors are translated."""
+    """Return the translation of field names in the engine's errors to this request's fields."""
     media: dict[str, list[FieldPath]] = {}
     for index, part in enumerate(request.content_parts or ()):
         media.setdefault(_MODALITIES[part.type], []).append(("content_parts", index))
