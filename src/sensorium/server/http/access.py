@@ -4,16 +4,16 @@ A browser on the server's machine or in its network can reach the server, and an
 the browser send requests. The headers of such a request show it, and pages can't change them:
 
   1. `Host` is the name that the page used. A foreign name that leads to this server is an attack
-     (DNS rebinding). A server that listens on this machine alone has few names of its own, so that
-     others are refused. Any other server can't know its names, unless the options list them.
+     (DNS rebinding). A server that listens on this machine alone has few names of its own, so
+     other names are refused. Any other server accepts every name, unless options list its names.
   2. `Sec-Fetch-Site` shows whether the page has the origin of this server; browsers that don't send
      it send `Origin`. Requests from pages of other origins are refused, even of the same site.
      Following a link to this server is allowed.
   3. A body needs a content type. A page of another origin may send bodies of a few types, or of
      none, without permission; the routes take none of these types.
 
-A request with neither `Sec-Fetch-Site` nor `Origin` is not taken for one of a web page. The same
-checks apply to every route, with or without an API key, and to upgrades to WebSockets.
+A request with neither `Sec-Fetch-Site` nor `Origin` is assumed not to come from a web page. The
+same checks apply to every route, with or without an API key, and to upgrades to WebSockets.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ _VISITS = ("GET", "HEAD")
 
 
 class OriginPolicy:
-    """The origins and host names that are the server's own, or that the options allow.
+    """A check of whether a web page of a foreign origin may have sent a request.
 
-    `host` is the address that the server listens on.
+    `host` is the address that the server listens on. Pages of the server's own origin, and of
+    `allowed_origins`, may send requests. If `host` is a loopback address, or if there are
+    `allowed_hosts`, requests to other host names are refused. "*" allows every host or origin.
     """
 
     def __init__(
@@ -50,7 +52,11 @@ class OriginPolicy:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raise an `ApiError` if a page of another origin may have sent a request or an upgrade."""
+        """Raise an `ApiError` if a page of a foreign origin may have sent this request.
+
+        The ASGI `scope` is that of an HTTP request or of a WebSocket upgrade. A host name that is
+        not allowed raises the error too.
+        """
         headers = Headers(scope=scope)
         for host in headers.getlist("host"):
             self._check_host(host)
@@ -58,8 +64,8 @@ class OriginPolicy:
             origin = headers.get("origin")
             origin = "another site" if origin is None else repr(origin[:200])
             raise ApiError(
-                f"This request comes from a web page of {origin}, which this server was not "
-                "started to allow (--allowed-origins).",
+                f"This request comes from a web page of {origin}, which this server does not "
+                "allow. The server's option --allowed-origins adds origins that it allows.",
                 status=403,
                 code="origin_not_allowed",
                 reason="unauthorized",
@@ -69,8 +75,8 @@ class OriginPolicy:
         name = _get_name(host)
         if self._names is not None and not _is_loopback(name) and name not in self._names:
             raise ApiError(
-                f"This server is not called {name[:200]!r} (the Host header of the request). Other "
-                "names are allowed by --allowed-hosts.",
+                f"The request's Host header is {name[:200]!r}, which is not a name of this server. "
+                "The server's option --allowed-hosts adds names that it accepts.",
                 status=403,
                 code="host_not_allowed",
                 reason="unauthorized",
@@ -86,9 +92,10 @@ class OriginPolicy:
 
 
 class OriginGuard:
-    """A layer that refuses requests that its policy does not allow.
+    """ASGI middleware that refuses requests that may come from a web page of a foreign origin.
 
-    It also refuses bodies without a content type.
+    `policy` decides which requests these are. The middleware also refuses HTTP requests that have a
+    body but no content type. It refuses a request by raising an `ApiError`.
     """
 
     def __init__(self, app: ASGIApp, *, policy: OriginPolicy) -> None:
@@ -104,7 +111,7 @@ class OriginGuard:
 
 
 def _is_loopback(name: str) -> bool:
-    """Return whether a name or an address always refers to this machine."""
+    """Return whether a host name or an IP address always refers to this machine itself."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -123,16 +130,19 @@ def _check_content_type(headers: Headers) -> None:
 
 
 def _is_visit(scope: Scope, headers: Headers) -> bool:
-    """Return whether the user followed a link, so that the browser shows the answer as a page."""
+    """Return whether a browser sent this request to show the response as a page of its own.
+
+    A browser does so when the user follows a link, for example.
+    """
     is_page = headers.get("sec-fetch-dest", "document") == "document"
     is_navigation = headers.get("sec-fetch-mode") == "navigate"
     return scope["type"] == "http" and scope["method"] in _VISITS and is_navigation and is_page
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Return whether a page comes from the host that its request goes to.
+    """Return whether the `Origin` header of a request has the same host as its `Host` header.
 
-    Schemes are not compared, because a proxy may use https in front of a server that does not.
+    Schemes are not compared, because a proxy may use https in front of a server that uses http.
     """
     try:
         page_host = urlsplit(origin).netloc
@@ -142,7 +152,7 @@ def _is_own_page(origin: str, host: str) -> bool:
 
 
 def _get_name(host: str) -> str:
-    """Return the name, or the address, of a host without its port and brackets."""
+    """Return a host name or IP address in lower case, without its port and brackets."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -155,10 +165,11 @@ METRICS_PATH = "/metrics"
 
 
 class Authentication:
-    """A layer that refuses HTTP requests without one of the keys. Some routes need no key.
+    """ASGI middleware that refuses HTTP requests that have none of the API keys.
 
-    The state of a request with a key gets the `uuid_scope` of that key, unless `shares_uuids` is
-    set. The scope is a digest, so that the key itself is kept nowhere else.
+    A few paths, such as `/health`, need no key. Clients with different keys don't share the uuids
+    of media items: the middleware puts a digest of the key into the request's state, as
+    `uuid_scope`. If `shares_uuids` is true, it does not.
     """
 
     def __init__(
@@ -183,7 +194,7 @@ class Authentication:
                 scope["state"]["uuid_scope"] = found
         elif scope["method"] != "OPTIONS" and scope["path"] not in self._open_paths:
             raise ApiError(
-                "this server needs an API key: Authorization: Bearer KEY",
+                "this server needs an API key: send the header Authorization: Bearer KEY",
                 status=401,
                 code="invalid_api_key",
                 reason="unauthorized",
@@ -191,9 +202,9 @@ class Authentication:
             )
 
     def _find_scope(self, given: str) -> str | None:
-        """Return the scope of a key, or `None` if no key is equal.
+        """Return the uuid scope (a digest) of an API key, or `None` if the key is not valid.
 
-        All keys are compared, so that the time does not depend on which one is equal.
+        `given` is compared with all keys, so that the time does not depend on which one is equal.
         """
         raw = given.encode("latin-1")  # the bytes that were sent: servers decode headers as latin-1
         matches = [own for key, own in self._scopes.items() if hmac.compare_digest(raw, key)]

@@ -27,9 +27,9 @@ async def get_one_model(http_request: Request, context: Context) -> Response:
 
 async def health(_: Request, context: Context) -> Response:
     if not context.engine.is_connected:
-        raise _make_unhealthy("The engine is not connected.", code="engine_lost")
+        raise _make_unhealthy("The engine is not connected. Retry later.", code="engine_lost")
     if context.engine.is_stalled:
-        words = "The engine makes no progress. If it stays so, it will be restarted."
+        words = "The engine makes no progress. It is restarted if that goes on."
         raise _make_unhealthy(words, code="engine_stalled")
     return JSONResponse({})
 
@@ -55,7 +55,10 @@ async def get_metrics(_: Request, context: Context) -> Response:
 
 
 def make_reset(level: str) -> Handler:
-    """Return the handler that empties one of the caches. Running requests keep their entries."""
+    """Return the HTTP handler that empties one cache: "mm", "encoder" or "prefix".
+
+    Running requests keep the entries that they use.
+    """
 
     async def reset_cache(_: Request, context: Context) -> Response:
         await context.engine.reset_cache(level)

@@ -1,7 +1,7 @@
-"""Makes the HTTP application: its routes, and the layers that every request passes before them.
+"""Makes the HTTP application: its routes, and the middleware that every request passes first.
 
-The layers from the outside in: the request's id and time, CORS, the response to errors, the check
-of the origin, the API key, and the limit of concurrent requests.
+The middleware from the outside in: the request's id and time, CORS, the response to errors, the
+check of the origin, the API key, and the limit of concurrent requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def make_app(
     *,
     answers: AnswerFormat = PLAIN,
 ) -> Starlette:
-    """Return the application for an engine. `answers` is the format of the model's answers."""
+    """Return the ASGI application that serves this engine over HTTP.
+
+    `answers` is the format in which the model writes its reasoning and its tool calls.
+    """
     context = Context(
         engine=engine,
         answers=answers,
@@ -122,7 +125,10 @@ def _make_middleware(
 
 
 async def _answer_http_exception(request: Request, error: HTTPException) -> Response:
-    """Respond to requests that the router itself refuses: unknown routes and methods."""
+    """Return the error response for a request with an unknown path or an unsupported method.
+
+    Starlette's router refuses such requests before any handler gets them.
+    """
     return ApiError(
         f"{error.detail}: {request.method} {request.url.path[:200]}",
         status=error.status_code,

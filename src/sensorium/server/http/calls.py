@@ -1,7 +1,8 @@
-"""Follows one call of a route, from its HTTP request to the requests of the engine.
+"""Reads the HTTP requests of clients, and runs the prompts of those that generate text.
 
-All calls begin with `read_call`: it receives the body, checks it, and keeps what later errors and
-the response need. A `Call` is a call that generates, with its prompts and a clock for each.
+Every handler of a request with a body begins with `read_call`: it receives the body, checks it, and
+keeps what later errors and the response need. A `Call` is one client's request that generates text.
+It may have several prompts, and each of them is a request of the engine with a clock of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _PROMPT_FIELDS = (
 
 
 class WireRequest(Protocol):
-    """The field that every request has."""
+    """A request body with the field that all of them have: the name of the model, or `None`."""
 
     @property
     def model(self) -> str | None: ...
@@ -71,10 +72,10 @@ _Queue = asyncio.Queue[_IndexedDelta | Exception | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The parts of the server that every handler uses."""
+    """The engine, the options and the other objects of the server that every handler gets."""
 
     engine: AsyncEngine
-    answers: AnswerFormat  # the format of the model's answers
+    answers: AnswerFormat  # how the model writes reasoning and tool calls
     options: ServeOptions
     metrics: FrontendMetrics
     failures: FailureLog
@@ -95,10 +96,12 @@ async def read_call(
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     takes_msgpack: bool = False,
 ) -> tuple[_Request, _Prepared]:
-    """Receive and check a request. Return it, and the result of `prepare` for it.
+    """Receive a request's body and check it; return it as `kind`, with the result of `prepare`.
 
-    `prepare` may run in a thread, and may raise. `adapt` changes the body before it is checked.
-    `find_paths` returns the places of fields for errors of the engine.
+    `prepare` gets the checked request. It may run in a thread, and may raise. `adapt` changes the
+    decoded body before it is checked. `find_paths` returns the translation of field names in the
+    engine's errors to the client's fields. Raise an `ApiError` or a `RequestError` if the request
+    is not valid.
     """
 
     def parse(body: dict[str, Any]) -> tuple[_Request, _Prepared, str | None]:
@@ -128,14 +131,19 @@ async def start_call(
     n_path: str = "n",
     takes_msgpack: bool = False,
 ) -> Call[_Generating]:
-    """Read a request that generates. `prepare` makes prompts and parameters from it."""
+    """Receive and check a request that generates text, and return a `Call` that is ready to run.
+
+    `prepare` makes the prompts and the sampling parameters from the request. `find_paths` returns
+    the translation of field names in the engine's errors to the client's fields. `n_path` is the
+    field with the number of completions. Raise an `ApiError` if that is above the server's limit.
+    """
 
     def prepare_checked(request: _Generating) -> Work:
         prompts, params = prepare(request)
         max_n = context.options.max_n
         if params.n > max_n:
             raise ApiError(
-                f"{n_path} is {params.n}: this server makes {max_n} completions of a prompt at "
+                f"{n_path} is {params.n}, but this server makes {max_n} completions of a prompt at "
                 "most (--max-n)",
                 param=n_path,
             )
@@ -164,7 +172,10 @@ async def start_call(
 
 @dataclass(slots=True, kw_only=True)
 class Call(Generic[_Generating]):
-    """A call that generates: its prompts run in the engine, each with a clock."""
+    """A client's request that generates text, with one request of the engine for each prompt.
+
+    Each prompt has a clock that measures how long its stages take.
+    """
 
     context: Context
     request: _Generating
@@ -175,7 +186,7 @@ class Call(Generic[_Generating]):
     model: str  # the model's name in the answer
     created: int  # seconds since 1970
     has_trace: bool
-    # All requests of this call have this group in the core, and no other requests do.
+    # The engine's requests for this call have this group in the core. No other requests have it.
     group: str = field(default_factory=lambda: uuid.uuid4().hex)
     # index of a prompt that has ended -> its output, and of one that has begun -> its clock
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
@@ -183,7 +194,7 @@ class Call(Generic[_Generating]):
 
     @property
     def num_top(self) -> int:
-        """Return how many of the likeliest tokens are answered beside each token."""
+        """Return how many of the likeliest tokens the response lists for each generated token."""
         return self.params.logprobs or 0
 
     @property
@@ -191,7 +202,10 @@ class Call(Generic[_Generating]):
         return len(self.outputs) == len(self.prompts)
 
     def get_trace(self) -> Any:
-        """Return the trace of the prompt, or a list for several; `UNSET` if none was asked for."""
+        """Return the trace (a report of where time went), or `UNSET` if none was asked for.
+
+        If there are several prompts, return a list with a trace for each. All must have ended.
+        """
         if not self.has_trace:
             return UNSET
         indices = range(len(self.prompts))
@@ -199,14 +213,14 @@ class Call(Generic[_Generating]):
         return traces[0] if len(traces) == 1 else traces
 
     def run(self) -> AsyncGenerator[_IndexedDelta, None]:
-        """Return a generator of the deltas of all prompts, each with its prompt's index.
+        """Return a generator that runs all prompts, and yields their new output as it comes.
 
-        Closing the generator aborts them all.
+        It yields the index of a prompt and a `RequestDelta`. Closing it aborts all prompts.
         """
         return self._run_prompt(0) if len(self.prompts) == 1 else self._merge()
 
     async def finish(self) -> list[RequestOutput]:
-        """Return the whole answers, in the order of the prompts."""
+        """Run all prompts to their end, and return their outputs in the order of the prompts."""
         async with aclosing(self.run()) as deltas:
             async for _ in deltas:
                 pass
@@ -273,7 +287,10 @@ class Call(Generic[_Generating]):
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether the engine refused a request, and did not fail after accepting it."""
+    """Return whether an error means that the engine has refused a request.
+
+    It is false if the engine accepted the request and failed later.
+    """
     is_failed = isinstance(error, FailedRequestError | EngineLostError)
     return isinstance(error, RequestError | CapacityError) and not is_failed
 
@@ -281,9 +298,11 @@ def _is_refused(error: Exception) -> bool:
 def set_uuid_scope(
     prompts: Sequence[Prompt | Chat], http_request: Request
 ) -> Sequence[Prompt | Chat]:
-    """Return the prompts with the scope of the client's uuids, which its API key determines.
+    """Return the prompts with the scope in which the client's uuids of media items are valid.
 
-    Without a scope, all clients share their uuids.
+    The client's API key determines the scope, so that clients with different keys don't share
+    uuids. If the HTTP request has no scope, the prompts are returned unchanged, and all clients
+    share their uuids.
     """
     scope = http_request.scope["state"].get("uuid_scope")
     return prompts if scope is None else [_with_scope(prompt, scope) for prompt in prompts]
@@ -296,10 +315,13 @@ def _with_scope(prompt: Prompt | Chat, scope: str) -> Prompt | Chat:
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
-    """Raise an `ApiError` for a model that is not served. No name means the one that is."""
+    """Raise an `ApiError` with the status 404 if `name` is not one of the served model's names.
+
+    `None` is allowed, and stands for the served model.
+    """
     if name is not None and name not in names:
         raise ApiError(
-            f"the model {name[:200]!r} is not served here (served: {', '.join(names)})",
+            f"the model {name[:200]!r} is not served here, only {', '.join(names)}",
             status=404,
             param="model",
             code="model_not_found",
@@ -308,6 +330,9 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
 
 
 def get_prompt_fields(request: GeneratingRequest) -> TextPrompt:
-    """Return the fields of a request that any kind of prompt may have."""
+    """Return the options of a request that belong to each of its prompts, such as `cache_salt`.
+
+    Fields that the client has not set are left out.
+    """
     values = ((name, getattr(request, name)) for name in _PROMPT_FIELDS)
     return cast(TextPrompt, {name: value for name, value in values if value is not None})

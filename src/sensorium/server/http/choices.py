@@ -1,7 +1,8 @@
-"""Builds the choices of answers, in the shapes of the wire, from pieces of completions.
+"""Builds the choices and the token counts of responses in OpenAI's form.
 
-A `Piece` is a whole completion, or the new part of it in a stream. It comes from the engine, or
-from tokens that another server has generated (`server.http.tokens.derendering`).
+Choices are made from a `Piece`: a whole completion, or the new part of one in a stream. It comes
+from the engine, or from token ids that another server has generated
+(`server.http.tokens.derendering`).
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ _LEAST = -9999.0  # in place of minus infinity, which JSON can't write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A whole completion, or the new part of it in a stream."""
+    """A whole completion, or the part of one that is new since the last chunk of its stream."""
 
-    index: int
+    index: int  # of the completion among those of its prompt
     token_ids: TokenIds
-    answer: AnswerDelta  # the text; for a chat, split into content, reasoning and calls
-    num_tool_calls: int = 0  # so far
-    finish_reason: str | None  # `None` as long as it goes on
+    answer: AnswerDelta  # the text; for a chat, split into content, reasoning and tool calls
+    num_tool_calls: int = 0  # in the whole completion so far
+    finish_reason: str | None  # `None` until the completion ends
     stop_reason: str | int | None
     logprobs: ChatLogprobs | None
-    offset: int = 0  # where the text of the first token begins, as completions count it
-    is_first: bool = True
+    offset: int = 0  # the `text_offset` of the first token, in characters
+    is_first: bool = True  # the first piece of its completion
 
 
 def make_piece(
@@ -53,9 +54,12 @@ def make_piece(
     num_tool_calls: int = 0,
     offset: int = 0,
 ) -> Piece:
-    """Return the piece for an output of the engine. Its answer is the text, unless one is given.
+    """Return a `Piece` for a whole completion, or for a new part of one, from the engine.
 
-    A completion without a reason of its own was ended together with the others of its prompt.
+    `answer` is the text, split into content, reasoning and tool calls; if it is `None`, all of the
+    text is content. `num_top` is how many of the likeliest tokens are listed at each position. A
+    whole completion without a finish reason was ended together with the others of its prompt, so
+    it gets "abort".
     """
     default = "abort" if isinstance(entry, CompletionOutput) else None
     reason = entry.finish_reason
@@ -81,10 +85,11 @@ def make_completion_choice(
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET,
     prompt_token_ids: TokenIds | UnsetType = UNSET,
 ) -> CompletionChoice:
-    """Return a choice for `/v1/completions`.
+    """Return one choice of a response of `/v1/completions`, or of a chunk of one.
 
-    `echo` is the text of the prompt, and `logprobs` are those of prompt and answer, if the request
-    asked for them.
+    `echo` is the prompt's text if the request asked for it; the choice's text begins with it.
+    `logprobs`, if given, cover prompt and completion, and replace those of the piece. The choice
+    has token ids only if `has_ids` is true.
     """
     return CompletionChoice(
         index=index,
@@ -101,7 +106,11 @@ def make_completion_choice(
 def make_logprobs(
     token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None, *, num_top: int
 ) -> ChatLogprobs | None:
-    """Return the log-probabilities of tokens in the shape of a chat, the source of other shapes."""
+    """Return the log-probabilities of generated tokens in the form of chat responses.
+
+    Each of `entries` maps token ids to log-probabilities at one position. Only the `num_top`
+    likeliest of them are listed beside the generated token. Return `None` if `entries` is `None`.
+    """
     if entries is None:
         return None
     rows = zip(token_ids, entries, strict=True)
@@ -122,10 +131,11 @@ def _make_token(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> To
 def make_completion_logprobs(
     logprobs: ChatLogprobs | None, *, offset: int, first_token: str | None = None
 ) -> CompletionLogprobs | None:
-    """Return log-probabilities in the shape of completions.
+    """Convert log-probabilities from the form of chat responses to that of `/v1/completions`.
 
-    `offset` is where the text of these tokens begins. `first_token` is the text of a token before
-    them that has no log-probability: the first of an echoed prompt.
+    `offset` is the `text_offset` of the first entry, in characters. `first_token` is the text of an
+    additional token before all others that has no log-probability: the first of an echoed prompt.
+    Return `None` if `logprobs` is `None`.
     """
     if logprobs is None:
         return None
@@ -141,9 +151,9 @@ def make_completion_logprobs(
 
 
 def _make_top(entry: TokenLogprob) -> dict[str, float]:
-    """Return the likeliest tokens and the chosen one, as in OpenAI's answers.
+    """Return the likeliest tokens and the generated one: token text -> log-probability.
 
-    If several tokens have the same text, the likeliest of them stands for all.
+    If several tokens have the same text, only the likeliest of them is included.
     """
     top: dict[str, float] = {}
     for other in entry.top_logprobs:
@@ -153,14 +163,21 @@ def _make_top(entry: TokenLogprob) -> dict[str, float]:
 
 
 def count_characters(logprobs: ChatLogprobs | None) -> int:
-    """Return how many characters these tokens add to the offset of the next token."""
+    """Return the number of characters in the texts of these tokens, or 0 for `None`.
+
+    The `text_offset` of the next token is larger by this number.
+    """
     return 0 if logprobs is None else sum(len(entry.token) for entry in logprobs.content)
 
 
 def make_prompt_logprobs(
     entries: Sequence[Mapping[int, Logprob] | None] | None,
 ) -> PromptLogprobs | None:
-    """Return the log-probabilities of a prompt's tokens, or `None` if there are none."""
+    """Return the log-probabilities of a prompt's tokens in the form of a response.
+
+    Each of `entries` maps token ids to log-probabilities at one position. It is `None` for the
+    first token, which nothing predicts. Return `None` if `entries` is `None`.
+    """
     if entries is None:
         return None
     return [None if entry is None else _make_scores(entry) for entry in entries]
@@ -182,7 +199,10 @@ def _as_bytes(entry: Logprob) -> list[int]:
 
 
 def make_usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return the usage of all prompts of a call. A prompt counts once, whatever its `n` is."""
+    """Return the token counts of a response, summed over the prompts of the client's request.
+
+    The tokens of a prompt count once, even if it has several completions.
+    """
     return count_usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(entry.token_ids) for output in outputs for entry in output.outputs),
@@ -193,7 +213,11 @@ def make_usage(outputs: Sequence[RequestOutput]) -> Usage:
 def count_usage(
     num_prompt_tokens: int, num_completion_tokens: int, *, num_cached_tokens: int | None = None
 ) -> Usage:
-    """Return a usage. The number of cached tokens is known only at the end of a request."""
+    """Return the token counts of a response in OpenAI's form.
+
+    `num_cached_tokens` is how many tokens of the prompts came from the prefix cache. It is `None`
+    where it is not known, as before the end of a request.
+    """
     details = None if num_cached_tokens is None else PromptTokensDetails(num_cached_tokens)
     return Usage(
         prompt_tokens=num_prompt_tokens,

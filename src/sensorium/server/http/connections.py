@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly, or leave; and work that would delay the event loop.
+"""Handles clients that are slow or leave, and keeps long work away from the event loop.
 
 uvicorn's parser keeps a request's line, headers and trailers until they are complete, however long
 they become and however slowly they come. Without a limit, one connection could fill the memory, and
@@ -53,7 +53,10 @@ _Result = TypeVar("_Result")
 
 
 def _make_response(error: ApiError) -> bytes:
-    """Return the whole response to a client that no handler answers."""
+    """Return the bytes of a whole HTTP response with this error, after which the server hangs up.
+
+    It is for connections on which no handler can respond.
+    """
     body = error.make_body()
     headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
     head = (
@@ -66,11 +69,11 @@ def _make_response(error: ApiError) -> bytes:
 
 _TOO_LARGE = _make_response(
     ApiError(
-        f"the headers are larger than {MAX_HEAD_BYTES} bytes", status=431, code="headers_too_large"
+        f"the headers have more than {MAX_HEAD_BYTES} bytes", status=431, code="headers_too_large"
     )
 )
 _TOO_SLOW = _make_response(
-    ApiError("The headers of the request came too slowly.", status=408, code="timeout")
+    ApiError("The headers came too slowly. Send the request again.", status=408, code="timeout")
 )
 _TOO_MANY = _make_response(
     ApiError(
@@ -83,7 +86,10 @@ _TOO_MANY = _make_response(
 
 
 class UnreadWatch:
-    """A count of the time in which nothing was taken from a buffer. Callers pass the time."""
+    """A stopwatch for how long a client has read none of the bytes that wait for it.
+
+    Callers pass the current time in seconds, and the number of bytes that wait.
+    """
 
     def __init__(self, timeout_s: float, *, num_bytes: int, now: float) -> None:
         self.interval_s = timeout_s / _LOOKS_PER_TIMEOUT
@@ -93,7 +99,11 @@ class UnreadWatch:
         self._unread_s = 0.0
 
     def look(self, now: float, num_bytes: int) -> bool:
-        """Check the buffer, and return whether nothing was taken for the whole timeout."""
+        """Return whether the client has read nothing for the whole timeout.
+
+        `num_bytes` is how many bytes wait now. If there are fewer than at the last call, the client
+        has read some of them, and the timeout begins anew.
+        """
         gap_s = min(now - self._looked, _MAX_GAP_LOOKS * self.interval_s)
         self._unread_s = 0.0 if num_bytes < self._num_bytes else self._unread_s + gap_s
         self._looked, self._num_bytes = now, num_bytes
@@ -101,11 +111,11 @@ class UnreadWatch:
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """A connection that limits the size and the time of a request's head, and unread responses.
+    """A uvicorn connection that limits the size and the time of headers, and unread responses.
 
-    It counts the bytes since the last read with a part of a body or the end of a request. A timer
-    runs while the client has to send a first request, the rest of a head, or the rest of a body
-    that was refused. The connection's buffer is watched while it is full.
+    Bytes count as headers unless the same read had a part of a body or the end of a request. A
+    timer runs while the client has to send a first request, the rest of its headers, or the rest
+    of a body that was refused. The connection's buffer of unread data is watched while it is full.
     """
 
     head_timeout_s = 30.0
@@ -174,7 +184,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """Whether no request of this connection waits for its answer."""
+        """Whether no request of this connection waits for the end of its response."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_timer(self) -> None:
@@ -213,20 +223,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _look(self, watch: UnreadWatch) -> None:
         if watch.look(self.loop.time(), self._count_unread()):
-            logger.info("a client read nothing for %g s: it is cut off", self.stream_timeout_s)
+            logger.info(
+                "a client read nothing for %g s: its connection is closed", self.stream_timeout_s
+            )
             self._next_look = None
             self._cut_off()
             return
         self._look_later(watch)
 
     def _count_unread(self) -> int:
-        """Return the bytes that wait in the connection's buffer and in the kernel's queue."""
+        """Return how many bytes the client has not read yet.
+
+        They wait in the connection's buffer and in the kernel's send queue.
+        """
         number = self.transport.get_extra_info("socket").fileno()
         queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _cut_off(self) -> None:
-        """End the connection, and let the kernel drop what it still holds for the client."""
+        """Reset the connection, so that the kernel drops the bytes that the client did not read."""
         number = self.transport.get_extra_info("socket").fileno()
         with socket.socket(fileno=os.dup(number)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
@@ -241,7 +256,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def make_http_protocol(
     *, head_timeout_s: float, max_connections: int | None, stream_timeout_s: float
 ) -> type[LimitedHttpProtocol]:
-    """Return the class of connections with these limits, as uvicorn takes it."""
+    """Return a class of HTTP connections with these limits, to be passed to uvicorn.
+
+    If `max_connections` is `None`, their number is not limited. If `stream_timeout_s` is 0, clients
+    may leave their responses unread for any time.
+    """
     limits = {
         "head_timeout_s": head_timeout_s,
         "max_connections": max_connections,
@@ -251,10 +270,10 @@ def make_http_protocol(
 
 
 async def run_in_thread(work: Callable[[], _Result]) -> _Result:
-    """Run work that would take too long on the event loop, such as encoding megabytes.
+    """Return the result of `work`, which runs in a thread so that it does not delay the event loop.
 
-    A cancelled call ends only after the work, which may still read memory that the caller would
-    release.
+    If this coroutine is cancelled, it still waits for the end of the work, which may read memory
+    that the caller would release.
     """
     future = asyncio.get_running_loop().run_in_executor(_threads, work)
     try:
@@ -265,9 +284,10 @@ async def run_in_thread(work: Callable[[], _Result]) -> _Result:
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`, or cancel it when the client leaves and raise `ClientGoneError`.
+    """Return the result of `work`, or cancel it and raise `ClientGoneError` if the client leaves.
 
-    The body must have been read.
+    The request's body must have been received before, because `receive` is read until the client
+    disconnects.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -288,7 +308,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def measure_loop_lag(observe: Callable[[float], None]) -> None:
-    """Report the delay of the event loop, which delays the tokens of streams, until cancelled."""
+    """Measure by how many seconds the event loop is late, and pass each result to `observe`.
+
+    This goes on until the coroutine is cancelled. A late event loop delays the tokens of streams.
+    """
     while True:
         before = time.monotonic()
         await asyncio.sleep(_LAG_INTERVAL_S)

@@ -1,9 +1,9 @@
 """Turns errors into responses with a status and OpenAI's error object, and counts and logs them.
 
 An error of the engine names a field by the engine's own name: `multi_modal_data.image[1]` is the
-second image of a prompt. Only the HTTP layer can translate that to the field of the request, since
-it depends on the route and on the way in which the client asked for structured output. `WirePaths`
-does so. Fields of a conversation have the same names in both.
+second image of a prompt. Only the HTTP routes can translate that name to the field of the client's
+request, since it depends on the route and on the way in which the client asked for structured
+output. `WirePaths` translates it. Fields of a conversation have the same names in both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEDIA_FIELDS = ("multi_modal_data", "multi_modal_uuids")
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
-_INTERNAL_TEXT = "the server failed; its log has the reason under this request's id"
+_INTERNAL_TEXT = "the server failed; its log has the reason, together with this request's id"
 # status -> OpenAI's name for the kind of an error
 _TYPES = {
     401: "authentication_error",
@@ -49,21 +49,28 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WirePaths:
-    """The places of fields in one request. It holds no media, since it lives until the end."""
+    """A translation of the engine's field names to the paths of fields in a client's request.
 
-    # The field with the model's input. Errors that name no field are about it.
+    It is kept until the request ends, so it holds only paths and no media.
+    """
+
+    # The field with the model's input. An error that names no field is reported for this one.
     input: FieldPath
     # The field with the text or the tokens of the prompt, if it is not `input`.
     prompt: FieldPath | None = None
-    # modality -> the places of its items, in their order
+    # modality -> the paths of its media items, in their order
     media: Mapping[str, Sequence[FieldPath]] = field(default_factory=dict)
     # The field that constrains the answer, if it isn't `structured_outputs`.
     structured: FieldPath | None = None
-    # field of the engine -> the place of that field
+    # name of a field of the engine -> its path in the request
     fields: Mapping[str, FieldPath] = field(default_factory=dict)
 
     def find(self, path: FieldPath) -> FieldPath:
-        """Return the place in the request for a path of the engine."""
+        """Return the path in the client's request for the path in an error of the engine.
+
+        An empty path stands for the model's input. A field that has the same name in the request
+        and in the engine is returned unchanged.
+        """
         if not path:
             return self.input
         name, *rest = path
@@ -86,9 +93,10 @@ class WirePaths:
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error as a client gets it, and how it is counted and logged.
+    """An exception that holds the error response for the client.
 
-    The HTTP layer raises it to refuse a request. Errors of other layers are turned into it.
+    It also states how the error is counted in the metrics, and whether it is logged. Handlers and
+    middleware raise it to refuse a request. Other exceptions are turned into it.
     """
 
     message: str
@@ -96,13 +104,13 @@ class ApiError(Exception):
     status: int = 400
     param: str | None = None  # the path of the field that is wrong
     code: str | None = None
-    reason: str | None = "bad_request"  # the label in the metrics; `None`: it is not counted
+    reason: str | None = "bad_request"  # the label in the metrics; `None`: not counted
     missing: tuple[str, ...] | None = None  # uuids or hashes of media that must be sent
     headers: Mapping[str, str] = field(default_factory=dict)
-    is_bug: bool = False  # it is written into the log
+    is_bug: bool = False  # the log gets it, with its traceback
 
     def make_body(self) -> bytes:
-        """Return OpenAI's error object as JSON."""
+        """Return the body of the error response: OpenAI's error object as JSON."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         body = ErrorBody(
             message=self.message,
@@ -120,11 +128,18 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection, so there is no one to answer."""
+    """An exception that is raised when the client has closed its connection.
+
+    No response can be sent any more.
+    """
 
 
 def _make_api_error(error: Exception, paths: WirePaths | None) -> ApiError:
-    """Return an error as a client gets it. `paths` are those of the request, once it was read."""
+    """Return the `ApiError` that is sent to the client for an exception.
+
+    `paths` translates the engine's field names to those of the client's request. It is `None` as
+    long as the body was not read. An unexpected exception gets the status 500.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CapacityError):
@@ -163,15 +178,15 @@ def _make_request_error(error: RequestError, paths: WirePaths | None) -> ApiErro
 
 @dataclass(frozen=True, slots=True)
 class FailureLog:
-    """The one place that counts errors, logs those that are bugs, and makes their responses."""
+    """A reporter of failed requests, which counts them by reason and logs those that are bugs."""
 
     metrics: FrontendMetrics
 
     def report(self, error: Exception, state: Mapping[str, Any]) -> ApiError:
-        """Count and log an error, and return it as the client gets it.
+        """Count an exception, log it if it is a bug, and return the `ApiError` for the client.
 
-        `state` is that of the HTTP request. It has `request_id` and, once the body was read, the
-        `paths` of its fields.
+        `state` is the ASGI state of the HTTP request. It has the `request_id` and, once the body
+        was read, the `paths` of its fields (a `WirePaths`).
         """
         made = _make_api_error(error, state.get("paths"))
         if made.reason is not None:

@@ -1,4 +1,4 @@
-"""The layers that every request passes: its id, its time, its errors, and the limit of requests."""
+"""ASGI middleware for every request: its id, its time, its errors, and the limit of requests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sensorium.types.errors import StoppingError
 HEADER = "x-request-id"
 WARNING_HEADER = "x-sensorium-warning"  # a field of the request that is probably misspelt
 _MAX_LENGTH = 128
-_NO_ROUTE = "none"  # unknown paths must not become series of their own
+_NO_ROUTE = "none"  # unknown paths must not become time series of their own in the metrics
 _METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"})
 
 
 class RequestTracking:
-    """The outermost layer, which gives each request an id, and counts and times its response.
+    """The outermost ASGI middleware, which gives requests an id, and counts and times responses.
 
-    The id is the client's own if that is short and printable. A request without a status, because
-    its client left first, is not counted.
+    The id is the client's header `x-request-id` if that is short and printable, else a random one.
+    A response that is not sent to its end, because its client has left, is not counted.
     """
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
@@ -72,11 +72,12 @@ def _is_sane(text: str) -> bool:
 
 
 class ErrorBoundary:
-    """A layer that turns every exception into a response.
+    """ASGI middleware that turns every exception of a request into an error response.
 
-    After the status was sent, no error can be sent any more, so the exception is raised again. A
-    call is cancelled if the server stops and can't wait for it, because its body comes slowly or
-    its client does not read.
+    If the status was already sent, an error status can't be sent any more, so the exception is
+    raised again. A request is cancelled if the server stops and can't wait for it, because its
+    body comes slowly or its client does not read. Then it gets the status 503, unless a status was
+    sent.
     """
 
     def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
@@ -97,7 +98,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, watch_start)
         except ClientGoneError:
-            pass  # there is no one left to answer
+            pass  # no response can be sent any more
         except asyncio.CancelledError:
             if not is_started:
                 stopping = StoppingError("the server is stopping")
@@ -111,10 +112,11 @@ class ErrorBoundary:
 
 
 class Admission:
-    """A layer that limits the requests that are served at once. Used on one event loop.
+    """ASGI middleware that limits how many POST requests to `paths` are served at once.
 
-    A request is counted when its route calls `request.state.admit()`, which raises an `ApiError` if
-    the limit is reached.
+    A request counts from the moment when its handler calls `request.state.admit()` until its end.
+    If `limit` requests are being served, that call raises an `ApiError` with the status 429. All
+    requests must run on one event loop.
     """
 
     def __init__(

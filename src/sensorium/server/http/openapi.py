@@ -22,23 +22,23 @@ from sensorium.server.http.protocol.requests import (
 
 _BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {
-    400: "The request can't be served as it is.",
+    400: "The request is not valid; the error names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model or route.",
     408: "The body came too slowly.",
-    409: "Media that was left out of the request is in no cache.",
+    409: "A media item without data, named by its uuid or hash, is not in the cache.",
     413: "The body is too large.",
-    422: "Media can't be fetched.",
-    429: "Too many requests are being served.",
-    500: "A bug of the server.",
-    503: "The engine is not there, or has no room.",
+    422: "The media at a URL can't be fetched.",
+    429: "Too many requests are being served; retry later.",
+    500: "The server failed; its log has the reason.",
+    503: "The engine is not connected, or has no room; retry later.",
 }
 _PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A URL of the server, with all that the table of routes and the document need."""
+    """A path of the server, with its handler and its description for the OpenAPI document."""
 
     path: str
     handler: Handler
@@ -66,7 +66,11 @@ class Route:
 def make_document(
     routes: Iterable[Route], *, needs_key: bool, model_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the document of the routes that have a description."""
+    """Return the OpenAPI document of all routes that have a summary.
+
+    With `needs_key`, the document requires a bearer token. `model_names` are the values that the
+    field `model` of a request may have.
+    """
     shown = [route for route in routes if route.summary]
     paths: dict[str, Any] = {}
     for route in shown:
@@ -126,7 +130,10 @@ def _make_content(schema: dict[str, Any], *, has_msgpack: bool = False) -> dict[
 
 
 def _make_event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the schema of an event: a chunk, an error after the first chunk, or the end."""
+    """Return the JSON schema of one server-sent event of a stream.
+
+    Its data is a chunk as JSON, an error as JSON, or the text `[DONE]` at the end of the stream.
+    """
     text = {"type": "string", "contentMediaType": "application/json"}
     kinds = (chunk, ErrorResponse)
     texts = [{**text, "contentSchema": refer_to(kind.__name__)} for kind in kinds]

@@ -1,4 +1,4 @@
-"""The table of all URLs, from which the application and the OpenAPI document are made."""
+"""The table of all routes, from which the application and the OpenAPI document are made."""
 
 from __future__ import annotations
 
@@ -58,32 +58,34 @@ def _reset(level: str, **more: Any) -> Route:
 
 # fmt: off
 ROUTES: tuple[Route, ...] = (
-    _post("/v1/chat/completions", create_chat_completion, "text", "Answer a conversation.",
+    _post("/v1/chat/completions", create_chat_completion, "text",
+          "Generate the next message of a conversation.",
           requests.ChatCompletionRequest, answers=(answers.ChatCompletion,),
           chunk=answers.ChatCompletionChunk, needs_engine=True),
-    _post("/v1/completions", create_completion, "text", "Continue prompts.",
+    _post("/v1/completions", create_completion, "text", "Complete one or more prompts.",
           requests.CompletionRequest, answers=(answers.Completion,), chunk=answers.Completion,
           needs_engine=True),
-    _post("/inference/v1/generate", generate, "tokens", "Continue tokens.",
+    _post("/inference/v1/generate", generate, "tokens",
+          "Continue a prompt of token ids, and return the generated token ids.",
           tokens.GenerateRequest, answers=(answers.GenerateResponse,),
           chunk=answers.GenerateResponse, takes_msgpack=True, needs_engine=True),
     _post("/v1/chat/completions/render", render_chat_completion, "render",
-          "Render a conversation into a request for `/inference/v1/generate`.",
+          "Turn a conversation into a request for `/inference/v1/generate`.",
           requests.ChatRenderRequest, answers=(answers.RenderedRequest,), answers_msgpack=True),
     _post("/v1/completions/render", render_prompts, "render",
-          "Render prompts into one request for `/inference/v1/generate` each.",
+          "Turn each prompt into a request for `/inference/v1/generate`.",
           requests.CompletionRenderRequest, answers=(answers.RenderedRequest,), answers_list=True,
           answers_msgpack=True),
     _post("/tokenize", tokenize, "render", "Tokenize a text, or a conversation with its media.",
           requests.TokenizeRequest, answers=(answers.TokenizeResponse,)),
-    _post("/detokenize", detokenize, "render", "Turn tokens into text.",
+    _post("/detokenize", detokenize, "render", "Turn token ids into text.",
           requests.DetokenizeRequest, answers=(answers.DetokenizeResponse,), errors=_LOCAL_ERRORS),
     _post("/v1/chat/completions/derender", derender_chat_completion, "render",
-          "Turn an answer of `/inference/v1/generate`, or a chunk of one, into that of a chat.",
+          "Turn a response of `/inference/v1/generate`, or a chunk of one, into that of a chat.",
           tokens.DerenderChatRequest, answers=(answers.ChatCompletion, answers.DerenderedChatChunk),
           errors=_LOCAL_ERRORS, takes_msgpack=True, answers_msgpack=True),
     _post("/v1/completions/derender", derender_completions, "render",
-          "Turn answers of `/inference/v1/generate`, or a chunk of one, into completions.",
+          "Turn responses of `/inference/v1/generate`, or a chunk of one, into completions.",
           tokens.DerenderCompletionRequest,
           answers=(answers.Completion, answers.DerenderedCompletionChunk), errors=_LOCAL_ERRORS,
           takes_msgpack=True, answers_msgpack=True),
@@ -91,12 +93,13 @@ ROUTES: tuple[Route, ...] = (
           errors=(401,)),
     Route("/v1/models/{model:path}", get_one_model, "text", "Describe a model.",
           answers=(answers.ModelCard,), errors=(401, 404)),
-    Route("/health", health, "health", "Tell whether the engine runs and makes progress.",
+    Route("/health", health, "health", "Check whether the engine runs and makes progress.",
           errors=(503,)),
-    Route("/ping", ping, "health", "Tell whether this process runs.", methods=("GET", "POST")),
-    Route("/version", get_version, "health", "Tell the version, and the kernels of the engine."),
+    Route("/ping", ping, "health", "Check whether this process runs.", methods=("GET", "POST")),
+    Route("/version", get_version, "health",
+          "Return the version of the server, and the kernels that the engine uses."),
     Route("/load", get_load, "health",
-          "Count the requests for text in all frontends, from their arrival to their last byte.",
+          "Return how many requests for text are in progress in all frontend processes.",
           errors=(401,)),
     Route(METRICS_PATH, get_metrics),
     _reset("mm"),
@@ -108,7 +111,10 @@ COUNTED_PATHS = frozenset(route.path for route in ROUTES if route.is_counted)
 
 
 class _AppRoute(StarletteRoute):
-    """A route that takes exactly its methods, and that middleware finds in the scope."""
+    """A Starlette route that accepts only its own methods, and puts itself into the ASGI scope.
+
+    Starlette would accept HEAD wherever it accepts GET. Middleware reads `scope["route"]`.
+    """
 
     def __init__(self, path: str, endpoint: Any, methods: Iterable[str]) -> None:
         super().__init__(path, endpoint)
@@ -120,7 +126,11 @@ class _AppRoute(StarletteRoute):
 
 
 def make_routes(context: Context) -> list[StarletteRoute]:
-    """Return the routes of the application."""
+    """Return all routes of the application, with handlers that use `context`.
+
+    If the server only renders, it has no welcome page, and routes that need an engine refuse
+    every request.
+    """
     options = context.options
     is_render_only = options.is_render_only
     # A server that only renders has no caches of an engine, and no welcome page.
@@ -161,11 +171,14 @@ def _make_route(route: Route, context: Context) -> StarletteRoute:
 
 
 async def _refuse(request: Request) -> Response:
-    """Refuse a request that needs an engine, with a hint to a server that has one."""
+    """Raise an `ApiError` with the status 404, because this server only renders prompts.
+
+    The error names the command that starts a server with an engine.
+    """
     # 404, not 501: clients repeat requests after a server error, which would never help here.
     raise ApiError(
-        f"{request.url.path}: this server only renders, no model runs here. Ask a server that "
-        "was started with `sensorium serve`",
+        f"{request.url.path}: this server only renders prompts and runs no model. Send the request "
+        "to a server that was started with `sensorium serve`",
         status=404,
         code="render_only",
         reason="not_found",

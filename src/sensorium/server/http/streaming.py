@@ -1,8 +1,8 @@
-"""Answers a call that generates: whole, or as server-sent events.
+"""Responds to a request that generates text: with a whole answer, or with server-sent events.
 
-The status is sent with the first event. A failure before it is answered with an error status. A
-later failure becomes an event with the error, which ends the stream. Chunks come first, then usage
-and trace if the request asked for them.
+The status is sent with the first event. A failure before the first event gets an error status. A
+later failure becomes an event with the error, which ends the stream. Chunks come first, then the
+token counts and the trace (a report of where time went) if the request asked for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _Chunk = TypeVar("_Chunk", bound=Envelope)
 
 
 class AnswerMaker(Protocol[_Chunk]):
-    """A maker of the answer of one call, whole or in chunks. It keeps the state of a stream."""
+    """A builder of the response to one client's request, as a whole or in chunks of a stream.
+
+    It keeps the state of the stream from chunk to chunk.
+    """
 
     def make_answer(self, outputs: Sequence[RequestOutput]) -> Envelope: ...
 
@@ -44,7 +47,11 @@ class AnswerMaker(Protocol[_Chunk]):
 async def answer_call(
     http_request: Request, call: Call[Any], maker: AnswerMaker[_Chunk], *, is_msgpack: bool = False
 ) -> Response:
-    """Return the answer to a call, or the stream of its chunks."""
+    """Run a call, and return the HTTP response: its whole answer, or a stream if one is asked for.
+
+    A stream runs the call while it is sent. A whole answer is msgpack if `is_msgpack` is true, else
+    JSON. Raise a `ClientGoneError` if the client leaves before the whole answer is complete.
+    """
     if call.request.stream:
         return EventStream(_SseChunks(call, maker).run(), call.context.failures)
     outputs = await run_until_disconnect(http_request.receive, call.finish())
@@ -52,7 +59,7 @@ async def answer_call(
 
 
 class _SseChunks:
-    """The events of one streamed answer."""
+    """A producer of the server-sent events of one streamed response, except the final `[DONE]`."""
 
     def __init__(self, call: Call[Any], maker: AnswerMaker[Any]) -> None:
         options = call.request.stream_options or StreamOptions()
@@ -85,7 +92,11 @@ class _SseChunks:
         return None if self._has_usage else UNSET
 
     def _add_trace(self, chunks: list[Any]) -> list[Any]:
-        """Add the trace to the last chunk of all, unless a chunk with usage follows it."""
+        """Return the chunks, with the trace in the last one if it is the last of the stream.
+
+        The trace is a report of where time went. If a chunk with the token counts follows, that one
+        has the trace. If `chunks` is empty, an empty chunk is added for the trace.
+        """
         if not self._call.is_ended or self._has_usage or not self._call.has_trace:
             return chunks
         *before, last = chunks or [self._maker.make_empty_chunk()]
@@ -97,7 +108,11 @@ def _make_event(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """A response that sends events, and closes their generator in every case."""
+    """A response that sends the server-sent events of a generator, and then `[DONE]`.
+
+    The generator is closed in every case, also if the client leaves. An exception after the first
+    event is reported to `failures`, and sent as the last event before `[DONE]`.
+    """
 
     media_type = "text/event-stream"
 

@@ -127,7 +127,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(
         with send(running, HEAD + "content-length: 9\r\n\r\n{") as connection:
             answer = connection.recv(65536)
             assert answer.startswith(b"HTTP/1.1 408")
-            assert b"1 bytes of it are here" in answer
+            assert b"only 1 bytes have arrived" in answer
         wait_until(lambda: running.metrics.load == 0, "the request is still counted")
 
 

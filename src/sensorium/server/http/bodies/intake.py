@@ -1,12 +1,13 @@
 """Receives the bodies of requests within limits of size, time, rate and memory.
 
 Each body has a largest size, a longest time and a least rate; all unfinished bodies together have
-a limit of memory. Owns the unfinished bodies of this frontend. Used on one event loop.
+a limit of memory. A `BodyIntake` owns the unfinished bodies of its frontend process, and is used on
+one event loop.
 
 Invariants:
   1. A body that comes at the least rate or faster, within the time for a whole body, is received.
   2. Unfinished bodies never hold more than `max_unfinished_bytes` and the piece that came last.
-     If they would, the oldest ones are given up. An honest client sends its body sooner than a
+     If they would, the oldest ones are refused. An honest client sends its body sooner than a
      slow one, so the oldest bodies are those of slow clients.
 """
 
@@ -25,7 +26,7 @@ _GRACE_S = 30.0  # before the least rate counts, for a pause or a slow start of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """The limits on the size and the speed of bodies."""
+    """The limits on the size, the speed and the memory of request bodies that are received."""
 
     max_bytes: int  # of one body
     timeout_s: float  # from a request's head to the end of its body
@@ -33,21 +34,24 @@ class BodyLimits:
     max_unfinished_bytes: int  # of all unfinished bodies
 
     def get_time_s(self, num_bytes: int) -> float:
-        """Return how long a body may take, as long as this many bytes of it have come."""
+        """Return how many seconds a body may take in all, if `num_bytes` of it have arrived.
+
+        More time is allowed with every byte, up to `timeout_s`.
+        """
         return min(self.timeout_s, _GRACE_S + num_bytes / self.min_bytes_per_s)
 
 
 @dataclass(eq=False, slots=True)
 class _Unfinished:
-    """A body that has not come completely yet."""
+    """A request body that has not arrived completely yet."""
 
     received: bytearray = field(default_factory=bytearray)
     waiting: asyncio.Timeout | None = None  # the time limit of the wait for the next piece
-    is_given_up: bool = False
+    is_given_up: bool = False  # refused, so that its memory can be used for other bodies
 
 
 class BodyIntake:
-    """A receiver of bodies that keeps them within `limits`."""
+    """A receiver of request bodies, which refuses those that exceed one of the `limits`."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
@@ -55,7 +59,10 @@ class BodyIntake:
         self._num_bytes = 0  # of all of them
 
     async def receive(self, receive: Receive) -> bytearray:
-        """Return a whole body, or raise an error if it breaks a limit or the client has left."""
+        """Return the whole body of a request, from its ASGI `receive` function.
+
+        Raise an `ApiError` if the body exceeds a limit, and `ClientGoneError` if the client leaves.
+        """
         body = _Unfinished()
         self._unfinished[body] = None
         began = asyncio.get_running_loop().time()
@@ -68,13 +75,19 @@ class BodyIntake:
         return body.received
 
     def check_length(self, declared: str | None) -> None:
-        """Refuse a body by its content-length, before any of it has come."""
+        """Raise an `ApiError` if the header `content-length` declares a body that is too large.
+
+        `declared` is the value of the header, or `None`. This is checked before the body arrives.
+        """
         max_bytes = self.limits.max_bytes
         if declared is not None and declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise _make_size_error(max_bytes)
 
     async def _receive_piece(self, body: _Unfinished, receive: Receive, began: float) -> bool:
-        """Add the next piece to the body, and return whether more will come."""
+        """Wait for the next piece of a body, add it, and return whether more pieces follow.
+
+        `began` is when the body began, in the event loop's time. Raise the errors of `receive`.
+        """
         deadline = began + self.limits.get_time_s(len(body.received))
         try:
             async with asyncio.timeout_at(deadline) as body.waiting:
@@ -115,7 +128,7 @@ class BodyIntake:
     def _make_time_error(self, num_bytes: int) -> ApiError:
         limits = self.limits
         return ApiError(
-            f"The body came too slowly: {num_bytes} bytes of it are here. A body must come at "
+            f"The body came too slowly: only {num_bytes} bytes have arrived. A body must come at "
             f"{limits.min_bytes_per_s} bytes a second or faster, after the first {_GRACE_S:.0f} "
             f"seconds, and within {limits.timeout_s:g} seconds.",
             status=408,
@@ -135,7 +148,7 @@ class BodyIntake:
 
 def _make_size_error(max_bytes: int) -> ApiError:
     return ApiError(
-        f"the body is larger than {max_bytes} bytes, which this server allows",
+        f"the body is larger than {max_bytes} bytes, the limit of this server (--max-body-mb)",
         status=413,
         code="body_too_large",
         reason="body_too_large",

@@ -44,9 +44,10 @@ async def read_body(
     intake: BodyIntake,
     takes_msgpack: bool = False,
 ) -> _Parsed:
-    """Return what `parse` makes of the body's object.
+    """Receive and decode the body of a request, and return the result of `parse` for it.
 
-    It runs where the body was decoded, which may be a thread, and it may raise.
+    `parse` gets the decoded object. It may run in a thread, and may raise. The body may be msgpack
+    only if `takes_msgpack` is true. Raise an `ApiError` if the body can't be received or decoded.
     """
     kind = _get_content_type(request.headers.get("content-type"))
     is_msgpack = takes_msgpack and kind in MSGPACK_TYPES
@@ -63,7 +64,10 @@ async def read_body(
 
 
 def _get_content_type(value: str | None) -> str:
-    """Return the content type without parameters. A body without one is taken for JSON."""
+    """Return the type in a `Content-Type` header, in lower case and without parameters.
+
+    If there is no header, return "application/json".
+    """
     return (value or "application/json").partition(";")[0].strip().lower()
 
 
@@ -99,7 +103,7 @@ def _decode_msgpack(body: bytearray) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"the body is not valid msgpack: {error}", code="invalid_msgpack") from error
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ApiError("the body must be a msgpack map with names", code="invalid_msgpack")
+        raise ApiError("the body must be a msgpack map with text as keys", code="invalid_msgpack")
     return value
 
 
@@ -122,7 +126,7 @@ def _name_kind(value: object) -> str:
 
 
 def wants_msgpack(request: Request) -> bool:
-    """Return whether the `Accept` header asks for msgpack. JSON is the default."""
+    """Return whether the request's `Accept` header lists msgpack; if not, the response is JSON."""
     accepted = request.headers.get("accept", "")
     kinds = {entry.partition(";")[0].strip().lower() for entry in accepted.split(",")}
     return not kinds.isdisjoint(MSGPACK_TYPES)
@@ -137,14 +141,18 @@ def make_response(value: Any, *, is_msgpack: bool = False) -> Response:
 logger = logging.getLogger(__name__)
 _MAX_WARNED = 1000  # bounded, because clients choose the names
 _MAX_NAME_LENGTH = 100
-_MAX_COMPARED = 16  # unknown fields of one request that are looked at
+_MAX_COMPARED = 16  # unknown fields of one request that are compared with known ones
 _MIN_LENGTH = 4  # shorter names differ in one letter from too many others
 _warned: set[str] = set()
 _Request = TypeVar("_Request", bound=Struct)
 
 
 def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, str | None]:
-    """Return a request, and a warning if one of its fields is probably misspelt."""
+    """Return a body as a checked request, and a warning if a field is probably misspelt.
+
+    The warning is `None` if there is no such field. Unknown fields are ignored and logged. Raise a
+    `RequestError` if the body does not fit the type `kind`.
+    """
     request = check(body, kind)
     unknown = list(islice(_find_unknown(request, body), _MAX_COMPARED))
     for name, _ in unknown:
@@ -155,7 +163,10 @@ def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, 
 
 
 def _find_unknown(request: Struct, body: dict[str, Any]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the names of unknown fields, with those that are known at that place."""
+    """Yield each unknown field of a body, with the names of the fields that its object may have.
+
+    Objects inside the body are searched too.
+    """
     known = _get_names(type(request))
     for name, value in body.items():
         if name not in known:
@@ -176,7 +187,10 @@ def _find_likely(name: str, known: frozenset[str]) -> str | None:
 
 
 def _is_letter_away(name: str, other: str) -> bool:
-    """Return whether one letter was added, left out or changed, or two were swapped."""
+    """Return whether two names differ in one letter, or in two neighbours that are swapped.
+
+    A letter may be added, left out or changed. The result is false for very short names.
+    """
     if min(len(name), len(other)) < _MIN_LENGTH or abs(len(name) - len(other)) > 1:
         return False
     pairs = enumerate(zip(name, other, strict=False))

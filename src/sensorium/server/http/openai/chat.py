@@ -44,7 +44,10 @@ async def create_chat_completion(http_request: Request, context: Context) -> Res
 
 
 def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
-    """Return the conversation of a request for the engine, and its sampling parameters."""
+    """Return the conversation of a chat request for the engine, and its sampling parameters.
+
+    Raise an `ApiError` or a `RequestError` if a field is not valid or not supported.
+    """
     answers = make_chat_answers(context.answers, request)
     params = answers.make_params(make_chat_params(request))
     is_trusted = context.options.trust_request_chat_template
@@ -52,21 +55,22 @@ def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
 
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
-    """Return the places of the fields that errors of the engine may be about."""
+    """Return the translation of field names in the engine's errors to this request's fields."""
     return WirePaths(input=("messages",), structured=find_constraint_path(request))
 
 
 def make_chat(
     request: ChatCompletionRequest, answers: ChatAnswers | None = None, *, is_trusted: bool
 ) -> Chat:
-    """Return the conversation of a request.
+    """Return the conversation of a chat request in the form that the engine takes.
 
-    `answers` is given if the conversation will be answered. With `is_trusted`, the request may have
-    a chat template of its own.
+    `answers` adapts the sampling parameters to the rendered prompt. It is `None` if the model does
+    not answer the conversation. Raise an `ApiError` if the request has a chat template of its own
+    and `is_trusted` is false.
     """
     if request.chat_template is not None and not is_trusted:
         raise ApiError(
-            "chat_template is refused: this server was not started with "
+            "chat_template is not allowed, because this server was not started with "
             "--trust-request-chat-template",
             param="chat_template",
         )
@@ -89,7 +93,7 @@ def make_chat(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswers:
-    """The way in which the answers to one request are constrained, read and sent."""
+    """The way in which the answers to one chat request are constrained, read and sent."""
 
     form: AnswerFormat
     context: AnswerContext
@@ -97,19 +101,25 @@ class ChatAnswers:
     has_ids: bool  # choices include their token ids
 
     def make_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the special tokens that must stay in the text to be read."""
+        """Return the parameters with the special tokens that must not be removed from the text.
+
+        These tokens mark tool calls and reasoning. Raise an `ApiError` if the request requires a
+        tool call and has another constraint on the form of the answer.
+        """
         if self.context.demands_call and params.structured_outputs is not None:
             raise ApiError(
-                "tool_choice demands a call, which can't be combined with another format of the "
-                "answer",
+                "tool_choice requires a tool call, which can't be combined with another format of "
+                "the answer",
                 param="tool_choice",
             )
         return replace(params, kept_special_token_ids=self.form.kept_special_token_ids)
 
     def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
-        """Return parameters for a rendered prompt.
+        """Return the sampling parameters with a constraint that fits the rendered prompt.
 
-        If the prompt has opened reasoning, the answer is constrained only after the end of that.
+        `prompt` is text or token ids. If the request requires a tool call, the answer must be one.
+        If the prompt ends inside reasoning, the client's own constraint applies only after the
+        reasoning. Otherwise, the parameters are returned unchanged.
         """
         wanted = params.structured_outputs
         context = self.get_context(prompt)
@@ -122,12 +132,15 @@ class ChatAnswers:
         return replace(params, structured_outputs=constraint)
 
     def get_context(self, prompt: str | Sequence[int]) -> AnswerContext:
-        """Return how an answer to this prompt is read."""
+        """Return the settings with which an answer to this prompt is read.
+
+        They state whether the answer begins inside reasoning that the prompt has opened.
+        """
         is_open = self.form.opens_reasoning(prompt)
         return msgspec.structs.replace(self.context, starts_in_reasoning=is_open)
 
     def make_choice(self, piece: Piece) -> wire.ChatChoice:
-        """Return the choice of a whole answer."""
+        """Return the choice for a whole completion, in the form of a chat response."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(answer.reasoning or answer.tool_calls)
@@ -146,7 +159,10 @@ class ChatAnswers:
         )
 
     def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> wire.ChatChunkChoice:
-        """Return the choice of a chunk. The first chunk of each completion has `has_role`."""
+        """Return the choice for a new part of a completion, in the form of a chunk.
+
+        With `has_role`, it states the role "assistant", as the first chunk of a completion must.
+        """
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(reasoning or answer.tool_calls)
@@ -166,10 +182,10 @@ class ChatAnswers:
         )
 
     def is_shown(self, piece: Piece) -> bool:
-        """Return whether a chunk is sent for a piece.
+        """Return whether a chunk is sent for a new part of a completion.
 
-        A piece may be empty, because text comes later than its tokens, and calls and reasoning are
-        recognised later than their text.
+        No chunk is sent for an empty part. Parts may be empty because text comes later than its
+        tokens, and because tool calls and reasoning are recognised later than their text.
         """
         answer = piece.answer
         has_tokens = bool(piece.token_ids) and (piece.logprobs is not None or self.has_ids)
@@ -179,7 +195,11 @@ class ChatAnswers:
 
 
 def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> ChatAnswers:
-    """Return how a request is answered. Raise a `RequestError` if its tools are invalid."""
+    """Return the way in which answers to a chat request are constrained, read and sent.
+
+    `form` is the format of the model's answers. Raise a `RequestError` if the request's tools or
+    its `tool_choice` are not valid.
+    """
     tools = parse_tools(request.tools)
     context = AnswerContext(
         tools=tools,
@@ -197,7 +217,11 @@ def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> Cha
 
 
 def read_piece(reader: AnswerReader, text: str, *, is_last: bool) -> AnswerDelta:
-    """Return the answer in new text and, with `is_last`, also the text that was held back."""
+    """Read new text of a completion, and return its content, reasoning and tool calls.
+
+    The reader holds text back as long as it may be the beginning of a tag. With `is_last`, the
+    result includes the text that was held back.
+    """
     delta = reader.add(text)
     if not is_last:
         return delta
@@ -215,7 +239,7 @@ def read_piece(reader: AnswerReader, text: str, *, is_last: bool) -> AnswerDelta
 
 
 class _ChatMaker:
-    """A maker of the answer to one call, or of its chunks."""
+    """A builder of the chat response to one client's request, whole or in chunks of a stream."""
 
     def __init__(self, call: Call[ChatCompletionRequest]) -> None:
         self._call = call
@@ -240,7 +264,10 @@ class _ChatMaker:
         )
 
     def make_chunks(self, _: int, delta: RequestDelta) -> list[wire.ChatCompletionChunk]:
-        """Return the chunks for a delta. The first chunk of each choice has its role."""
+        """Return the chunks to send for new output of the engine.
+
+        The stream begins with a chunk for each choice that states its role, "assistant".
+        """
         chunks = [] if self._is_begun else self._make_first_chunks(delta)
         self._is_begun = True
         for entry in delta.deltas:
@@ -280,7 +307,10 @@ class _ChatMaker:
 
 
 def _get_finish_reason(piece: Piece) -> str | None:
-    """Return the finish reason, which is "tool_calls" if an answer with calls ended by itself."""
+    """Return the finish reason for the client, or `None` if the completion has not ended.
+
+    It is "tool_calls" instead of "stop" if the completion has tool calls.
+    """
     is_call = piece.finish_reason == "stop" and piece.num_tool_calls
     return "tool_calls" if is_call else piece.finish_reason
 
@@ -303,5 +333,5 @@ def _make_call_chunk(call: ToolCallDelta) -> wire.ToolCallChunk:
 
 @cache
 def _warn_of_hidden_tools() -> None:
-    """Write a warning into the log, once."""
-    logger.warning("the chat template does not show tools to the model: it can't know of them")
+    """Log a warning that the model does not see the tools of requests, but only once."""
+    logger.warning("the model can't use tools: its chat template does not show tools to it")

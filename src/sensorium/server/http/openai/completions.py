@@ -30,7 +30,7 @@ from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.request import TextPrompt
 
-MAX_CHOICES = 1024  # completions of all prompts in one call
+MAX_CHOICES = 1024  # completions of all prompts in one request
 _KINDS = "text, token ids, or a list of either"
 
 
@@ -47,18 +47,22 @@ async def create_completion(http_request: Request, context: Context) -> Response
 
 
 def find_prompt_paths(request: CompletionRequest) -> WirePaths:
-    """Return the places of the fields that errors of the engine may be about."""
+    """Return the translation of field names in the engine's errors to this request's fields."""
     return WirePaths(input=("prompt",), structured=find_constraint_path(request))
 
 
 def prepare_completion(request: CompletionRequest) -> Work:
-    """Return the prompts of a request, and the parameters of all of them."""
+    """Return the prompts of a completion request, and the sampling parameters for all of them.
+
+    Raise an `ApiError` or a `RequestError` if a field is not valid, or if there would be too many
+    completions.
+    """
     params = make_completion_params(request)
     entries = _split(request.prompt)
     if len(entries) * params.n > MAX_CHOICES:
         raise ApiError(
-            f"prompt has {len(entries)} entries with n={params.n}: {MAX_CHOICES} "
-            "completions at most in one call",
+            f"prompt has {len(entries)} entries with n={params.n}, but one request may have at "
+            f"most {MAX_CHOICES} completions",
             param="prompt",
         )
     fields = get_prompt_fields(request)
@@ -72,7 +76,10 @@ def prepare_completion(request: CompletionRequest) -> Work:
 
 
 def _split(value: Any) -> list[str | list[int]]:
-    """Return the prompts in the field `prompt`, each as text or token ids."""
+    """Return a list of the prompts in the field `prompt`, each as text or as token ids.
+
+    Raise a `RequestError` if `value` is neither of these, nor a list of one kind of them.
+    """
     if isinstance(value, str):
         return [value]
     with at("prompt"):
@@ -82,7 +89,7 @@ def _split(value: Any) -> list[str | list[int]]:
             return [_read_token_ids(value)]
         for index, entry in enumerate(value):
             if type(entry) is not type(value[0]) or not isinstance(entry, str | list):
-                raise RequestError(f"must be of one kind: {_KINDS}", path=(index,))
+                raise RequestError(f"differs in kind: prompt must be {_KINDS}", path=(index,))
         return map_at(lambda e: _read_token_ids(e) if isinstance(e, list) else e, value)
 
 
@@ -93,7 +100,7 @@ def _read_token_ids(ids: list[Any]) -> list[int]:
 
 
 class _CompletionMaker:
-    """A maker of the answer to one call, or of its chunks."""
+    """A builder of the response to one `/v1/completions` request, whole or in chunks."""
 
     def __init__(self, call: Call[CompletionRequest]) -> None:
         self._call = call
@@ -113,10 +120,10 @@ class _CompletionMaker:
         return msgspec.structs.replace(empty, choices=choices, usage=usage, sensorium_trace=trace)
 
     def make_chunks(self, prompt_index: int, delta: RequestDelta) -> list[Completion]:
-        """Return the chunks for a delta.
+        """Return the chunks to send for new output of the engine for one prompt.
 
-        Text may come later than its tokens. Then there is no chunk, unless the request asked for
-        tokens or log-probabilities.
+        Text may come later than its tokens. Without new text, no chunk is sent, unless it is the
+        first or the last of a completion, or the request asked for token ids or log-probabilities.
         """
         chunks = []
         for entry in delta.deltas:
@@ -161,7 +168,7 @@ class _CompletionMaker:
         )
 
     def _get_echo(self, prompt_index: int) -> str:
-        """Return the text of a prompt, if it was asked for."""
+        """Return the text of a prompt, or an empty string if the request has no `echo`."""
         if not self._call.request.echo:
             return ""
         prompt: Any = self._call.prompts[prompt_index]
@@ -172,7 +179,10 @@ class _CompletionMaker:
     def _make_echoed_logprobs(
         self, output: RequestOutput, entry: CompletionOutput
     ) -> CompletionLogprobs | None:
-        """Return the log-probabilities of prompt and answer, if both were asked for."""
+        """Return the log-probabilities of the tokens of a prompt and its completion.
+
+        Return `None` unless the request asked for both `echo` and log-probabilities.
+        """
         if not self._call.request.echo or entry.logprobs is None:
             return None
         # The first token of a prompt has none.

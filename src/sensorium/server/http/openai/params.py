@@ -1,6 +1,6 @@
 """Makes the `SamplingParams` of a request, and refuses fields that are not supported.
 
-The form of an answer can be constrained in three ways, OpenAI's and two of vLLM's:
+A request can constrain the form of its answer in three ways, OpenAI's and two of vLLM's:
 `response_format`, `guided_*` and `structured_outputs`. They are read into one value.
 """
 
@@ -30,12 +30,16 @@ _SAME_NAMES = tuple(entry.name for entry in SAMPLING_FIELDS if entry.name not in
 
 
 def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
-    """Return the parameters of a chat. Without a limit, the answer may fill the context."""
+    """Return the sampling parameters of a chat request.
+
+    If the client has not limited the number of tokens, the answer may fill the rest of the model's
+    context. Raise an `ApiError` or a `RequestError` if a field is not valid or not supported.
+    """
     _check_common(request)
     if request.modalities is not None and request.modalities != ["text"]:
         raise _make_unsupported("modalities", "other than text")
     if request.top_logprobs and not request.logprobs:
-        raise ApiError("top_logprobs needs logprobs", param="top_logprobs")
+        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     limit = request.max_completion_tokens
     return SamplingParams(
         **_get_given(request),
@@ -45,14 +49,20 @@ def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
 
 
 def make_completion_params(request: CompletionRequest) -> SamplingParams:
-    """Return the parameters of a completion. Without a limit, the default of `SamplingParams`."""
+    """Return the sampling parameters of a completion request.
+
+    If the client has not limited the number of tokens, the default limit of `SamplingParams` is
+    used. Raise an `ApiError` or a `RequestError` if a field is not valid or not supported.
+    """
     _check_common(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _make_unsupported("best_of", "other than n")
     given = _get_given(request)
     if request.echo and request.logprobs is not None:
         if request.stream:
-            raise ApiError("echo with logprobs can't be streamed", param="echo")
+            raise ApiError(
+                "echo with logprobs can't be streamed: set stream to false", param="echo"
+            )
         given.setdefault("prompt_logprobs", request.logprobs)
     if request.max_tokens is not None:
         given["max_tokens"] = request.max_tokens
@@ -60,7 +70,10 @@ def make_completion_params(request: CompletionRequest) -> SamplingParams:
 
 
 def _get_given(request: GeneratingRequest) -> dict[str, Any]:
-    """Return the parameters that were given. `None` means the default."""
+    """Return the sampling parameters that the client has set: name -> value.
+
+    Parameters that differ between routes, such as `max_tokens`, are not included.
+    """
     values = {name: getattr(request, name) for name in _SAME_NAMES}
     values["structured_outputs"] = _get_structured_outputs(request)
     return {name: value for name, value in values.items() if value is not None}
@@ -71,20 +84,23 @@ def _check_common(request: GeneratingRequest) -> None:
         if getattr(request, name):
             raise _make_unsupported(name)
     if request.stream_options is not None and not request.stream:
-        raise ApiError("stream_options needs stream", param="stream_options")
+        raise ApiError("stream_options needs stream to be true", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
-        raise ApiError("prompt_logprobs can't be streamed", param="prompt_logprobs")
+        raise ApiError(
+            "prompt_logprobs can't be streamed: set stream to false", param="prompt_logprobs"
+        )
 
 
 def _make_unsupported(name: str, what: str = "") -> ApiError:
     words = f"{name} {what}".strip()
-    return ApiError(f"{words} is not supported yet", param=name, code="unsupported")
+    return ApiError(f"{words}: this is not supported yet", param=name, code="unsupported")
 
 
 def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
-    """Return the constraint on the answer, or `None` if it may be any text.
+    """Return the constraint on the form of the answer, or `None` if the answer may be any text.
 
-    Raise a `RequestError` with the path of the field that the client has used.
+    If the constraint is not valid, raise a `RequestError` with the path of the field in which the
+    client has sent it.
     """
     path = _find_path(request)
     if path is None:
@@ -98,7 +114,11 @@ def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsPara
 
 
 def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
-    """Return the field that constrains the answer, if it isn't `structured_outputs` itself."""
+    """Return the path of the field to name in errors about the constraint on the answer.
+
+    It is `tools` if the request requires a tool call. Return `None` if the constraint is in
+    `structured_outputs`, or if there is none.
+    """
     if getattr(request, "tool_choice", None) not in (None, "auto", "none"):
         return ("tools",)
     path = _find_path(request)
@@ -106,7 +126,10 @@ def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
 
 
 def _find_path(request: GeneratingRequest) -> FieldPath | None:
-    """Return the field that constrains the answer. Raise a `RequestError` if there are two."""
+    """Return the path of the field that constrains the form of the answer, or `None` if none does.
+
+    Raise a `RequestError` if the request has more than one such field.
+    """
     given: list[FieldPath] = [
         (name,) for name in (*_GUIDED, _OWN_NAME) if getattr(request, name) is not None
     ]
@@ -114,12 +137,15 @@ def _find_path(request: GeneratingRequest) -> FieldPath | None:
     if kind is not None:
         given.insert(0, _SCHEMA if kind == "json_schema" else _FORMAT)
     if len(given) > 1:
-        raise RequestError("only one field may constrain the answer", path=given[-1])
+        raise RequestError("only one field may constrain the form of the answer", path=given[-1])
     return given[0] if given else None
 
 
 def _get_format(request: GeneratingRequest) -> str | None:
-    """Return the type that `response_format` asks for, or `None` if it is text."""
+    """Return the type in `response_format`: "json_object", "json_schema", or `None` for text.
+
+    Raise a `RequestError` if the type is unknown.
+    """
     kind = (request.response_format or {}).get("type", "text")
     if kind not in ("text", "json_object", "json_schema"):
         raise RequestError("must be text, json_object or json_schema", path=(*_FORMAT, "type"))

@@ -1,1 +1,1 @@
-"""The bodies of requests and answers: OpenAI's shapes, with fields that similar servers add."""
+"""The types of request and response bodies: OpenAI's, with fields that similar servers add."""

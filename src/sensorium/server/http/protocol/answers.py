@@ -1,4 +1,4 @@
-"""The shapes of answers: OpenAI's, with fields that similar servers add if a request asks.
+"""The types of response bodies: OpenAI's, with fields of similar servers that are sent on demand.
 
 A field that is `UNSET` is not sent.
 """
@@ -31,12 +31,16 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """Lists with one entry per token. `None` stands for the first token of an echoed prompt."""
+    """The log-probabilities of a completion, in lists with one entry for each token.
+
+    `token_logprobs` and `top_logprobs` are null for the first token of an echoed prompt, which
+    nothing predicts.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    text_offset: list[int]  # where the text of each token begins, in characters
 
 
 class PromptLogprob(Struct, frozen=True):
@@ -73,7 +77,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 class ChatAnswerMessage(Struct, frozen=True, kw_only=True):
     role: str = "assistant"
-    content: str | None  # null if there are only reasoning or calls of tools
+    content: str | None  # null if there are only reasoning or tool calls
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -90,7 +94,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
-    """A choice of a whole answer or of a chunk."""
+    """One completion in a response of `/v1/completions`, or its new part in a chunk."""
 
     index: int
     text: str
@@ -103,7 +107,10 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
-    """A choice of a whole answer or of a chunk, which has the new tokens only."""
+    """One completion in a response of `/inference/v1/generate`, or its new part in a chunk.
+
+    A chunk has only the token ids that were generated since the last chunk.
+    """
 
     index: int
     token_ids: TokenIds
@@ -118,9 +125,13 @@ class FunctionCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class ToolCallChunk(Struct, frozen=True, kw_only=True):
-    """A piece of the n-th call. The first piece has its id, type and name."""
+    """A part of one tool call in a chunk of a stream.
 
-    index: int
+    Only the first part of a tool call has the id, the type and the name. The texts of the
+    arguments of all parts, joined, are those of the tool call.
+    """
+
+    index: int  # of the tool call in the answer
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionCallDelta
@@ -169,7 +180,7 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """A whole answer or a chunk."""
+    """A whole response of `/v1/completions`, or one chunk of a stream."""
 
     id: str
     object: str = "text_completion"
@@ -182,7 +193,7 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class GenerateResponse(Struct, frozen=True, kw_only=True):
-    """A whole answer or a chunk."""
+    """A whole response of `/inference/v1/generate`, or one chunk of a stream."""
 
     request_id: str
     model: str
@@ -216,8 +227,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int | None = None
-    modalities: list[str]  # of a prompt: text, and kinds of media
-    switched_off: dict[str, str] = {}  # kind of media -> why it can't be used
+    modalities: list[str]  # that a prompt may have: "text", and kinds of media
+    switched_off: dict[str, str] = {}  # kind of media -> the reason why it can't be used
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -237,30 +248,34 @@ class DetokenizeResponse(Struct, frozen=True, kw_only=True):
 
 
 class Placeholder(Struct, frozen=True, kw_only=True):
-    """The place of an item in the prompt."""
+    """The token range of a media item in the prompt: `length` tokens from index `offset` on."""
 
     offset: int
     length: int
-    # Lengths of runs of positions without and with an embedding, in turn. `None`: all have one.
+    # Lengths of alternating runs of positions, first without an embedding, then with one, and so
+    # on. `None`: every position has an embedding.
     is_embed: tuple[int, ...] | None = None
 
 
 class Features(Struct, frozen=True, kw_only=True):
-    """Processed media: modality -> a list with one entry per item."""
+    """The processed media items of a prompt: hashes, token ranges and tensors by modality.
+
+    Each field maps a modality to a list with one entry for each media item.
+    """
 
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[Placeholder]]
-    kwargs_data: dict[str, list[Any]] | None = None  # base64 in JSON, bytes in msgpack
+    kwargs_data: dict[str, list[Any]] | None = None  # tensors; base64 in JSON, bytes in msgpack
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True):
-    """A `GenerateRequest` as the routes that render write it."""
+    """A rendered prompt, in the form of a request body for `/inference/v1/generate`."""
 
     request_id: str
     token_ids: TokenIds
     features: Features | None = None
     content_parts: None = None
-    sampling_params: dict[str, Any] = {}  # only what the caller gave; the other server has defaults
+    sampling_params: dict[str, Any] = {}  # only what differs from the defaults
     model: str
     stream: bool = False
     stream_options: dict[str, Any] | None = None

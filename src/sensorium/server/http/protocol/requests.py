@@ -1,4 +1,4 @@
-"""The bodies that OpenAI's routes take, and those that render and tokenize.
+"""The types of request bodies of OpenAI's routes, and of those that render and tokenize.
 
 `null` means the same as no value. Unknown fields are ignored, with a warning (`bodies.reading`).
 
@@ -6,8 +6,8 @@ Types are strict: "5" is not a number, but 1.0 is an integer (see `types.checkin
 bounded so that they can be sent to other processes, or have the bounds of `SamplingParams`. Lists
 are bounded because some are searched for every token, on the event loop.
 
-The shapes of messages, tools and formats are for the OpenAPI document only. They are checked, and
-mistakes named, where they are used: `render.messages`, `render.answers.tools` and
+The types of messages, tools and formats are for the OpenAPI document only. Their values are checked
+where they are used: `render.messages`, `render.answers.tools` and
 `server.http.openai.params`.
 """
 
@@ -50,7 +50,7 @@ _Biases = Annotated[
 
 
 def refer_to(name: str) -> dict[str, str]:
-    """Return a reference to a schema of the OpenAPI document."""
+    """Return a JSON schema that refers to the schema `name` of the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -81,7 +81,7 @@ SAMPLING_FIELDS = tuple(entry for entry in list_sampling_fields() if not entry.i
 if TYPE_CHECKING:
 
     class SamplingFields(Struct, frozen=True, kw_only=True):
-        """A struct with all parameters that a caller may set. `null` is as good as absent."""
+        """A base of request bodies with all sampling parameters; null means the default."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -100,9 +100,9 @@ else:
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the answer must look like: exactly one of the fields.
+    """A constraint on the text of the answer; exactly one of the fields must be set.
 
-    Only for the OpenAPI document: `types.structured` checks it.
+    This type is only for the OpenAPI document. `types.structured` checks the values.
     """
 
     json: JsonObject | FilledText | UnsetType = UNSET
@@ -133,7 +133,7 @@ class SoundData(Struct, kw_only=True):
 
 
 class _MediaPart(Struct, kw_only=True):
-    """Media may be null where its uuid stands for it."""
+    """A part of a message with a media item, which may be null if its uuid is in the cache."""
 
     uuid: FilledText | None = None
 
@@ -174,7 +174,7 @@ class CalledFunction(Struct, kw_only=True):
 
 
 class MadeToolCall(Struct, kw_only=True):
-    """A call that the assistant has made, as a message carries it."""
+    """A tool call that the assistant has made earlier in the conversation."""
 
     id: str
     type: Literal["function"]
@@ -217,7 +217,7 @@ class FunctionName(Struct, kw_only=True):
 
 
 class NamedTool(Struct, kw_only=True):
-    """The one tool that the answer must call."""
+    """A value of `tool_choice` that names the one tool that the answer must call."""
 
     type: Literal["function"]
     function: FunctionName
@@ -298,18 +298,19 @@ _PROMPT: JsonObject = {
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a stream has beside the answer."""
+    """The options of a stream, which add the counts of tokens to its chunks."""
 
-    include_usage: Annotated[bool | None, Meta(description="Count the tokens in a last chunk.")] = (
-        None
-    )
+    include_usage: Annotated[
+        bool | None, Meta(description="Send a last chunk with token counts.")
+    ] = None
     continuous_usage_stats: Annotated[
-        bool | None, Meta(description="With `include_usage`: count them in every chunk.")
+        bool | None,
+        Meta(description="With `include_usage`: send the counts so far in every chunk."),
     ] = None
 
 
 class GeneratingRequest(SamplingFields, frozen=True, kw_only=True):
-    """The fields that requests for text have in common: OpenAI's, and those of similar servers.
+    """The fields that all requests for text have: OpenAI's, and those of similar servers.
 
     Only one of `response_format`, `guided_*` and `structured_outputs` may constrain the answer.
     """
@@ -341,10 +342,10 @@ class GeneratingRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
-    """A conversation to answer.
+    """The request body of `/v1/chat/completions`: a conversation that the model answers.
 
-    `max_completion_tokens` takes precedence over `max_tokens`. Without either, the answer may fill
-    the context.
+    `max_completion_tokens` takes precedence over `max_tokens`. If neither is set, the answer may
+    fill the rest of the model's context.
     """
 
     unsupported = ("use_beam_search", "functions", "function_call", "audio")
@@ -381,7 +382,10 @@ class ChatCompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
-    """One or more prompts to continue. Without `max_tokens`, by 16 tokens each."""
+    """The request body of `/v1/completions`: one or more prompts that the model continues.
+
+    If `max_tokens` is not set, each completion has at most 16 tokens.
+    """
 
     unsupported = ("use_beam_search", "suffix")
 
@@ -392,22 +396,29 @@ class CompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
 
 
 class ChatRenderRequest(ChatCompletionRequest, frozen=True, kw_only=True):
-    """A conversation to render.
+    """The body of a request to turn a conversation into token ids and processed media items.
 
-    If `return_kwargs` is false, the answer has no tensors of media, and they need not be computed.
+    If `return_kwargs` is false, the response has no tensors of media items, so that they need not
+    be computed.
     """
 
     return_kwargs: bool | None = None
 
 
 class CompletionRenderRequest(CompletionRequest, frozen=True, kw_only=True):
-    """Prompts to render. `return_kwargs` has no effect, as these prompts have no media."""
+    """The body of a request to turn prompts into token ids.
+
+    `return_kwargs` has no effect, because these prompts have no media.
+    """
 
     return_kwargs: bool | None = None
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    """Either a `prompt` or `messages`, with the fields that a conversation may have."""
+    """The request body of `/tokenize`: either the text `prompt`, or `messages` of a conversation.
+
+    The options of a conversation, such as `tools`, have an effect only together with `messages`.
+    """
 
     model: str | None = None
     prompt: Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)] | None = None
@@ -424,7 +435,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
-    """Tokens to turn into text."""
+    """The request body of `/detokenize`: the token ids that are turned into text."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: str | None = None

@@ -1,8 +1,8 @@
-"""The bodies of the routes that work on tokens: `/inference/v1/generate` and those that derender.
+"""The types of request bodies of `/inference/v1/generate` and of the routes that derender.
 
-The answer of one route is the request of another: rendering makes a `GenerateRequest`, and
-derendering takes the answer of `/inference/v1/generate`. Names are those of vLLM, except for
-`prompt_token_ids`.
+To derender is to turn generated token ids into OpenAI's responses. The response of one route is the
+request of another: rendering makes a `GenerateRequest`, and derendering takes the response of
+`/inference/v1/generate`. Names are those of vLLM, except for `prompt_token_ids`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sensorium.server.http.protocol.requests import (
 )
 
 MAX_ID_LENGTH = 256
-MAX_ITEMS = 2**14  # of one modality in one prompt
+MAX_ITEMS = 2**14  # media items of one modality in one prompt
 MAX_CHOICES = 1024
-MAX_TOKENS = 2**18  # in one call that derenders
+MAX_TOKENS = 2**18  # in one request that derenders
 MAX_STATE_CHARACTERS = 2**21
 _MAX_MODALITIES = 16
 
@@ -43,36 +43,45 @@ _State = Annotated[str, Meta(max_length=MAX_STATE_CHARACTERS)]
 
 
 class WireSamplingParams(SamplingFields, frozen=True, kw_only=True):
-    """Sampling parameters by their names. `null` is as good as absent."""
+    """The sampling parameters of a request; null means the default value."""
 
 
 class WirePlaceholder(Struct, frozen=True, kw_only=True):
-    """The place of an item in the prompt."""
+    """The token range of a media item in the prompt: `length` tokens from index `offset` on."""
 
     offset: Count
     length: Count
     is_embed: Annotated[
         list[Count] | None,
         Meta(
-            description="Lengths of runs of positions without and with an embedding, in turn. "
-            "Null: all have one."
+            description="Lengths of alternating runs of positions: first without an embedding, "
+            "then with one, and so on. Null: every position has an embedding."
         ),
     ] = None
 
 
 class WireFeatures(Struct, frozen=True, kw_only=True):
-    """Processed media: modality -> a list with one entry per item."""
+    """The processed media items of a prompt: hashes, token ranges and tensors by modality.
+
+    Each field maps a modality to a list with one entry for each media item.
+    """
 
     mm_hashes: _ByModality[str]
     mm_placeholders: _ByModality[WirePlaceholder]
     kwargs_data: Annotated[
         _ByModality[_Item] | None,
-        Meta(description="Null for an item, or for all, means that the server has it."),
+        Meta(
+            description="The tensors of each media item. Null for one item, or instead of all, "
+            "means that the server has them in its cache."
+        ),
     ] = None
 
 
 class WireMediaPart(Struct, frozen=True, kw_only=True):
-    """Media for the server to load. The tokens have one marker per part."""
+    """A media item that the server loads from its URL, or finds by its uuid in the cache.
+
+    The n-th marker of a modality in the prompt's token ids stands for the n-th part of it.
+    """
 
     type: str
     url: str | None = None
@@ -80,7 +89,11 @@ class WireMediaPart(Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """Tokens to continue. `features` and `content_parts` exclude each other."""
+    """The request body of `/inference/v1/generate`: token ids that the model continues.
+
+    Media items are either in `features`, if they are processed, or in `content_parts`, if the
+    server has to load them. A request can't have both.
+    """
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
@@ -96,7 +109,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
 
 class WireUsage(Struct, frozen=True, kw_only=True):
-    """Counts of tokens, as `/inference/v1/generate` answers them."""
+    """The counts of tokens in a response of `/inference/v1/generate`."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
@@ -104,7 +117,7 @@ class WireUsage(Struct, frozen=True, kw_only=True):
 
 
 class WireGenerateChoice(Struct, frozen=True, kw_only=True):
-    """One completion, as `/inference/v1/generate` answers it."""
+    """One completion in a response of `/inference/v1/generate`, or its new part in a chunk."""
 
     index: Count = 0
     token_ids: _Tokens | None = None
@@ -112,15 +125,15 @@ class WireGenerateChoice(Struct, frozen=True, kw_only=True):
     stop_reason: Annotated[
         str | TokenId | UnsetType | None,
         Meta(
-            description="The stop string or token. Null at the end of a sequence; left out where "
-            "it is not known."
+            description="The stop string or token that ended the completion. Null if an "
+            "end-of-sequence token did; left out if it is not known."
         ),
     ] = UNSET
     logprobs: JsonObject | None = None
 
 
 class WireGenerateResponse(Struct, frozen=True, kw_only=True):
-    """An answer of `/inference/v1/generate`, or a chunk of one."""
+    """A whole response of `/inference/v1/generate`, or one chunk of a stream."""
 
     request_id: _Id | None = None
     model: _Id | None = None
@@ -131,13 +144,19 @@ class WireGenerateResponse(Struct, frozen=True, kw_only=True):
 
 
 class ChatOptions(ChatCompletionRequest, frozen=True, kw_only=True):
-    """The body of the chat. Its `messages` are not read, and may be left out."""
+    """The client's own chat request, which determines how the generated text is read.
+
+    Its `messages` are not used, and may be left out.
+    """
 
     messages: Messages = None
 
 
 class CompletionOptions(CompletionRequest, frozen=True, kw_only=True):
-    """The body of the completion. Its `prompt` is not read, and may be left out."""
+    """The client's own completion request, which determines how the generated text is read.
+
+    Its `prompt` is not used, and may be left out.
+    """
 
     prompt: Any = None
 
@@ -145,16 +164,20 @@ class CompletionOptions(CompletionRequest, frozen=True, kw_only=True):
 class _DerenderRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: Annotated[
-        bool | None, Meta(description="Derender one `generate_chunk`, not a whole answer.")
+        bool | None, Meta(description="Convert one `generate_chunk`, not a whole response.")
     ] = None
     generate_chunk: WireGenerateResponse | None = None
     stream_state: Annotated[
-        _State | None, Meta(description="What came with the chunk before; null for the first.")
+        _State | None, Meta(description="The state from the last response; null at first.")
     ] = None
 
 
 class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
-    """An answer in `generate_response`, or with `stream` a chunk in `generate_chunk`."""
+    """The body of a request to turn generated token ids into a chat completion, or into a chunk.
+
+    The token ids are those of a whole response of `/inference/v1/generate` in `generate_response`,
+    or, with `stream`, of one chunk in `generate_chunk`.
+    """
 
     generate_response: WireGenerateResponse | None = None
     prompt_tokens: Annotated[Count | None, Meta(description="How many tokens the prompt has.")] = (
@@ -163,17 +186,19 @@ class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
     prompt_token_ids: Annotated[
         _Tokens | None,
         Meta(
-            description="The prompt's last tokens, on which the text of the first token may depend."
+            description="The prompt's token ids, or only the last ones. The text of the first "
+            "generated token may depend on them."
         ),
     ] = None
     chat_request: ChatOptions | None = None
 
 
 class DerenderCompletionRequest(_DerenderRequest, frozen=True, kw_only=True):
-    """Answers in `generate_responses`, one per prompt, or with `stream` a `generate_chunk` of one.
+    """The body of a request to turn generated token ids into completions, or into a chunk.
 
-    `prompt_tokens` and `prompt_token_ids` are lists with one entry per prompt; with `stream`, those
-    of this prompt.
+    The token ids are those of whole responses of `/inference/v1/generate`, one for each prompt, in
+    `generate_responses`, or, with `stream`, of one chunk in `generate_chunk`. `prompt_tokens` (the
+    length of a prompt) and `prompt_token_ids` are lists with one entry for each prompt.
     """
 
     generate_responses: (

@@ -1,9 +1,8 @@
-"""The routes that derender: they turn answers of `/inference/v1/generate` into OpenAI's answers.
+"""The routes that derender: they turn responses of `/inference/v1/generate` into OpenAI's.
 
-No model is needed, and nothing is kept between two calls: the client sends the state of a stream
-with each chunk, as it came with the chunk before. The state is opaque to the client (base64 of
-msgpack), is checked when it comes back, and grows with the number of choices, not with the length
-of the answer.
+No model is needed, and nothing is kept between two requests: each response for a chunk has the
+state of the stream, and the client sends it with the next chunk. The state is opaque to the client
+(base64 of msgpack) and is checked when it comes back. It does not grow with the answer's length.
 
 Tokenizers are slow, so tokens are not turned into text on the event loop.
 """
@@ -74,7 +73,10 @@ async def _answer(
     kind: type[_Wire],
     start: Callable[[_Wire, Context], _Derender[_Wire]],
 ) -> Response:
-    """Answer a request. Its body may also be a generated answer alone."""
+    """Read the generated token ids in a request, and return them as a response like OpenAI's.
+
+    `start` makes the converter. The body may also be a response of `/inference/v1/generate` alone.
+    """
 
     def adapt(body: dict[str, Any]) -> dict[str, Any]:
         if "choices" not in body:
@@ -95,18 +97,18 @@ async def _answer(
 
 
 class ChoiceState(Struct, frozen=True, array_like=True):
-    """The state of one choice between two chunks."""
+    """The state of one choice of a stream, which the client keeps between two chunks."""
 
     text: TextState
-    answer: Any = None  # the state of the reader that separates content, reasoning and calls
-    offset: int = 0  # where the text of the next token begins, as completions count it
+    answer: Any = None  # of the reader that separates content, reasoning and tool calls
+    offset: int = 0  # the `text_offset` of the next token, in characters
 
 
 class StreamState(Struct, frozen=True, array_like=True):
-    """The state of a stream between two chunks."""
+    """The state of a derendered stream, which the client keeps between two chunks."""
 
-    version: int
-    created: int  # the same in all chunks
+    version: int  # of the format of this state
+    created: int  # seconds since 1970; the same in all chunks
     num_completion_tokens: int  # of all choices, so far
     choices: dict[int, ChoiceState]
 
@@ -115,17 +117,18 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def write_state(created: int, num_tokens: int, choices: dict[int, ChoiceState]) -> str:
-    """Return a state as the client gets it. Raise a `RequestError` for too many choices."""
+    """Return the state of a stream as base64 text, which the client sends with the next chunk.
+
+    `num_tokens` counts the generated tokens so far. Raise a `RequestError` for too many choices.
+    """
     if len(choices) > _MAX_CHOICES:
-        raise RequestError(
-            f"the stream has more than {_MAX_CHOICES} choices", path=(_CHUNK, "choices")
-        )
+        raise RequestError(f"a stream has at most {_MAX_CHOICES} choices", path=(_CHUNK, "choices"))
     state = StreamState(_VERSION, created, num_tokens, choices)
     return base64.b64encode(msgspec.msgpack.encode(state)).decode("ascii")
 
 
 def read_state(text: str) -> StreamState:
-    """Return a state that came back. Raise a `RequestError` if it was not written here."""
+    """Decode the state that a client has sent back; raise a `RequestError` if it is not valid."""
     try:
         state = _decoder.decode(base64.b64decode(text, validate=True))
         for choice in state.choices.values():
@@ -137,13 +140,17 @@ def read_state(text: str) -> StreamState:
             raise ValueError("a version or a number is out of range")
     except (ValueError, msgspec.MsgspecError, RecursionError, RequestError) as error:
         raise RequestError(
-            "is not a state that this server has given", path=("stream_state",)
+            "must be the stream_state of the last response, unchanged", path=("stream_state",)
         ) from error
     return state
 
 
 class _Derender(Generic[_Wire]):
-    """A maker of an answer, or of a chunk of one, from generated tokens."""
+    """A converter of generated token ids into OpenAI's response, or into one chunk of a stream.
+
+    `request` has the token ids. `form` and `answer_context` determine how reasoning and tool calls
+    are found in the text.
+    """
 
     # The type of a chunk, and the type of the answer that it is sent in.
     chunk_kinds: tuple[Callable[..., Struct], Callable[..., Struct]]
@@ -166,15 +173,18 @@ class _Derender(Generic[_Wire]):
         self._default_model = context.options.model_names[0]
 
     def make_answer(self) -> Struct:
-        """Return a whole answer."""
+        """Return the whole response for the token ids in the request."""
         raise NotImplementedError
 
     def make_chunk_choice(self, piece: Piece) -> Struct:
-        """Return a choice of a chunk."""
+        """Return the choice of a chunk for the new part of a completion."""
         raise NotImplementedError
 
     def make_chunk(self) -> Struct:
-        """Return a chunk, and the state for the next one. A choice that has ended is left out."""
+        """Return the chunk for the request's `generate_chunk`, and the state for the next one.
+
+        Choices that have ended in an earlier chunk are left out.
+        """
         response = _get_given(self._request.generate_chunk, _CHUNK)
         given = self._request.stream_state
         (count,), (prompt,) = self._list_counts(1), self._list_prompts(1)
@@ -214,7 +224,10 @@ class _Derender(Generic[_Wire]):
     def _read_whole(
         self, response: WireGenerateResponse, prompt: tuple[int, ...]
     ) -> tuple[list[Piece], wire.PromptLogprobs | UnsetType]:
-        """Return the choices of a response, and the log-probabilities of its prompt."""
+        """Return the completions in a whole response, and the log-probabilities of its prompt.
+
+        The latter are `UNSET` if the response has none. Raise a `RequestError` if it is not valid.
+        """
         if not response.choices:
             raise RequestError("must not be empty", path=("choices",))
         with at("choices"):
@@ -228,26 +241,34 @@ class _Derender(Generic[_Wire]):
         return pieces, _read_scores(scores, wire.PromptLogprobs, "prompt_logprobs")
 
     def _list_counts(self, length: int) -> Sequence[int | None]:
-        """Return the client's count of prompt tokens for each response, or `None`."""
+        """Return how many prompt tokens each of `length` responses has, as the client sent it.
+
+        The entries are `None` if the client sent no numbers. Raise a `RequestError` if it sent more
+        or fewer than `length`.
+        """
         given = self._request.prompt_tokens
         if given is None:
             return [None] * length
         return _check_length([given] if isinstance(given, int) else given, length, "prompt_tokens")
 
     def _list_prompts(self, length: int) -> Sequence[tuple[int, ...]]:
-        """Return one prompt for each response. A single prompt may come without an outer list."""
+        """Return the prompt's token ids for each of `length` responses, as the client sent them.
+
+        The entries are empty if the client sent none. A single prompt may come without an outer
+        list. Raise a `RequestError` if the number of prompts is wrong.
+        """
         given: Sequence[Any] | None = self._request.prompt_token_ids
         if given is None:
             return [()] * length
         num_lists = sum(isinstance(entry, list) for entry in given)
         if num_lists not in (0, len(given)):
-            raise RequestError("must be tokens, or lists of tokens", path=("prompt_token_ids",))
+            raise RequestError("must be token ids, or lists of them", path=("prompt_token_ids",))
         prompts = given if num_lists else [given]
         return [tuple(entry) for entry in _check_length(prompts, length, "prompt_token_ids")]
 
 
 class _ChatDerender(_Derender[DerenderChatRequest]):
-    """A maker of a chat's answer."""
+    """A converter of generated token ids into a chat completion, or into one chunk of a stream."""
 
     chunk_kinds = (wire.ChatCompletionChunk, wire.DerenderedChatChunk)
 
@@ -284,7 +305,7 @@ class _ChatDerender(_Derender[DerenderChatRequest]):
 
 
 class _CompletionDerender(_Derender[DerenderCompletionRequest]):
-    """A maker of completions of several prompts, or of a chunk for one of them."""
+    """A converter of generated token ids into completions of prompts, or into one stream chunk."""
 
     chunk_kinds = (wire.Completion, wire.DerenderedCompletionChunk)
 
@@ -293,7 +314,7 @@ class _CompletionDerender(_Derender[DerenderCompletionRequest]):
         with _inside("completion_request"):
             if options.echo:
                 raise RequestError(
-                    "can't be true: the text of the prompt is not known here", path=("echo",)
+                    "must not be true, because this route has no text of the prompt", path=("echo",)
                 )
             params = make_completion_params(options)
         super().__init__(
@@ -302,7 +323,7 @@ class _CompletionDerender(_Derender[DerenderCompletionRequest]):
         self._has_ids = bool(options.return_token_ids)
 
     def make_answer(self) -> wire.Completion:
-        """Return all completions, with indices that run over the choices of all responses."""
+        """Return one response with the completions of all prompts, numbered from 0 on."""
         responses = self._request.generate_responses
         if responses is None:
             raise RequestError("is missing", path=(_RESPONSES,))
@@ -333,7 +354,7 @@ class _CompletionDerender(_Derender[DerenderCompletionRequest]):
 
 @contextmanager
 def _inside(field: str) -> Iterator[None]:
-    """Put the name of a field before the places that errors name."""
+    """Put the name of a field before the paths in errors that are raised inside the block."""
     try:
         with at(field):
             yield
@@ -343,7 +364,11 @@ def _inside(field: str) -> Iterator[None]:
 
 
 class _ChoiceReader:
-    """A reader of one choice, from its beginning or from a saved state."""
+    """A reader that turns the token ids of one choice into content, reasoning and tool calls.
+
+    It begins with the first token, or goes on from the `state` that an earlier reader has saved.
+    `prompt` has the prompt's token ids, on which the text of the first token may depend.
+    """
 
     def __init__(
         self, derender: _Derender[Any], prompt: tuple[int, ...], state: ChoiceState | None = None
@@ -368,7 +393,10 @@ class _ChoiceReader:
         return self._text.is_ended
 
     def add(self, choice: WireGenerateChoice, *, is_whole: bool) -> Piece:
-        """Return the piece for new tokens. With `is_whole`, no more tokens follow in any case."""
+        """Read new token ids, and return the part of the completion that they add.
+
+        With `is_whole`, no more tokens follow: a choice without a finish reason counts as aborted.
+        """
         finish_reason = choice.finish_reason or ("abort" if is_whole else None)
         given = choice.stop_reason
         stop_reason = None if isinstance(given, UnsetType) else given
@@ -402,7 +430,10 @@ class _ChoiceReader:
 
 
 def _read_scores(value: Any, kind: type[_Checked], field: str) -> _Checked:
-    """Return log-probabilities that another server has made. Errors name the field as a whole."""
+    """Return log-probabilities from a client's request, converted to the type `kind`.
+
+    If they are not valid, raise a `RequestError` with the path of the whole `field`.
+    """
     try:
         return check(value, kind)
     except (RequestError, RecursionError) as error:
@@ -419,7 +450,7 @@ def _get_given(response: WireGenerateResponse | None, field: str) -> WireGenerat
 def _check_num_tokens(field: str, *responses: WireGenerateResponse) -> None:
     num_tokens = sum(map(_count_tokens, responses))
     if num_tokens > MAX_TOKENS:
-        message = f"has {num_tokens} tokens; at most {MAX_TOKENS} are allowed in one call"
+        message = f"has {num_tokens} tokens; at most {MAX_TOKENS} are allowed in one request"
         raise RequestError(message, path=(field,))
 
 
@@ -434,7 +465,10 @@ def _get_created(response: WireGenerateResponse) -> int:
 def _count_prompt_tokens(
     response: WireGenerateResponse, given: int | None, prompt: tuple[int, ...]
 ) -> int:
-    """Return the client's count, or else the answer's, or else the number of given tokens."""
+    """Return how many tokens a prompt has.
+
+    It is the number `given` by the client, else that in the response's usage, else `len(prompt)`.
+    """
     counted = None if response.usage is None else response.usage.prompt_tokens
     return next(count for count in (given, counted, len(prompt)) if count is not None)
 
@@ -442,7 +476,10 @@ def _count_prompt_tokens(
 def _make_usage(
     num_prompt_tokens: int, num_completion_tokens: int, *responses: WireGenerateResponse
 ) -> wire.Usage:
-    """Return the usage, with the cached tokens if all answers have their number."""
+    """Return the token counts of a response in OpenAI's form.
+
+    They include the number of cached tokens only if all of `responses` have it.
+    """
     cached = [_get_num_cached(response) for response in responses]
     known = [count for count in cached if count is not None]
     num_cached = sum(known) if len(known) == len(cached) else None
@@ -458,5 +495,5 @@ def _get_num_cached(response: WireGenerateResponse) -> int | None:
 
 def _check_length(entries: Sequence[_Entry], length: int, name: str) -> Sequence[_Entry]:
     if len(entries) != length:
-        raise RequestError(f"has {len(entries)} entries for {length} response(s)", path=(name,))
+        raise RequestError(f"has {len(entries)} entries, not one for each response", path=(name,))
     return entries

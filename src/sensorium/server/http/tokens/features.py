@@ -1,8 +1,9 @@
-"""Reads processed media from a request into a rendered prompt, and writes it into an answer.
+"""Reads processed media items from a request into a rendered prompt, and writes them to a response.
 
 This module checks all that needs no model, with the names of the client's fields in errors: lists
-of equal length, ranges, masks, encodings. Masks are expanded only for ranges that don't overlap, so
-that together they are no longer than the prompt. `engine.inputs.rendered_prompt` checks the rest.
+of equal length, token ranges, masks, encodings. Masks are expanded only for ranges that don't
+overlap, so that together they are no longer than the prompt. `engine.inputs.rendered_prompt` checks
+the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _Item = tuple[Any, Any]  # tensors and layout
 
 
 def read_features(features: WireFeatures, token_ids: Sequence[int]) -> RenderedPrompt:
-    """Return the features as a rendered prompt, or raise a `RequestError` with a field's path."""
+    """Return a prompt for the engine with these token ids and processed media items.
+
+    Raise a `RequestError` with the path of the client's field if the features are not valid.
+    """
     ranges: dict[str, list[PlaceholderRange]] = {}
     items: dict[str, list[_Item]] = {}
     with at("features"):
@@ -53,15 +57,18 @@ def read_features(features: WireFeatures, token_ids: Sequence[int]) -> RenderedP
 def _check_modalities(
     field: str, given: Mapping[str, Sequence[Any]], hashes: Mapping[str, Sequence[str]]
 ) -> None:
-    """Raise a `RequestError` unless each modality has as many entries as hashes."""
+    """Raise a `RequestError` unless each modality in `given` has one entry for each hash.
+
+    `field` is the name of the request's field that `given` comes from.
+    """
     for modality in {**hashes, **given}:
         own, expected = given.get(modality), hashes.get(modality)
         if own is None or expected is None:
             there, lacking = ("mm_hashes", field) if own is None else (field, "mm_hashes")
-            raise RequestError(f"has no {modality[:50]!r}, which {there} has", path=(lacking,))
+            raise RequestError(f"has no {modality[:50]!r}, but {there} has", path=(lacking,))
         if len(own) != len(expected):
             raise RequestError(
-                f"has {len(own)} entries for {len(expected)} hashes", path=(field, modality)
+                f"has {len(own)} entries, but mm_hashes has {len(expected)}", path=(field, modality)
             )
 
 
@@ -78,11 +85,11 @@ def _read_ranges(entries: Sequence[WirePlaceholder], num_tokens: int) -> list[Pl
             )
         if entry.offset < previous_offset:
             raise RequestError(
-                f"is {entry.offset}: entries must be sorted by it", path=(index, "offset")
+                f"is {entry.offset}, but entries must be sorted by offset", path=(index, "offset")
             )
         if entry.offset < previous_end:
             raise RequestError(
-                f"is {entry.offset}, where the item before has not ended ({previous_end})",
+                f"is {entry.offset}, but the media item before ends at {previous_end}",
                 path=(index, "offset"),
             )
         previous_offset, previous_end = entry.offset, end
@@ -93,15 +100,22 @@ def _read_ranges(entries: Sequence[WirePlaceholder], num_tokens: int) -> list[Pl
 
 
 def _read_runs(runs: Sequence[int] | None, length: int) -> Sequence[int] | None:
-    """Return the lengths of a mask's runs. Some clients send empty runs after the first one."""
+    """Return the run lengths of an embedding mask, or raise a `RequestError` if they are wrong.
+
+    Runs of positions without and with an embedding alternate. Together they must have `length`
+    positions. `None` means that every position has an embedding. Some clients send empty runs after
+    the first one, so they are allowed.
+    """
     if runs is None:
         return None
     if len(runs) > 2 * length + 1:
-        raise RequestError(f"has {len(runs)} runs for {length} positions")
+        raise RequestError(f"has {len(runs)} runs, which are too many for {length} positions")
     if sum(runs) != length:
-        raise RequestError(f"has runs of {sum(runs)} positions, not {length}")
+        raise RequestError(
+            f"has runs of {sum(runs)} positions together, but the length is {length}"
+        )
     if sum(runs[1::2]) == 0:
-        raise RequestError("leaves no position for an embedding")
+        raise RequestError("must leave at least one position for an embedding")
     return runs
 
 
@@ -112,19 +126,20 @@ def _read_item(entry: Any) -> _Item:
         try:
             entry = pybase64.b64decode(entry, validate=True)
         except ValueError as error:
-            raise RequestError("is not base64") from error
+            raise RequestError("is not valid base64") from error
     if not isinstance(entry, bytes):
-        raise RequestError("must be base64, or bytes in msgpack")
+        raise RequestError("must be base64 text in JSON, or bytes in msgpack")
     return decode_item(entry)
 
 
 def make_features(
     processed: ProcessedRequest, *, is_msgpack: bool, has_kwargs: bool
 ) -> Features | None:
-    """Return the media of a rendered request, or `None` if it has none.
+    """Return the processed media items of a rendered request, or `None` if it has none.
 
-    The items of the request must be held until this returns. Without `has_kwargs`, the result has
-    hashes and places, but no tensors. This encodes megabytes, so it must not run on the event loop.
+    If `has_kwargs` is false, the result has hashes and token ranges, but no tensors. Tensors are
+    bytes for msgpack, else base64 text. The caller must keep the media items in the cache until
+    this returns. It may encode megabytes, so it must not run on the event loop.
     """
     groups: dict[str, list[MultiModalFeatureSpec]] = {}
     for spec in processed.request.mm_features:
@@ -154,7 +169,10 @@ def _encode_items(
     *,
     is_msgpack: bool,
 ) -> dict[str, list[str | bytes]]:
-    """Return modality -> encoded items. An item that is twice in the prompt is encoded once."""
+    """Return the encoded tensors of all media items: modality -> list in the prompt's order.
+
+    A media item that occurs several times in the prompt is encoded once.
+    """
     handles = {item.handle.mm_hash: item.handle for item in processed.items}
     encoded = {name: _encode_item(handle, is_msgpack) for name, handle in handles.items()}
     return {

@@ -1,6 +1,6 @@
-"""The route `/inference/v1/generate`, which takes tokens and answers with tokens.
+"""The route `/inference/v1/generate`, which continues token ids and returns token ids.
 
-Media was processed by another server, or is loaded by this one.
+Media items were processed by another server, or are loaded by this one.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def _prepare(request: GenerateRequest) -> Work:
     with at("sampling_params"):
         params = SamplingParams(**{k: v for k, v in values.items() if v is not None})
     if request.stream_options is not None and not request.stream:
-        raise ApiError("stream_options needs stream", param="stream_options")
+        raise ApiError("stream_options needs stream to be true", param="stream_options")
     if request.stream and params.prompt_logprobs is not None:
         name = "sampling_params.prompt_logprobs"
-        raise ApiError(f"{name} can't be streamed", param=name)
+        raise ApiError(f"{name} can't be streamed: set stream to false", param=name)
     return [_make_prompt(request)], params
 
 
@@ -77,7 +77,9 @@ def _make_prompt(request: GenerateRequest) -> Prompt:
         prompt = {"prompt_token_ids": request.token_ids}
         prompt.update(_read_parts(request.content_parts or ()))
     elif request.content_parts:
-        raise ApiError("features and content_parts exclude each other", param="content_parts")
+        raise ApiError(
+            "features and content_parts exclude each other: send one", param="content_parts"
+        )
     else:
         prompt = read_features(request.features, request.token_ids)
     if request.cache_salt is not None:
@@ -88,7 +90,11 @@ def _make_prompt(request: GenerateRequest) -> Prompt:
 
 
 def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
-    """Return media by modality. The n-th marker of a modality stands for its n-th part."""
+    """Return the URLs and uuids of media items by modality, as fields of a prompt.
+
+    The n-th marker of a modality in the prompt's token ids stands for the n-th part of that
+    modality. Raise an `ApiError` if a part is not valid.
+    """
     media: dict[str, list[str | None]] = {}
     uuids: dict[str, list[str | None]] = {}
     for index, part in enumerate(parts):
@@ -96,17 +102,17 @@ def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
         if modality is None:
             path = f"content_parts[{index}].type"
             known = ", ".join(_MODALITIES)
-            raise ApiError(f"{path} {part.type[:50]!r} is unknown (known: {known})", param=path)
+            raise ApiError(f"{path} {part.type[:50]!r} is unknown, use {known}", param=path)
         if part.url is None and part.uuid is None:
             path = f"content_parts[{index}]"
-            raise ApiError(f"{path} has neither a url nor a uuid", param=path)
+            raise ApiError(f"{path} has neither a url nor a uuid: add one", param=path)
         media.setdefault(modality, []).append(part.url)
         uuids.setdefault(modality, []).append(part.uuid)
     return {"multi_modal_data": media, "multi_modal_uuids": uuids} if media else {}
 
 
 def _find_paths(request: GenerateRequest) -> WirePaths:
-    """Return the places of the fields that errors of the engine may be about."""
+    """Return the translation of field names in the engine's errors to this request's fields."""
     media: dict[str, list[FieldPath]] = {}
     for index, part in enumerate(request.content_parts or ()):
         media.setdefault(_MODALITIES[part.type], []).append(("content_parts", index))
@@ -116,7 +122,7 @@ def _find_paths(request: GenerateRequest) -> WirePaths:
 
 
 class _GenerateMaker:
-    """A maker of the answer to one call, or of its chunks."""
+    """A builder of the response of `/inference/v1/generate` to one request, whole or in chunks."""
 
     def __init__(self, call: Call[GenerateRequest]) -> None:
         self._call = call

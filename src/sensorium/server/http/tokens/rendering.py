@@ -1,6 +1,6 @@
-"""The routes that render and tokenize: they answer with the tokens of a request.
+"""The routes that render, tokenize and detokenize, for which no model runs.
 
-No request is run by the engine.
+To render is to turn a conversation or a prompt into token ids and processed media items.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sensorium.types.request import Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
 _Wire = TypeVar("_Wire", bound=ChatRenderRequest | CompletionRenderRequest)
-# Parameters that the server that turns tokens into text chooses itself.
+# Parameters that are chosen by the server that turns the generated token ids into text.
 _NOT_SENT = frozenset({"kept_special_token_ids"})
 _DEFAULTS = SamplingParams()
 
@@ -79,7 +79,11 @@ async def _render(
     id_prefix: str,
     is_list: bool = False,
 ) -> Response:
-    """Answer with the rendered prompts: a list, or the only one if `is_list` is false."""
+    """Return the response with a request's prompts, rendered to token ids and processed media.
+
+    `prepare` makes the prompts and the sampling parameters. If `is_list` is true, the response is a
+    list of prompts, else the only prompt. `id_prefix` begins the request ids in the response.
+    """
     request, (prompts, params) = await read_call(
         http_request, context, kind, prepare, find_paths=find_paths
     )
@@ -100,7 +104,7 @@ async def _render(
 
 
 class _Rendering:
-    """A renderer of the prompts of one call."""
+    """A renderer that turns one request's prompts into bodies for `/inference/v1/generate`."""
 
     def __init__(
         self,
@@ -141,10 +145,11 @@ class _Rendering:
         )
 
     def _make_params(self, processed: ProcessedRequest) -> dict[str, Any]:
-        """Return the parameters to send.
+        """Return the sampling parameters for the response, without those that are defaults.
 
-        Without a limit of tokens, the limit is the room that is left in the context, if its length
-        is known here. The constraint on the answer may depend on the rendered prompt.
+        If the client has set no `max_tokens`, it is the rest of the model's context, if the context
+        length is known here. The constraint on the answer's form may depend on the rendered prompt.
+        Raise a `RequestError` if the prompt does not fit into the context.
         """
         num_tokens = len(processed.request.prompt_token_ids)
         structured = processed.request.sampling_params.structured_outputs
@@ -157,9 +162,9 @@ class _Rendering:
 
 
 def _get_given(params: SamplingParams) -> dict[str, Any]:
-    """Return name -> value of the parameters that differ from their defaults.
+    """Return the sampling parameters that differ from their defaults: name -> value.
 
-    `max_tokens` is included whenever it has a value.
+    `max_tokens` is included whenever it is not `None`.
     """
     given: dict[str, Any] = {}
     for field in fields(params):
@@ -218,7 +223,9 @@ def _find_paths(request: TokenizeRequest) -> WirePaths:
 
 def _make_prompt(request: TokenizeRequest, *, is_trusted: bool) -> TextPrompt | Chat:
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError("there must be either prompt or messages", param="prompt")
+        raise ApiError(
+            "the request must have either prompt or messages, and not both", param="prompt"
+        )
     if request.prompt is not None:
         is_special = request.add_special_tokens is not False
         return {"prompt": request.prompt, "add_special_tokens": is_special}

@@ -65,14 +65,17 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A file of a page, with its type and the tag of this version."""
+    """A file of a web page, with its content type and the `ETag` that identifies its content."""
 
     content: bytes
     content_type: str
     etag: str
 
     def make_response(self, known: str) -> Response:
-        """Return the page, or 304 if its tag is in `known`, the header If-None-Match."""
+        """Return the file, or the status 304 if the browser already has this version of it.
+
+        `known` is the request's header `If-None-Match`: the tags of the versions that it has.
+        """
         headers = {**_HEADERS, "etag": self.etag}
         tags = {tag.strip().removeprefix("W/") for tag in known.split(",")}
         if tags & {self.etag, "*"}:
@@ -81,7 +84,7 @@ class Page:
 
 
 async def get_page(request: Request) -> Response:
-    """Answer with the page, or a file of it, that belongs to the route's path."""
+    """Return the response with the web page, or with the file of one, at the request's path."""
     known = ",".join(request.headers.getlist("if-none-match"))
     return _read_page(PAGE_PATHS[request.scope["route"].path]).make_response(known)
 
