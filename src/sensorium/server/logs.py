@@ -43,7 +43,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 class TextFormatter(logging.Formatter):
     """A formatter of log records as lines of text that contain the name of the process.
 
-    For example `2026-01-31 12:34:56.789 INFO core sensorium.core.scheduler: text`.
+    `2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text` is an example.
     """
 
     default_msec_format = "%s.%03d"

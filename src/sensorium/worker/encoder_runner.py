@@ -149,7 +149,7 @@ class EncoderRunner:
         return self._adapter.encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
-        """Return a copy of precomputed embeddings, in the model's data type and on its device.
+        """Return a copy of a media item's precomputed embeddings, for the model's dtype and device.
 
         It must be a copy, because the memory of the media item may belong to a cache that uses it
         again. Raises a `RequestError` if there are not `num_expected` embeddings.

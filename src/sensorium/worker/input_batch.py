@@ -26,8 +26,8 @@ Row = tuple[ScheduledRequest, RequestState]
 class StepInputs:
     """The input tensors of one step of the model, in which it computes N tokens.
 
-    The tokens of all requests are in one row, one request after the other. The requests that
-    compute a single token come first.
+    The tokens of all requests are concatenated. The requests that compute a single token come
+    first.
     """
 
     rows: tuple[Row, ...]
@@ -172,11 +172,11 @@ class GatherSlice:
 def get_gather_slices(
     features: Sequence[MultiModalFeatureSpec], window_start: int, window_end: int
 ) -> list[GatherSlice]:
-    """Return the media embeddings for the prompt positions `[window_start, window_end)`.
+    """Return which media embeddings replace the prompt tokens `[window_start, window_end)`.
 
-    The result has one slice for each media item with embeddings at these positions, in their order.
-    It consists of indices only; no tensors are read. The cost is O(log n) in the number of media
-    items of the request, plus the length of the window.
+    The result has one slice for each media item with embeddings in that range, in the order of the
+    prompt. It consists of indices only; no tensors are read. The cost is O(log n) in the number of
+    media items of the request, plus the length of the range.
     """
     slices = []
     lo, hi = get_mm_features_in_window(features, window_start, window_end)

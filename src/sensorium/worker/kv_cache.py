@@ -101,7 +101,7 @@ class KVCache:
 
 
 def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of zeros, which on a CPU takes no time to fill.
+    """Return a tensor of zeros, on a CPU without the cost of writing them.
 
     On a CPU `torch.zeros` writes every page, which takes about a second per GiB. numpy gets pages
     that the system zeroes when they are first used.

@@ -18,7 +18,10 @@ from sensorium.worker.sampling.sampling_row import SamplingRow, SequenceBans, To
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """The positions of a request's tokens for a model with M-RoPE, which has three per token."""
+    """The positions of a request's tokens for a model with M-RoPE, in three dimensions.
+
+    The dimensions are time, height and width.
+    """
 
     positions: IntArray  # [3, prompt]
     delta: IntArray  # [3, 1], added to the index of a token after the prompt

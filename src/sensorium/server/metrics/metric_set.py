@@ -70,7 +70,7 @@ _Values = tuple[str, ...]  # the values of a label that have a series from the s
 class Definition:
     """The definition of one metric: its kind, name, help text, labels and histogram buckets.
 
-    Each label has the values with which the metric exists from the start, with the value 0.
+    `labels` maps each label to those of its values that exist from the start, when they count 0.
     """
 
     kind: type[_Metric]

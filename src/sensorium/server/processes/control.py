@@ -35,9 +35,10 @@ _MAX_MESSAGE_LENGTH = 4000
 
 
 class StartCore(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The parent's first message to the process of the core: its options and what it shares.
+    """The parent's first message to the process of a core: its options and shared resources.
 
-    The descriptors are inherited from the parent. `shm_fd` is shared memory for media.
+    The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
+    if the processes share none.
     """
 
     options: ServeOptions
@@ -66,9 +67,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The parent's first message to a frontend: its options and what it shares.
+    """The parent's first message to a frontend: its options and shared resources.
 
-    The descriptors are inherited from the parent. `shm_fd` is shared memory for media.
+    The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
+    if the processes share none.
     """
 
     options: ServeOptions

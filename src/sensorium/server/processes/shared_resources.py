@@ -156,7 +156,10 @@ def _reserve_memory(options: ServeOptions) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """The last sign of life of the core, as the parent reads it from a `Pulse`."""
+    """The last sign of life of the core, as the parent reads it from shared memory.
+
+    `Pulse` reads and writes that memory.
+    """
 
     beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
     is_long_work: bool  # it has announced work that gives no signs of life
@@ -239,9 +242,10 @@ def get_look_interval(limit_s: float) -> float:
 
 
 def get_idle_interval(limit_s: float) -> float:
-    """Return the longest time, in seconds, between two signs of life of an idle core.
+    """Return the longest time, in seconds, between two signs of life of a core without requests.
 
-    `limit_s` is the number of seconds without progress after which a core counts as stalled.
+    A sign of life is a call of `Pulse.beat`. `limit_s` is the number of seconds without progress
+    after which a core counts as stalled.
     """
     return min(_MAX_LOOK_S, limit_s / _BEATS_PER_LIMIT)
 
