@@ -379,9 +379,9 @@ def _get_common_labels(name: str, model_name: str) -> dict[str, str]:
 
 
 class Totals:
-    """A copier of totals that other code counts from its start into Prometheus counters.
+    """A set of Prometheus counters that follow totals that other code counts.
 
-    A Prometheus counter can only be increased. So each call adds what the total has grown by since
+    A Prometheus counter can only be increased. So each call adds what a total has grown by since
     the last call.
     """
 
@@ -416,9 +416,9 @@ class Totals:
         self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
 
     def set_contents(self, level: str, statistics: CacheStatistics) -> None:
-        """Write the contents of one level of caching: its items, its bytes, and its capacity.
+        """Write how much one level of caching, such as "processor", holds at this moment.
 
-        These are the numbers of this moment. The capacity is in bytes.
+        This sets the gauges of its items, of its bytes, and of its capacity in bytes.
         """
         gauge = self._metrics.gauge
         gauge("sensorium:cache_items", level).set(statistics.num_items)

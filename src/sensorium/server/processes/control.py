@@ -60,7 +60,7 @@ class FrontendGone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core that ends its process.
+    """A message to the core that it must end its process.
 
     The parent sends it when the server stops, after all frontends have ended.
     """
@@ -393,8 +393,8 @@ def end_with_parent(socket_dir: str) -> None:
 def report_failure(channel: Channel[Any], error: BaseException) -> None:
     """Send the parent the reason why this process can't start.
 
-    The parent shows the reason to the user. An error that is not of a kind that a user can mend is
-    also logged here, with its traceback.
+    An unexpected error, which is a bug of Sensorium or of a library, is also logged with its
+    traceback.
     """
     if isinstance(error, InvariantError) or not isinstance(error, SensoriumError):
         logger.error("this process can't start", exc_info=error)
