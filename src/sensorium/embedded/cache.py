@@ -51,10 +51,12 @@ _ALIGNMENT = 8  # the header's length is a multiple of it, as in the safetensors
 
 
 def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
-    """Return the folder of the embedded model as a standard checkpoint, and make it if needed.
+    """Return the folder of the embedded model as a standard checkpoint, and create it if needed.
 
-    If the user's cache can't be written to, the folder is made in a temporary folder that only this
-    user can access. Raises a `ModelError` if that fails too, or if there is no room.
+    `packed` is the folder of this package in which the model is stored in its packed form. The
+    checkpoint is created in the user's cache folder or, if that folder can't be written to, in a
+    temporary folder that only this user can access. Raises a `ModelError` if neither can be used,
+    or if the disk is full.
     """
     manifest = read_manifest(packed)
     cache = _get_cache_folder()
@@ -76,10 +78,11 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
 
 
 def _get_cache_folder() -> Path:
-    """Return the cache folder that the environment names, or the default one.
+    """Return the folder in which Sensorium may keep files of this user.
 
-    The path is not absolute if the home that it begins with can't be found, for example for a user
-    without an account.
+    It is `SENSORIUM_CACHE_DIR` if that is set, else `sensorium` in `XDG_CACHE_HOME` or in
+    `~/.cache`. The path is not absolute if it begins with the user's home folder and that can't be
+    found, for example for a user without an account.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
@@ -91,17 +94,18 @@ def _get_cache_folder() -> Path:
 
 
 def _get_private_folder() -> Path:
-    """Return a temporary folder that only this user can access.
+    """Return a temporary folder that only this user can access, and create it if needed.
 
-    All processes of the user share it, so its name is fixed. As others could have made a folder of
-    that name, its owner and its permissions are checked.
+    All processes of the user share the folder, so its name is fixed, and another user may have
+    created a folder of that name. Raises a `ModelError` if the folder can't be created, belongs to
+    another user, or can be accessed by others.
     """
     folder = Path(tempfile.gettempdir()) / f"sensorium-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise ModelError(f"{folder} can't be made: {error.strerror}; {_HINT}") from error
+        raise ModelError(f"{folder} can't be created: {error.strerror}; {_HINT}") from error
     is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
     if not is_private or found.st_uid != os.getuid():
         raise ModelError(f"{folder} is not used, because other users can access it; {_HINT}")
@@ -109,9 +113,10 @@ def _get_private_folder() -> Path:
 
 
 def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
-    """Return the folder of the expanded model below a cache folder, and make it if needed.
+    """Return the folder of the expanded model inside a cache folder, and create it if needed.
 
-    Raises a `ModelError` if the disk is full, and an `OSError` if the folder can't be used.
+    A folder that exists is created anew if its files do not match the manifest. Raises a
+    `ModelError` if the disk is full, and an `OSError` if the cache folder can't be used.
     """
     target = cache / f"{EMBEDDED_MODEL}-{manifest.digest[:16]}"
     if is_whole(target, manifest.expanded):
@@ -132,10 +137,10 @@ def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
 
 
 def _make(target: Path, packed: Path, manifest: Manifest) -> None:
-    """Make the folder of the expanded model.
+    """Create the folder of the expanded model at `target`, and remove what exists there.
 
-    Anything that exists in its place is removed: it is damaged, or was left by a process that was
-    killed.
+    What exists there is damaged, or was left by a process that was killed. The files are written to
+    another folder, which gets the name `target` when it is complete.
     """
     part = target.with_name(f".{target.name}.part")
     for leftover in (part, target):
@@ -154,9 +159,10 @@ def _make(target: Path, packed: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that one process at a time can have.
+    """Hold an exclusive lock on the file `path` during the block, and wait for the lock if needed.
 
-    The system releases it if the process ends in any way. A symbolic link is not followed.
+    The file is created if it does not exist. The system releases the lock when the process ends in
+    any way. Raises an `OSError` if `path` is a symbolic link.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -167,20 +173,28 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The SHA-256 of each file of a packed folder and of its expanded checkpoint."""
+    """The SHA-256 checksums of the files of a model, in its packed and in its expanded form.
+
+    The packed form is what the package contains. The expanded form is the standard checkpoint that
+    is made from it. `manifest.json` in the packed folder has these checksums in hexadecimal.
+    """
 
     packed: dict[str, str]  # file name -> SHA-256
     expanded: dict[str, str]  # file name -> SHA-256
 
     @property
     def digest(self) -> str:
-        """Return a digest of the expanded checkpoint, which identifies it."""
+        """Return a SHA-256 of the names and checksums of all files of the expanded checkpoint.
+
+        The name of the checkpoint's folder in the cache contains a part of it, so that two versions
+        of the model never share a folder.
+        """
         lines = "".join(f"{name} {value}\n" for name, value in sorted(self.expanded.items()))
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def read_manifest(packed: Path) -> Manifest:
-    """Return the manifest of a packed folder, or raise a `ModelError` if it can't be read."""
+    """Read `manifest.json` of a packed model, or raise a `ModelError` if it can't be read."""
     try:
         return msgspec.json.decode((packed / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -193,9 +207,11 @@ def read_manifest(packed: Path) -> Manifest:
 
 
 def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
-    """Return whether a folder has exactly these files, byte for byte.
+    """Return whether a folder contains exactly the given files, each with its SHA-256.
 
-    There must be no others, because they might be read too.
+    `digests` maps the name of each file to its SHA-256. The result is False if a file is missing,
+    is damaged or can't be read, or if the folder contains anything else, because that might be read
+    as a part of the checkpoint.
     """
     try:
         paths = list(folder.iterdir())
@@ -208,9 +224,10 @@ def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
 
 
 def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
-    """Write the expanded checkpoint into an empty folder that exists.
+    """Write the expanded checkpoint of a packed model into an empty folder that exists.
 
-    An `OSError` always comes from the destination. A damaged packed folder raises a `ModelError`.
+    Raises a `ModelError` if a packed file or a file that was written does not match the manifest.
+    An `OSError` is always about the destination, for example a full disk.
     """
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, digest in manifest.packed.items():
@@ -230,7 +247,11 @@ def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
 
 
 def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
-    """Write packed tensors in their expanded form into one safetensors file."""
+    """Write packed tensors to one safetensors file, with 8-bit tensors expanded to float32.
+
+    A tensor `NAME` with a companion `NAME.int8_scale` is multiplied by the factors in it. The
+    companion is not written. All other tensors are written unchanged.
+    """
     names = sorted(name for name in tensors if not name.endswith(SCALE_SUFFIX))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -256,14 +277,20 @@ def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
 def _scale(
     integers: npt.NDArray[np.int8], scale: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Multiply each entry of the first dimension by its factor, in float32."""
+    """Return 8-bit integers as float32, with each row multiplied by its factor in `scale`.
+
+    A row is one entry of the first dimension.
+    """
     rows = integers.reshape(len(scale), -1).astype("<f4")
     rows *= scale[:, None]
     return rows.reshape(integers.shape)
 
 
 def _read(path: Path, digest: str) -> bytes:
-    """Return the bytes of a packed file, or raise a `ModelError` if they differ from the digest."""
+    """Return the content of a packed file after its SHA-256 was compared with `digest`.
+
+    Raises a `ModelError` if the file can't be read or its SHA-256 is another one.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

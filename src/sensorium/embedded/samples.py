@@ -11,7 +11,7 @@ _MEDIA_TYPES = {".png": "image/png", ".flac": "audio/flac", ".mp4": "video/mp4"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMedia:
-    """A media file that comes with the package."""
+    """A picture, a sound or a video that comes with the package for demonstrations."""
 
     path: Path
 
@@ -26,7 +26,10 @@ class SampleMedia:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSample:
-    """A set of media files with two questions about them."""
+    """A demonstration of the model: media files of the package, and two questions about them.
+
+    `files` are names in `MEDIA_FOLDER`. An empty question means that one of the sounds asks it.
+    """
 
     title: str
     files: tuple[str, ...]

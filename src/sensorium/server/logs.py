@@ -29,10 +29,10 @@ _ACCESS_LOGGER = "uvicorn.access"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A handler that writes to stderr and ignores failures to write.
+    """A log handler that writes to stderr and ignores failures to write.
 
-    If a disk is full or a terminal is gone, the line is lost. No error is written about it, and
-    none reaches the request that logs.
+    If a disk is full or a terminal is gone, the log line is lost. No error is printed about that,
+    and the code that logs gets no exception.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -41,9 +41,9 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter of lines for people.
+    """A formatter of log records as lines of text that contain the name of the process.
 
-    `2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text`
+    `2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text` is an example.
     """
 
     default_msec_format = "%s.%03d"
@@ -53,9 +53,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter that writes one JSON object per line.
+    """A formatter of log records as lines of JSON that contain the name of the process.
 
-    The fields that a call gives as `extra={"fields": {...}}` are put beside the text.
+    A log call adds members to the JSON object with `extra={"fields": {...}}`. Those with the name
+    of a standard member, such as "time" or "message", are ignored.
     """
 
     def __init__(self, process: str) -> None:
@@ -83,9 +84,11 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(
     process: str, *, log_format: LogFormat, log_level: LogLevel, access_log: bool = False
 ) -> None:
-    """Set up the logs of this whole process.
+    """Set the format, the level and the destination (stderr) of all logs of this process.
 
-    `process` is its name, such as "parent", "core" or "frontend-0".
+    `process` is the name of the process in its log lines, such as "parent", "core" or "frontend-0".
+    With `access_log` uvicorn logs a line for each HTTP request. Libraries log only warnings and
+    errors.
     """
     handler = _Handler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
@@ -100,14 +103,14 @@ def set_up_logging(
 
 
 def log_step(step: str) -> None:
-    """Log a step of loading a model."""
+    """Log that a step of the server's start begins, such as "loading the weights"."""
     logger.info("starting: %s", step)
 
 
 def adopt_library_logs() -> None:
-    """Let Transformers log like everything else, instead of writing to stderr by itself.
+    """Make Transformers log through the root logger, instead of writing to stderr by itself.
 
-    This imports Transformers, so it is for processes that need it anyway.
+    This imports Transformers, which takes seconds, so only processes that need it anyway call it.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -116,27 +119,39 @@ def adopt_library_logs() -> None:
 
 
 class Announcer:
-    """A writer of lines for people on stdout, or of log entries if the log is JSON."""
+    """A writer of the messages about a server's start: its version, its engine, its URL.
+
+    The messages are printed on stdout for people. If the log format is JSON, they are logged
+    instead, and have their values in separate fields.
+    """
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._has_json = options.log_format == "json"
 
     def announce_start(self) -> None:
-        """Announce that the server begins to load its model."""
+        """Announce Sensorium's version, and that the server begins to load its model."""
         self._announce(f"Sensorium {__version__}: loading {self._options.model}", {})
 
     def announce_core(self, description: Rows) -> None:
-        """Announce the engine, or the description of a server without an engine."""
+        """Announce the configuration of the engine, and of the processes and caches for media.
+
+        `description` has a name and a value for each setting. For a server without an engine, which
+        only renders prompts, it describes that server.
+        """
         rows = [*description, *describe_media(self._options)]
         text = "the engine is ready" if self._has_json else format_rows(rows)
         self._announce(text, {"engine": dict(rows)})
 
     def announce_ready(self, url: str) -> None:
-        """Announce that the server accepts requests, and where."""
+        """Announce that the server accepts requests at the address `url`."""
         line = f"Sensorium is ready: {url}"
         if not self._has_json:
-            kind = "it only renders" if self._options.is_render_only else "OpenAI's API below /v1"
+            kind = (
+                "it only renders prompts"
+                if self._options.is_render_only
+                else "OpenAI's API below /v1"
+            )
             line += f"  ({kind}, documented at /docs)"
         self._announce(line, {"url": url})
 
@@ -154,7 +169,11 @@ class Announcer:
 
 
 def describe_media(options: ServeOptions) -> Rows:
-    """Return the rows about caches and processes for media."""
+    """Return what a server announces about its frontends and its processing of media.
+
+    Each row is a name and a value: the size of the processor cache (the cache of processed media),
+    the number of frontends, and the number of processes that decode and process media.
+    """
     num_processes = options.media.mm_processor_pool_size
     pool = "in the frontend's own process"
     if num_processes:
@@ -178,6 +197,6 @@ def _describe_cache(options: ServeOptions) -> str:
 
 
 def format_rows(rows: Rows) -> str:
-    """Return rows of names and values as aligned lines."""
+    """Return names and values as indented lines of text, with all values in one column."""
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

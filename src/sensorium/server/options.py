@@ -28,7 +28,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The options of a server: its address, its clients, its limits, and its logs."""
+    """All options of a server: its address, its limits, its logs, and those of its engine.
+
+    An instance raises a `RequestError` when it is made with options that contradict each other.
+    """
 
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -214,24 +217,34 @@ class ServeOptions:
 
     @property
     def model(self) -> str:
-        """Return the model as the user named it."""
+        """Return the model as the user named it: a directory, a hub id, or the embedded model."""
         return self.loading.model
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return the names of the model in requests. Answers have the first of them."""
+        """Return the names by which requests may refer to the model.
+
+        Responses contain the first of them. Without the option `served_model_name` the only name is
+        the model as the user named it.
+        """
         return self.served_model_name or (self.model,)
 
     @property
     def model_label(self) -> str:
-        """Return the model and its names for clients, in words."""
+        """Return the model for messages to people, with its names for clients if they differ.
+
+        For example "org/model as chat, assistant".
+        """
         if self.model_names == (self.model,):
             return self.model
         return f"{self.model} as {', '.join(self.model_names)}"
 
     @property
     def shm_capacity_bytes(self) -> int:
-        """Return the size of the memory that processes share for media; 0 if they share none."""
+        """Return the bytes of shared memory for the cache of processed media.
+
+        The result is 0 if the processes share no memory.
+        """
         if self.is_render_only or not self.media.has_shared_memory:
             return 0
         return self.media.capacity_bytes

@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderCache:
-    """A map from encoder keys to embeddings, in which every entry owns its memory.
+    """A store of the embeddings that encoders have computed, in which each entry owns its memory.
 
-    A view would keep alive the whole batch that it was cut from.
+    The key of an entry is made of the media item's hash and of the request's cache salt and
+    adapter. An entry that is a view of a batch would keep the whole batch in memory.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,10 @@ class EncoderCache:
         return len(self._embeds)
 
     def add(self, key: str, embeds: torch.Tensor) -> None:
-        """Store embeddings [num_embeds, width]; a view of a larger tensor is copied."""
+        """Store the embeddings [num_embeds, width] of a media item under its key.
+
+        A view of a larger tensor is copied, so that the larger tensor can be freed.
+        """
         num_bytes = embeds.numel() * embeds.element_size()
         is_whole = embeds.is_contiguous() and embeds.untyped_storage().nbytes() == num_bytes
         self._embeds[key] = (
@@ -46,7 +50,10 @@ class EncoderCache:
         )
 
     def drop(self, key: str) -> None:
-        """Remove an entry. The key may be missing, because its encoding may have failed."""
+        """Remove the embeddings with this key, if there are any.
+
+        The key is missing if the media item could not be encoded.
+        """
         self._embeds.pop(key, None)
 
     @property
@@ -56,7 +63,7 @@ class EncoderCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderJob:
-    """One media item to encode, with the key of its output."""
+    """A media item that has to be encoded, and the key under which its embeddings are stored."""
 
     key: str
     feature: MultiModalFeatureSpec
@@ -64,14 +71,19 @@ class EncoderJob:
 
 
 class EncoderRunner:
-    """A runner of encoders that stores their outputs in the cache."""
+    """A runner of the model's media encoders, which stores the embeddings in a cache."""
 
     def __init__(self, adapter: ModelAdapter, cache: EncoderCache) -> None:
         self._adapter = adapter
         self._cache = cache
 
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
-        """Encode jobs into the cache. Return the keys that failed, each with the reason."""
+        """Encode media items, and store their embeddings in the cache.
+
+        Returns the reason for each item that failed, by its key. Items of the same shape are
+        encoded in one batch. If a batch fails, its items are encoded one by one, so that only those
+        at fault fail.
+        """
         batches: dict[Hashable, list[EncoderJob]] = {}
         for job in jobs:
             batches.setdefault(_get_batch_key(job), []).append(job)
@@ -88,9 +100,10 @@ class EncoderRunner:
     def _run_batches(
         self, batches: Sequence[Sequence[EncoderJob]]
     ) -> list[tuple[Sequence[EncoderJob], str]]:
-        """Encode and store each batch as a whole. Return those that failed, with the reason.
+        """Encode batches of media items, and store the embeddings of those that succeed.
 
-        Whether the numbers are finite is read from the device once, for all batches together.
+        Returns each batch that failed, with the reason. Reading from the device makes the host
+        wait, so the check for infinite numbers and NaN is read once, for all batches together.
         """
         encoded: list[tuple[Sequence[EncoderJob], list[torch.Tensor], torch.Tensor]] = []
         failed: list[tuple[Sequence[EncoderJob], str]] = []
@@ -110,9 +123,10 @@ class EncoderRunner:
         return failed
 
     def _encode(self, jobs: Sequence[EncoderJob]) -> tuple[list[torch.Tensor], torch.Tensor] | str:
-        """Return the embeddings of a batch, or the reason why it can't be encoded.
+        """Return the embeddings of one batch, or a string with the reason why it can't be encoded.
 
-        The second tensor has one bool, whether all numbers are finite. It is not read yet.
+        The tensor after the embeddings has one bool: whether all numbers in them are finite. It is
+        still on the device.
         """
         modality = jobs[0].feature.modality
         try:
@@ -135,12 +149,15 @@ class EncoderRunner:
         return self._adapter.encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
-        """Return a copy of precomputed embeddings, in the model's type and on its device.
+        """Return a copy of a media item's precomputed embeddings, for the model's dtype and device.
 
-        The item's own memory may belong to a cache that uses it again.
+        It must be a copy, because the memory of the media item may belong to a cache that uses it
+        again. Raises a `RequestError` if there are not `num_expected` embeddings.
         """
         if len(embeds) != num_expected:
-            raise RequestError(f"{len(embeds)} embeddings for placeholders of {num_expected}")
+            raise RequestError(
+                f"{len(embeds)} embeddings for a placeholder of {num_expected} tokens"
+            )
         return self._adapter.to_model(embeds.clone())
 
 
@@ -149,9 +166,10 @@ def _explain(job: EncoderJob, reason: str) -> str:
 
 
 def _get_batch_key(job: EncoderJob) -> Hashable:
-    """Return a key that is equal for items that can be concatenated without padding.
+    """Return a key that is equal for media items that can be encoded together without padding.
 
-    With padding, an item's embeddings would depend on its neighbours if the encoder has no mask.
+    With padding, the embeddings of an item would depend on the other items of the batch if the
+    encoder has no mask.
     """
     shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(job.item.items()))
     return job.feature.modality, shapes

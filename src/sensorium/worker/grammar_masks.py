@@ -31,20 +31,26 @@ _MAX_FILLERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMasks:
-    """The masks of one step, for the requests that have a grammar."""
+    """The masks of one step: which tokens the grammar of each request allows next.
+
+    Requests without a grammar have no mask.
+    """
 
     masks: Mapping[str, Words] = field(default_factory=dict)  # request id -> mask
     late_ids: frozenset[str] = frozenset()  # requests with masks that are not filled yet
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
 
     def is_without(self, request_id: str) -> bool:
-        """Return whether no token can be chosen for a request in this step."""
+        """Return whether a request gets no token in this step.
+
+        That is so if its mask is not filled yet, or if its grammar has failed.
+        """
         return request_id in self.late_ids or request_id in self.failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The effect of new tokens on the requests that have a grammar."""
+    """The requests with a grammar that are complete or have failed after the tokens of a step."""
 
     completed_ids: frozenset[str] = frozenset()  # requests with grammars that allow no more tokens
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
@@ -54,10 +60,11 @@ _PATH = ("structured_outputs",)
 
 
 class _Entry:
-    """The state of a request that has a grammar.
+    """The grammar of one request: its matcher, its next mask, and the error if it has failed.
 
-    A thread of the pools writes `mask` and `failure`, and sets `is_ready` last. The step reads them
-    only when `is_ready` is set, so no lock is needed.
+    The matcher is the position of the request's output in the grammar. A thread of the pools writes
+    `mask` and `failure`, and sets `is_ready` last. The step reads them only when `is_ready` is set,
+    so no lock is needed.
     """
 
     def __init__(self, request: EngineCoreRequest, num_consumed: int) -> None:
@@ -72,7 +79,11 @@ class _Entry:
 
 
 class GrammarMasks:
-    """The matchers of all requests that have a grammar, and the threads that fill their masks."""
+    """The matchers of all requests that have a grammar, and the threads that fill their masks.
+
+    A matcher is the position of a request's output in its grammar. A mask has one bit for each
+    token of the vocabulary: whether the token may come next.
+    """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         # None if the engine has no tokenizer. Requests with a grammar are then refused.
@@ -82,22 +93,23 @@ class GrammarMasks:
     # ---- requests come and go
 
     def add(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> None:
-        """Begin to compile the grammar of a request, if it has one.
+        """Begin to compile the grammar of a request in a thread, if the request has one.
 
-        The matcher then consumes the output tokens that the request already has.
+        `output_token_ids` are the tokens that the request has already generated. The matcher
+        consumes them when it is compiled. Raises a `RequestError` if the engine has no tokenizer.
         """
         if request.sampling_params.structured_outputs is None:
             return
         if self._compiler is None:
-            raise RequestError("this engine has no tokenizer to follow a grammar", path=_PATH)
+            raise RequestError("can't be used, because this engine has no tokenizer", path=_PATH)
         entry = self._entries[request.request_id] = _Entry(request, len(output_token_ids))
         entry.jobs = (self._compilers.submit(self._prepare, entry, output_token_ids),)
 
     def start(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
-        """Prepare for a request that starts to run, or resumes after a preemption.
+        """Prepare the grammar of a request that starts to run, or resumes after a preemption.
 
-        A resumed request comes with the output tokens that it already has. If its matcher has not
-        consumed exactly these, a new one is compiled and consumes them.
+        `output_token_ids` are the tokens that the request has already generated. If its matcher has
+        consumed another number of tokens, the grammar is compiled again and consumes these.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or entry.num_consumed != len(output_token_ids):
@@ -111,8 +123,9 @@ class GrammarMasks:
     def take(self, states: Sequence[RequestState]) -> StepMasks:
         """Return the masks of the requests that choose a token in this step.
 
-        Waits up to `MAX_WAIT_S` for masks that are not ready. A mask that was late in the last step
-        is waited for only if all requests of this step have a grammar, so that it delays no others.
+        Waits up to `MAX_WAIT_S` seconds for masks that are not filled yet. A mask that was late in
+        the last step is waited for only if all requests of this step have a grammar, so that it
+        delays no others.
         """
         entries = self._find(states)
         if not entries:
@@ -139,7 +152,11 @@ class GrammarMasks:
         return StepMasks(masks=masks, late_ids=frozenset(late), failures=failures)
 
     def consume(self, tokens: Iterable[tuple[RequestState, int]]) -> Progress:
-        """Advance the matchers by the chosen tokens, and begin to fill the next masks at once."""
+        """Advance the matchers by the chosen tokens, and begin to fill the next masks in threads.
+
+        `tokens` has a request and its new token id in each pair. Requests without a grammar are
+        ignored. Returns the requests that are complete now, and those that fail.
+        """
         completed, failures, going_on = [], {}, []
         for state, token_id in tokens:
             if state.params.structured_outputs is None:
@@ -164,9 +181,9 @@ class GrammarMasks:
         return [entry for entry in found if entry is not None]
 
     def _begin(self, entries: Sequence[_Entry]) -> None:
-        """Fill the masks of entries in threads.
+        """Start threads that fill the next masks of these requests.
 
-        The threads share a queue, and each takes the next entry when it is free, so that one slow
+        The threads share a queue, and each takes the next request when it is free, so that one slow
         mask does not delay the others.
         """
         if not entries:
@@ -180,10 +197,11 @@ class GrammarMasks:
             entry.jobs = jobs
 
     def _get_mask(self, entry: _Entry) -> Words:
-        """Return the mask of a request, without end tokens if it must not end here.
+        """Return the mask of a request, without the end-of-sequence tokens if it must not end yet.
 
-        It must not end before `min_tokens`, or with `ignore_eos`. If the grammar allows only end
-        tokens, the answer is complete and ends all the same.
+        A request must not end before `min_tokens` tokens, nor with `ignore_eos`. If the grammar
+        allows only end-of-sequence tokens, the output is complete, and the request ends all the
+        same.
         """
         request, mask = entry.request, entry.mask
         params = request.sampling_params
@@ -225,7 +243,7 @@ class GrammarMasks:
             try:
                 self._fill(entry)
             except Exception as error:  # fails this request alone
-                logger.exception("a mask could not be filled")
+                logger.exception("the mask of the tokens that a grammar allows could not be filled")
                 entry.failure = _make_error(entry, str(error))
             entry.is_ready = True
 
@@ -246,7 +264,7 @@ class GrammarMasks:
 
 def _get_matcher(entry: _Entry) -> Matcher:
     if entry.matcher is None:
-        raise RequestError("a token came before its grammar", path=_PATH)
+        raise RequestError("a token was chosen before the grammar was compiled", path=_PATH)
     return entry.matcher
 
 

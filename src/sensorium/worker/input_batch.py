@@ -24,7 +24,11 @@ Row = tuple[ScheduledRequest, RequestState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """The tensors of a step with N tokens."""
+    """The input tensors of one step of the model, in which it computes N tokens.
+
+    The tokens of all requests are concatenated. The requests that compute a single token come
+    first.
+    """
 
     rows: tuple[Row, ...]
     input_ids: torch.Tensor  # [N]
@@ -41,7 +45,12 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
-    """A maker of the tensors of steps."""
+    """A builder of the input tensors of steps, from what is scheduled and the state of requests.
+
+    `groups` are groups of layers that share a block table. In `bidirectional_modalities` the tokens
+    of a media item attend to each other in both directions. With `has_long_factors` the model uses
+    other rotary factors for long requests.
+    """
 
     groups: Sequence[KVCacheGroup]
     block_size: int
@@ -125,9 +134,11 @@ class InputBatch:
         return (np.concatenate(index) if index else np.empty(0, dtype=np.int64)), embeds
 
     def _make_attend_until(self, rows: Sequence[Row], starts: IntArray) -> IntArray | None:
-        """Return for each token the end of the positions that it attends to.
+        """Return for each token of the step the exclusive end of the positions it attends to.
 
-        Return `None` if no token of the step belongs to a span with attention in both directions.
+        For a token in a media span with attention in both directions, that is the end of the span.
+        For any other token it is the position after its own. Returns `None` if no token of the step
+        belongs to such a span.
         """
         if not self.bidirectional_modalities:
             return None
@@ -150,7 +161,7 @@ class InputBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSlice:
-    """A run of an item's embeddings, and the prompt tokens that they replace."""
+    """A range of the embeddings of a media item, and the prompt tokens that they replace."""
 
     mm_index: int  # the item's index in the request
     start: int  # the embeddings [start, end) of the item
@@ -161,10 +172,11 @@ class GatherSlice:
 def get_gather_slices(
     features: Sequence[MultiModalFeatureSpec], window_start: int, window_end: int
 ) -> list[GatherSlice]:
-    """Return the slices for the prompt positions `[window_start, window_end)`, in order.
+    """Return which media embeddings replace the prompt tokens `[window_start, window_end)`.
 
-    It computes indices only and touches no tensors. The cost is O(log n) in the number of items of
-    the request, plus the length of the window.
+    The result has one slice for each media item with embeddings in that range, in the order of the
+    prompt. It consists of indices only; no tensors are read. The cost is O(log n) in the number of
+    media items of the request, plus the length of the range.
     """
     slices = []
     lo, hi = get_mm_features_in_window(features, window_start, window_end)
@@ -185,7 +197,11 @@ def get_gather_slices(
 
 
 def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:
-    """Return the new blocks that a step fills only in part, at most one for each request."""
+    """Return the ids of the new KV cache blocks that a step fills only in part.
+
+    Each request has at most one such block, its last. `group_index` selects one of the groups of
+    layers that share a block table.
+    """
     block_ids = [
         entry.new_block_ids[group_index][-1]
         for entry, _ in rows
@@ -203,7 +219,10 @@ def _flat(parts: object) -> IntArray:
 
 
 def get_block_tables(rows: Sequence[Row], group_index: int) -> IntArray:
-    """Return the block tables of the rows, padded to the width of the longest."""
+    """Return the block tables [requests, blocks] of one group of layers, padded with zeros.
+
+    A block table has the ids of the KV cache blocks of a request, in the order of its tokens.
+    """
     tables = [state.block_ids[group_index].values for _, state in rows]
     padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int64)
     for row, table in enumerate(tables):

@@ -18,7 +18,10 @@ _ALIGNMENT = 64  # bytes, the alignment of torch's own allocator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """The memory of all layers of one group and shape, so that one call can clear them all."""
+    """The keys and values of all layers of one group that have the same shape, in two tensors.
+
+    So one call can clear a block in all these layers.
+    """
 
     group_index: int
     keys: torch.Tensor  # [layers, blocks, block_size, K, D]
@@ -26,10 +29,11 @@ class _Stack:
 
 
 class KVCache:
-    """The owner of the key and value tensors of all layers.
+    """The key and value tensors of all attention layers, divided into blocks of tokens.
 
-    They are zeroed at the start, because padding reads the null block, and garbage in it could be
-    NaN.
+    `layer_groups` and `groups` have one entry for each group of layers that share a block table.
+    All tensors are zeroed at the start, because padding reads block 0, and uninitialised memory may
+    contain NaN.
     """
 
     def __init__(
@@ -75,10 +79,10 @@ class KVCache:
         }
 
     def clear_blocks(self, group_index: int, block_ids: torch.Tensor) -> None:
-        """Zero blocks that a step fills only in part.
+        """Set the keys and values of these blocks to zero, in all layers of a group.
 
-        What an earlier request left there is masked. But masking multiplies by zero, and NaN times
-        zero is NaN.
+        This is for blocks that a step fills only in part. What an earlier request left in them is
+        masked, but masking multiplies by zero, and NaN times zero is NaN.
         """
         for stack in self._stacks:
             if stack.group_index == group_index:
@@ -89,15 +93,18 @@ class KVCache:
         return self._layers[layer_index]
 
     def get_stored(self, layer_index: int) -> LayerCache:
-        """Return a layer for attention that must not store the new keys and values again."""
+        """Return the keys and values of a layer for attention that must not store new ones.
+
+        It is used if a CUDA graph has already stored the new keys and values.
+        """
         return self._stored[layer_index]
 
 
 def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of zeros without touching its memory on a CPU.
+    """Return a tensor of zeros, on a CPU without the cost of writing them.
 
-    There `torch.zeros` writes every page, which takes about a second per GiB. numpy takes pages
-    that the system zeroes when they are first touched.
+    On a CPU `torch.zeros` writes every page, which takes about a second per GiB. numpy gets pages
+    that the system zeroes when they are first used.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

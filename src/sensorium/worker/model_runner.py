@@ -47,7 +47,12 @@ _NOTHING = ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes={
 
 
 class ModelRunner:
-    """The part of an engine that computes steps on its device."""
+    """A runner that computes the steps of an engine on its device, as the scheduler plans them.
+
+    `payloads` maps the hash of each media item that is in use to its processed tensors. Without
+    `grammars` requests with structured outputs are refused. Without `graphs` no CUDA graphs are
+    used.
+    """
 
     def __init__(
         self,
@@ -92,9 +97,11 @@ class ModelRunner:
     # ---- requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Prepare a request before it runs. Raise a `RequestError` if it does not fit the model.
+        """Prepare a new request before its first step.
 
-        The positions that are computed here are kept when the request is preempted.
+        This checks its token ids, begins to compile its grammar, and computes the M-RoPE positions
+        of its prompt if the model has any. The positions are kept when the request is preempted.
+        Raises a `RequestError` if the request does not fit the model.
         """
         self._check_token_ids(request)
         self._grammars.add(request)
@@ -106,15 +113,18 @@ class ModelRunner:
                 request.prompt_token_ids, request.mm_features, items
             )
         except Exception as error:  # models raise all kinds of errors: fail this request alone
-            raise RequestError(f"no positions for the media of this prompt: {error!r}") from error
+            raise RequestError(
+                f"the model gives no positions for the media of this prompt: {error!r}"
+            ) from error
         self._mrope[request.request_id] = PromptPositions(
             positions=positions.numpy(), delta=np.asarray(delta)
         )
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:
-        """Raise a `RequestError` if a token id is outside the model's vocabulary.
+        """Raise a `RequestError` if a token id of the request is outside the model's vocabulary.
 
-        Placeholders may be outside, because their embeddings come from encoders.
+        This checks the prompt, `logit_bias` and `allowed_token_ids`. Placeholder tokens of media
+        items may be outside, because their embeddings come from encoders.
         """
         token_ids = np.array(request.prompt_token_ids)
         for feature in request.mm_features:
@@ -140,7 +150,7 @@ class ModelRunner:
             )
 
     def forget_request(self, request_id: str) -> None:
-        """Release what `add_request` prepared for a request that has ended."""
+        """Release the grammar and the positions of a request that has ended."""
         self._mrope.pop(request_id, None)
         self._grammars.forget(request_id)
 
@@ -184,10 +194,11 @@ class ModelRunner:
             self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
 
     def _encode(self, scheduled: Sequence[ScheduledRequest]) -> tuple[dict[str, str], float]:
-        """Encode the items of a step. Return the keys that failed with the reason, and the seconds.
+        """Encode the media items that are scheduled in a step.
 
-        The encoder runner waits for the device before it returns, so the seconds include the
-        device's work. A step with nothing to encode does not wait.
+        Returns the reason for each item that failed, by its encoder key, and the seconds that
+        encoding took. The encoder runner waits for the device before it returns, so these include
+        the device's work. A step with nothing to encode does not wait.
         """
         jobs = self._get_encoder_jobs(scheduled)
         if not jobs:
@@ -209,10 +220,10 @@ class ModelRunner:
     def _get_left_out(
         self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
     ) -> dict[str, RequestError]:
-        """Return the requests that can't run in this step, each with its error.
+        """Return the requests that can't run in this step, and the error of each by request id.
 
-        They need embeddings in this step that could not be computed, or that do not have the number
-        of their placeholders.
+        They need media embeddings in this step that could not be computed, or that are more or
+        fewer than their placeholder tokens. `failed` maps encoder keys to reasons.
         """
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
@@ -229,10 +240,11 @@ class ModelRunner:
         return left_out
 
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
-        """Return why a cached encoder output does not fit its placeholder, or `None` if it fits.
+        """Return why cached embeddings do not fit a media item, or `None` if they fit.
 
-        A hash that was chosen outside this engine may have stood for another item when the output
-        was computed.
+        They do not fit if the placeholder has another number of embeddings. That happens if a
+        client chose the hash, and the hash stood for another media item when the embeddings were
+        computed.
         """
         feature = state.request.mm_features[mm_index]
         num_there = len(self.encoder_cache[state.get_encoder_key(mm_index)])
@@ -241,11 +253,14 @@ class ModelRunner:
             return None
         return (
             f"the {feature.modality} of this hash has {num_there} embeddings, but its placeholder "
-            f"has room for {num_embeds}"
+            f"has room for {num_embeds}: a hash must always stand for the same media item"
         )
 
     def _run(self, rows: Sequence[Row]) -> ModelRunnerOutput:
-        """Compute a step, and choose a token for each request with all its tokens computed."""
+        """Compute a step for the scheduled requests, with a CUDA graph if one fits.
+
+        A next token is chosen for each request that has all its tokens computed after the step.
+        """
         graphs = self._graphs.decoding
         size = None if graphs is None else graphs.find_size(rows)
         if graphs is None or size is None:
@@ -275,7 +290,12 @@ class ModelRunner:
         *,
         likeliest: torch.Tensor | None = None,
     ) -> ModelRunnerOutput:
-        """Choose the next token of each request."""
+        """Choose the next token of each request, and append it to the request's state.
+
+        `prompt_logprobs` are put into the result. `likeliest` is the result of `mark_likeliest` for
+        these logits, if a graph has computed it. A request gets no token if the mask of its grammar
+        is late.
+        """
         masks = self._grammars.take(states)
         rows = [
             state.get_sampling_row(masks.masks.get(state.request.request_id)) for state in states
@@ -309,7 +329,10 @@ class ModelRunner:
                 self._kv_cache.clear_blocks(group_index, on_device)
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, StepMode]:
-        """Return the hidden states of a step, and how they were computed."""
+        """Run the decoder on the inputs of a step.
+
+        Returns the hidden states [N, width], and whether and why CUDA graphs were used or not.
+        """
         self._clear_blocks(inputs.partial_blocks)
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
@@ -344,7 +367,12 @@ class ModelRunner:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Run attention for one layer of the decoder, which calls this through `models.seams`."""
+        """Store the new keys and values of one decoder layer, and return its attention output.
+
+        The layer calls this through `models.seams`. A layer that shares the keys and values of
+        another layer stores none. `window` is ignored, because the KV cache group of the layer has
+        it.
+        """
         del window  # the layer's group has it
         cache = self._kv_cache[layer_index]
         return self._attention.attend(cache, query, key, value, scaling=scaling)
@@ -358,6 +386,9 @@ class ModelRunner:
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Run attention for a layer with new keys and values that a graph has already stored."""
+        """Return the attention output of a decoder layer, and store no keys and values.
+
+        It is used if a CUDA graph has already stored the new keys and values of the layer.
+        """
         cache = self._kv_cache.get_stored(layer_index)
         return self._attention.attend(cache, query, key, value, scaling=scaling)

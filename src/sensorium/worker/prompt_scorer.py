@@ -21,7 +21,7 @@ MAX_ROWS = 128  # the number of positions that have logits in memory at the same
 
 
 class PromptScorer:
-    """A scorer of the prompt tokens of requests that want their log-probabilities."""
+    """A scorer that computes the log-probabilities of prompt tokens for requests that want them."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
@@ -30,9 +30,11 @@ class PromptScorer:
     def score(
         self, hidden: torch.Tensor, rows: Sequence[Row]
     ) -> dict[str, tuple[TokenLogprobs, ...]]:
-        """Return the log-probabilities of this step's prompt tokens by request id.
+        """Return the log-probabilities of the prompt tokens that this step predicts, by request id.
 
-        The hidden states [N, width] are those of the rows, one row's tokens after the other's.
+        `hidden` [N, width] has the hidden states of the step's tokens, in the order of `rows`. The
+        result has one entry for each token of the step that another prompt token follows. Requests
+        that do not want log-probabilities of their prompt are left out.
         """
         if all(state.params.prompt_logprobs is None for _, state in rows):
             return {}

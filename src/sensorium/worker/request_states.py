@@ -18,14 +18,22 @@ from sensorium.worker.sampling.sampling_row import SamplingRow, SequenceBans, To
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """The positions of a request's tokens with M-RoPE."""
+    """The positions of a request's tokens for a model with M-RoPE, in three dimensions.
+
+    The dimensions are time, height and width.
+    """
 
     positions: IntArray  # [3, prompt]
     delta: IntArray  # [3, 1], added to the index of a token after the prompt
 
 
 class RequestState:
-    """The tokens, blocks and positions of one running request."""
+    """The state of one running request in the worker: its tokens, KV cache blocks and positions.
+
+    `output_token_ids` are the tokens that it generated before, if it resumes. `num_groups` is the
+    number of groups of layers that share a block table. `mrope` is `None` if the model has no
+    M-RoPE. With `is_long` the model uses its rotary factors for long requests.
+    """
 
     def __init__(
         self,
@@ -57,10 +65,11 @@ class RequestState:
             self._counts.add(token_id)
 
     def get_sampling_row(self, mask: IntArray | None = None) -> SamplingRow:
-        """Return what the sampler needs for the next token of this request.
+        """Return the parameters and banned tokens with which the sampler chooses the next token.
 
-        With a mask, end tokens are not banned before `min_tokens`: the mask already leaves them
-        out.
+        `mask` has the tokens that the request's grammar allows, or is `None` without a grammar.
+        With a mask, end-of-sequence tokens are not banned before `min_tokens`, because the mask
+        already leaves them out.
         """
         num_output_tokens = self.num_output_tokens
         banned: tuple[int, ...] = ()
@@ -88,7 +97,10 @@ class RequestState:
         return self.request.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def get_positions(self, start: int, end: int) -> IntArray:
-        """Return the positions of tokens: [end - start], or [3, end - start] with M-RoPE."""
+        """Return the position ids of the tokens `[start, end)` for the decoder.
+
+        The shape is [end - start], or [3, end - start] with M-RoPE.
+        """
         indices = np.arange(start, end)
         if self._mrope is None:
             return indices
@@ -99,7 +111,11 @@ class RequestState:
         return positions
 
     def get_slots(self, group_index: int, start: int, end: int, block_size: int) -> IntArray:
-        """Return the slots in which the keys and values of the tokens `[start, end)` are stored."""
+        """Return where the KV cache stores the keys and values of the tokens `[start, end)`.
+
+        The slot of a token is `block_id * block_size` plus its offset in that block. `group_index`
+        selects one of the groups of layers that share a block table.
+        """
         indices = np.arange(start, end)
         slots: IntArray = self.block_ids[group_index].values[indices // block_size] * block_size
         return slots + indices % block_size

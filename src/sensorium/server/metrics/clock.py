@@ -26,9 +26,9 @@ _ANSWERED = frozenset((FinishReason.STOP, FinishReason.LENGTH))
 
 
 class RequestClock:
-    """The times and counts of one request.
+    """A stopwatch of one HTTP request that writes its latencies and its tokens to the metrics.
 
-    `arrived` is a time of `clock`, which is the machine's monotonic one.
+    `arrived` is the time at which the request arrived, in seconds of `clock`.
     """
 
     def __init__(
@@ -53,17 +53,24 @@ class RequestClock:
 
     @property
     def elapsed_s(self) -> float:
-        """Return the seconds from the arrival to the end, or to now."""
+        """Return the seconds from the request's arrival to its end, or to now if it still runs."""
         return (self._clock() if self._ended is None else self._ended) - self._arrived
 
     def mark(self, stage: str) -> None:
-        """Count the time since the last mark, or since the arrival, for this stage."""
+        """Add the time since the last mark, or since the arrival, to the seconds of a stage.
+
+        It is called at the end of the stage. `stage` is one of `STAGES`, such as "parse".
+        """
         now = self._clock()
         self.stages[stage] += now - self._marked
         self._marked = now
 
     def on_tokens(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of one completion."""
+        """Count new tokens of the completion with this index, and measure when they came.
+
+        This writes the time to the first token of the request, and the times between the tokens of
+        each completion. Without new tokens it does nothing.
+        """
         if not num_tokens:
             return
         now = self._clock()
@@ -77,7 +84,11 @@ class RequestClock:
         self._count_tokens(index, num_tokens)
 
     def on_finish(self, output: RequestOutput) -> None:
-        """Count the end of the request, good or bad. Later calls count nothing."""
+        """Count the end of the request with its final output, unless it has already ended.
+
+        Each completion is counted with its finish reason. Latencies are written only if all
+        completions ended with "stop" or "length".
+        """
         if self._end():
             return
         for completion in output.outputs:
@@ -91,14 +102,21 @@ class RequestClock:
                     self._metrics.histogram("sensorium:stage_seconds", stage).observe(seconds)
 
     def on_end(self, reason: FinishReason) -> None:
-        """Count an end without an output: the client left, or the engine was lost."""
+        """Count an end of the request without an output, unless it has already ended.
+
+        That happens if the client disconnects or the engine is lost. Each of the request's `n`
+        completions is counted with this reason.
+        """
         if self._end():
             return
         for _ in range(self._params.n):
             self._count_end(reason)
 
     def _end(self) -> bool:
-        """Note the end, and return whether the request had ended before."""
+        """Record the time at which the request ends, and return whether it had already ended.
+
+        A request that had already ended keeps its time.
+        """
         if self._ended is not None:
             return True
         self._ended = self._clock()
@@ -148,9 +166,10 @@ class RequestClock:
 
 
 def _list_stages(output: RequestOutput, clock: RequestClock) -> list[Mapping[str, float]]:
-    """Return the stages of a request in this process, those of the engine, and those of each item.
+    """Return how long each stage of a request took, as several maps from a stage to seconds.
 
-    All are maps of a stage to its seconds.
+    The first map has the stages that `clock` measured in this process, the second those of the
+    engine. Each further map has the stages of one media item.
     """
     stages = dict(output.stages)
     if (times := output.times) is not None:
@@ -166,10 +185,11 @@ def _list_stages(output: RequestOutput, clock: RequestClock) -> list[Mapping[str
 
 
 def make_trace(output: RequestOutput, clock: RequestClock) -> dict[str, Any]:
-    """Return the trace of an answer.
+    """Return the `sensorium_trace` of a response: its times in milliseconds, and its cache hits.
 
-    The stages of media items are sums over the items. These are processed side by side, so a sum
-    may be longer than `total`. Stages that did not happen are left out.
+    The time of a stage of media is the sum over all media items of the request. The items are
+    processed in parallel, so a sum may be longer than `total`. Stages that did not happen are left
+    out.
     """
     seconds: Counter[str] = Counter()
     for stages in _list_stages(output, clock):
@@ -199,7 +219,10 @@ def _trace_item(item: MediaItemReport, output: RequestOutput) -> dict[str, Any]:
 
 
 def _as_ms(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return times in milliseconds, in the order of the stages; others come last."""
+    """Convert the seconds of each stage to milliseconds, and sort the stages.
+
+    The stages come in the order of `STAGES`; other names come last.
+    """
     named = [stage for stage in STAGES if stage in seconds]
     named += [stage for stage in seconds if stage not in STAGES]
     return {stage: round(1000 * seconds[stage], 3) for stage in named}

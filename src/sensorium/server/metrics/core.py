@@ -20,7 +20,10 @@ _SYNC_S = 0.25
 
 
 class CoreMetrics:
-    """A writer of the metrics of a core."""
+    """A writer of the metrics of the core: its queues, its steps, its tokens and its caches.
+
+    `model_name` is the value of the label `model_name` of all these metrics.
+    """
 
     def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics = MetricSet(model_name)
@@ -37,7 +40,12 @@ class CoreMetrics:
         self._totals = Totals(metrics)
 
     def on_step(self, core: EngineCore, _outputs: Sequence[EngineCoreOutput] = ()) -> None:
-        """Write what changed with a step, or with requests that came or went without one."""
+        """Write the metrics that change with each step: the tokens it computed, and the queues.
+
+        This is called after each step, and also when requests come or go without a step. A few
+        times a second, and when the core has no requests, it also calls `sync`. `_outputs` is not
+        used.
+        """
         scheduler = core.scheduler
         total = scheduler.counters.num_scheduled_tokens
         if total > self._num_scheduled_tokens:
@@ -53,7 +61,11 @@ class CoreMetrics:
             self.sync(core)
 
     def sync(self, core: EngineCore) -> None:
-        """Write all other metrics. This must also be called once when the core is ready."""
+        """Write all metrics of the core that `on_step` does not write after each step.
+
+        This must also be called once when the core is ready, so that the metrics are complete
+        before the first request.
+        """
         self._synced = self._clock()
         if not self._is_described:
             self._describe(core)
@@ -122,10 +134,10 @@ class CoreMetrics:
         self._totals.follow_level("encoder", statistics)
 
     def _sync_receiver(self, core: EngineCore) -> None:
-        """Write the core's side of the cache of media.
+        """Write the metrics of the cache through which the core receives processed media.
 
-        A store in shared memory is the processor cache of all frontends. It outlives the core, and
-        so do its counts, which go on from what they were.
+        A cache in shared memory is the processor cache of all frontends. It outlives the core, and
+        so do its counts. So only what was counted since this core began is added to the metrics.
         """
         receiver = core.payloads.receiver
         statistics = receiver.statistics()

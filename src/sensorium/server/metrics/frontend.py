@@ -21,7 +21,10 @@ _IN_FLIGHT = "sensorium:http_requests_in_flight"
 
 
 class FrontendMetrics:
-    """A writer of a frontend's metrics. Each process has one, used on the event loop only."""
+    """A writer of the metrics of one frontend, and a reader of those of all processes.
+
+    It must be used on the event loop only. `model_name` is the value of the label `model_name`.
+    """
 
     def __init__(self, model_name: str) -> None:
         self._metrics = MetricSet(model_name)
@@ -30,43 +33,54 @@ class FrontendMetrics:
     # ---- HTTP
 
     def track_arrival(self) -> AbstractContextManager[None]:
-        """Count a request as in flight until its last byte is sent."""
+        """Return a context manager that counts an HTTP request as in flight during its block.
+
+        The block has to end when the last byte of the response is sent.
+        """
         return self._metrics.gauge(_IN_FLIGHT).track_inprogress()
 
     def track_websocket(self) -> AbstractContextManager[None]:
-        """Count a WebSocket connection as open in this block."""
+        """Return a context manager that counts a WebSocket connection as open during its block."""
         return self._metrics.gauge("vllm:websocket_connections_active").track_inprogress()
 
     def count_refusal(self, reason: str) -> None:
-        """Count a refused request. `reason` is one of those in `metric_set`."""
+        """Count a request that was answered with an error instead of a result.
+
+        `reason` is one of `_REFUSAL_REASONS` in `metric_set`, such as "capacity".
+        """
         self._metrics.counter("sensorium:refused_requests_total", reason).inc()
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
-        """Count a response and its time.
+        """Count an HTTP response, and record the seconds from its request's arrival to its end.
 
-        `handler` is the path of a route as it was declared. All paths that no route takes share one
-        name, so that they don't become series of their own.
+        `handler` is the path of the route as it was declared. All paths without a route share one
+        name, so that unknown paths do not create metrics without end.
         """
         kind = f"{status // 100}xx"
         self._metrics.counter("http_requests_total", handler, method, kind).inc()
         self._metrics.histogram("http_request_duration_seconds", handler, method).observe(seconds)
 
     def observe_loop_lag(self, seconds: float) -> None:
-        """Count how late the event loop was."""
+        """Record how many seconds too late the event loop ran a timer."""
         self._metrics.histogram("sensorium:event_loop_lag_seconds").observe(seconds)
 
     # ---- requests of the engine
 
     def start_request(self, *, arrived: float, params: SamplingParams) -> RequestClock:
-        """Return the clock of a request that arrived at a monotonic time."""
+        """Return a clock that measures one request from its arrival to its end.
+
+        `arrived` is the time of the arrival, in seconds of `time.monotonic`.
+        """
         return RequestClock(self._metrics, arrived=arrived, params=params)
 
     # ---- counts of other parts
 
     def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
-        """Write the counts that other parts of this frontend keep.
+        """Copy into the metrics the counts that other parts of this frontend keep.
 
-        This takes microseconds. It is called after each request and about once a second.
+        These are the number of requests that are not sent to the core yet and, if `perception` is
+        given, the counts of its caches, its media downloads and its pool of processes. This takes
+        microseconds. It is called at the end of each response and about once a second.
         """
         self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
         if perception is None:
@@ -79,10 +93,10 @@ class FrontendMetrics:
             self._sync_pool(perception.pool.statistics())
 
     def _sync_caches(self, caches: Caches) -> None:
-        """Write the frontend's side of the caches of media.
+        """Copy into the metrics the counts of the media caches of this frontend.
 
-        The contents and evictions of a store in shared memory are the same for all frontends, so
-        the core writes them once.
+        The contents and evictions of a cache in shared memory are the same for all frontends, so
+        only the core writes them.
         """
         sender, totals = caches.sender.statistics(), self._totals
         totals.follow("vllm:mm_cache_queries_total", sender.num_queries)
@@ -126,11 +140,11 @@ class FrontendMetrics:
     # ---- reading the metrics of all processes
 
     def render(self) -> tuple[bytes, str]:
-        """Return the body and the content type of `GET /metrics`."""
+        """Return the body and the content type of `GET /metrics`, for all processes together."""
         return render(self._get_source("*.db"))
 
     def get_load(self) -> int:
-        """Return the number of requests in flight, in all frontends."""
+        """Return the number of HTTP requests in flight in all frontends together."""
         return round(Values(self._get_source("gauge_*.db")).get(_IN_FLIGHT))
 
     def _get_source(self, pattern: str) -> Collector:

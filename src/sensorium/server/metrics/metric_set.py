@@ -68,7 +68,10 @@ _Values = tuple[str, ...]  # the values of a label that have a series from the s
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One metric of the table, with all its series."""
+    """The definition of one metric: its kind, name, help text, labels and histogram buckets.
+
+    `labels` maps each label to those of its values that exist from the start, when they count 0.
+    """
 
     kind: type[_Metric]
     name: str
@@ -104,7 +107,7 @@ DEFINITIONS = (
     ),
     _gauge(
         "vllm:cache_config_info",
-        "What was resolved for the KV cache; the value is 1.",
+        "The configuration of the KV cache, in the labels; the value is 1.",
         **dict.fromkeys(("block_size", "num_gpu_blocks", "enable_prefix_caching"), ()),
     ),
     _count("vllm:num_preemptions_total", "Requests that had to give up their KV blocks."),
@@ -136,7 +139,10 @@ DEFINITIONS = (
     ),
     _gauge("sensorium:encoder_cache_used_embeds", "Embeddings in the encoder cache."),
     _gauge("sensorium:encoder_cache_evictable_embeds", "Cached embeddings that no request needs."),
-    _gauge("sensorium:encoder_cache_capacity_embeds", "What the encoder cache may hold."),
+    _gauge(
+        "sensorium:encoder_cache_capacity_embeds",
+        "The most embeddings that the encoder cache may hold.",
+    ),
     # Requests.
     _count("vllm:generation_tokens_total", "Tokens generated for requests."),
     _count(
@@ -144,27 +150,61 @@ DEFINITIONS = (
         "Completions that ended, by reason.",
         finished_reason=_FINISH_REASONS,
     ),
-    _histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _LATENCY),
-    _histogram("vllm:inter_token_latency_seconds", "Between tokens of a completion.", _PER_TOKEN),
     _histogram(
-        "vllm:request_time_per_output_token_seconds",
-        "Mean time per token after the first.",
+        "vllm:time_to_first_token_seconds",
+        "Seconds from a request's arrival to its first token.",
+        _LATENCY,
+    ),
+    _histogram(
+        "vllm:inter_token_latency_seconds",
+        "Seconds between two tokens of a completion.",
         _PER_TOKEN,
     ),
-    _histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _REQUEST),
-    _histogram("vllm:request_queue_time_seconds", "In the core, before it ran.", _REQUEST),
-    _histogram("vllm:request_prefill_time_seconds", "From its first step to a token.", _REQUEST),
-    _histogram("vllm:request_decode_time_seconds", "From its first token to its last.", _REQUEST),
-    _histogram("vllm:request_inference_time_seconds", "Prefill and decode together.", _REQUEST),
+    _histogram(
+        "vllm:request_time_per_output_token_seconds",
+        "Mean seconds per token of a completion, after its first token.",
+        _PER_TOKEN,
+    ),
+    _histogram(
+        "vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", _REQUEST
+    ),
+    _histogram(
+        "vllm:request_queue_time_seconds",
+        "Seconds that a request waits in the core before its first step.",
+        _REQUEST,
+    ),
+    _histogram(
+        "vllm:request_prefill_time_seconds",
+        "Seconds from a request's first step to its first token.",
+        _REQUEST,
+    ),
+    _histogram(
+        "vllm:request_decode_time_seconds",
+        "Seconds from a request's first token to its last.",
+        _REQUEST,
+    ),
+    _histogram(
+        "vllm:request_inference_time_seconds",
+        "Seconds from a request's first step to its last token.",
+        _REQUEST,
+    ),
     _histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-    _histogram("vllm:request_generation_tokens", "Tokens of a completion.", _TOKENS),
-    _histogram("vllm:request_max_num_generation_tokens", "Tokens of its longest one.", _TOKENS),
-    _histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not cached.", _TOKENS),
+    _histogram("vllm:request_generation_tokens", "Generated tokens of a completion.", _TOKENS),
+    _histogram(
+        "vllm:request_max_num_generation_tokens",
+        "Tokens of the longest completion of a request.",
+        _TOKENS,
+    ),
+    _histogram(
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that were not in the prefix cache.",
+        _TOKENS,
+    ),
     _histogram("vllm:request_params_n", "Completions that a request asks for.", (1, 2, 5, 10, 20)),
     _histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", _TOKENS),
     _histogram(
         "sensorium:stage_seconds",
-        "Time in a stage: of a request, or of a media item.",
+        "Seconds that a request or a media item spends in a stage.",
         _STAGE,
         stage=STAGES,
     ),
@@ -174,22 +214,32 @@ DEFINITIONS = (
     *(
         _count(f"sensorium:cache_{word}_total", text, level=_CACHE_LEVELS)
         for word, text in (
-            ("queries", "Looked up, by level: items; tokens at the level prefix."),
-            ("hits", "Found, by level: items; tokens at the level prefix."),
-            ("evictions", "Evicted, by level: items; blocks at the level prefix."),
+            ("queries", "Look-ups in a cache, by level: media items; tokens at the level prefix."),
+            ("hits", "Hits in a cache, by level: media items; tokens at the level prefix."),
+            (
+                "evictions",
+                "Evictions from a cache, by level: media items; blocks at the level prefix.",
+            ),
         )
     ),
     *(
         _gauge(f"sensorium:cache_{word}", text, level=_CACHE_LEVELS)
         for word, text in (
-            ("items", "Kept, by level: items; blocks at the level prefix."),
-            ("bytes", "Kept, by level."),
-            ("capacity_bytes", "What may be kept, by level; 0 if it isn't counted in bytes."),
+            ("items", "Contents of a cache, by level: media items; blocks at the level prefix."),
+            ("bytes", "Bytes that a cache holds, by level."),
+            (
+                "capacity_bytes",
+                "Bytes that a cache may hold, by level; 0 if the limit is not in bytes.",
+            ),
         )
     ),
-    _count("sensorium:cache_resends_total", "Items sent again, because the core had lost them."),
-    _count("sensorium:cache_oversize_total", "Items that no room could be made for."),
-    _count("sensorium:items_joined_total", "Items that another request was processing already."),
+    _count(
+        "sensorium:cache_resends_total", "Media items sent again, because the core had lost them."
+    ),
+    _count("sensorium:cache_oversize_total", "Media items for which the cache had no room."),
+    _count(
+        "sensorium:items_joined_total", "Media items that another request was already processing."
+    ),
     _count("sensorium:media_fetches_total", "Requests to hosts of media."),
     _count("sensorium:media_bytes_fetched_total", "Bytes of media that came from hosts."),
     _count(
@@ -198,25 +248,29 @@ DEFINITIONS = (
         source=("bytes", "data", "file", "http"),
     ),
     _count("sensorium:media_refusals_total", "Media that was not loaded, by reason.", reason=()),
-    _gauge("sensorium:pool_workers", "Processes that decode and process media, ready ones."),
-    _gauge("sensorium:pool_queued", "Items that wait for such a process."),
-    _gauge("sensorium:pool_running", "Items that such a process has in hand."),
+    _gauge("sensorium:pool_workers", "Processes of the media pool that are ready."),
+    _gauge("sensorium:pool_queued", "Media items that wait for a process of the media pool."),
+    _gauge("sensorium:pool_running", "Media items that a process of the media pool is working on."),
     _count(
         "sensorium:pool_jobs_total",
-        "Items that left the pool, by outcome.",
+        "Media items that left the media pool, by outcome.",
         outcome=("done", "failed", "cancelled"),
     ),
-    _count("sensorium:pool_restarts_total", "Processes of the pool that had to be replaced."),
+    _count("sensorium:pool_restarts_total", "Processes of the media pool that had to be replaced."),
     # HTTP, and the processes of the server.
     _gauge("sensorium:http_requests_in_flight", "Requests between arrival and last byte."),
     _gauge("sensorium:num_requests_preparing", "Requests that the core has not taken yet."),
     _gauge("vllm:websocket_connections_active", "Open WebSocket connections."),
     _count(
         "sensorium:refused_requests_total",
-        "Requests that were answered with an error before or instead of an answer, by reason.",
+        "Requests that were answered with an error, by reason.",
         reason=_REFUSAL_REASONS,
     ),
-    _histogram("sensorium:event_loop_lag_seconds", "How late a frontend's loop was.", _LAG),
+    _histogram(
+        "sensorium:event_loop_lag_seconds",
+        "Seconds by which a frontend's event loop was late.",
+        _LAG,
+    ),
     _count(
         "sensorium:process_restarts_total",
         "Processes that ended and were started again.",
@@ -232,7 +286,7 @@ DEFINITIONS = (
     ),
     _histogram(
         "http_request_duration_seconds",
-        "From a request's arrival to the last byte of its answer.",
+        "Seconds from a request's arrival to the last byte of its response.",
         (0.1, 0.5, 1.0, 10.0),
         handler=_ROUTES,
         method=("POST",),
@@ -248,10 +302,11 @@ ALIASES = {
 
 
 class MetricSet:
-    """All series of the table. Each is made once, and then found by its name and label values.
+    """All metrics of `DEFINITIONS`, as one process writes them.
 
-    The values lie where `shared_files.write_as` has put them. Without that call a process has its
-    own values only, which is enough for a test.
+    Each metric is found by its name and its label values, and is created the first time. The values
+    are stored in the files that `shared_files.write_as` has chosen. Without that call they are
+    stored in this process only, which is enough for a test.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -264,21 +319,34 @@ class MetricSet:
                 self._find(definition.name, label_values)
 
     def counter(self, name: str, *label_values: str) -> Counter:
-        """Return a counter of the table."""
+        """Return the counter with this name and these label values.
+
+        The label values come in the order of the metric's definition. Labels that all metrics
+        share, such as `model_name`, are added here. Raises an `InvariantError` if the metric is no
+        counter.
+        """
         return self._get(Counter, name, label_values)
 
     def gauge(self, name: str, *label_values: str) -> Gauge:
-        """Return a gauge of the table."""
+        """Return the gauge with this name and these label values.
+
+        The label values are those that `counter` takes. Raises an `InvariantError` if the metric is
+        no gauge.
+        """
         return self._get(Gauge, name, label_values)
 
     def histogram(self, name: str, *label_values: str) -> Histogram:
-        """Return a histogram of the table."""
+        """Return the histogram with this name and these label values.
+
+        The label values are those that `counter` takes. Raises an `InvariantError` if the metric is
+        no histogram.
+        """
         return self._get(Histogram, name, label_values)
 
     def _get(self, kind: type[_MetricT], name: str, label_values: _Values) -> _MetricT:
         series = self._find(name, label_values)
         if not isinstance(series, kind):
-            raise InvariantError(f"{name} is no {kind.__name__.lower()}")
+            raise InvariantError(f"the metric {name} is no {kind.__name__.lower()}")
         return series
 
     def _find(self, name: str, label_values: _Values) -> _Metric:
@@ -301,16 +369,20 @@ class MetricSet:
 
 
 def _get_common_labels(name: str, model_name: str) -> dict[str, str]:
-    """Return the labels that all series with this prefix have: label -> value."""
+    """Return the labels that all metrics with the prefix of `name` share, as label -> value.
+
+    The prefix is `vllm:` or `sensorium:`. Metrics without one of these share no labels.
+    """
     if name.startswith("vllm:"):
         return {"model_name": model_name, "engine": _ENGINE}
     return {"model_name": model_name} if name.startswith("sensorium:") else {}
 
 
 class Totals:
-    """Counters that follow the totals that other parts count from their start.
+    """A set of Prometheus counters that follow totals that other code counts.
 
-    The increase since the last call is added to the counter.
+    A Prometheus counter can only be increased. So each call adds what a total has grown by since
+    the last call.
     """
 
     def __init__(self, metrics: MetricSet) -> None:
@@ -318,10 +390,10 @@ class Totals:
         self._seen: dict[tuple[str, ...], int] = {}  # name and labels -> total at the last call
 
     def follow(self, name: str, total: int, *label_values: str, is_foreign: bool = False) -> None:
-        """Bring a counter up to `total`.
+        """Increase a counter by what `total` has grown by since the last call.
 
-        With `is_foreign`, earlier processes have counted a part of the total. Then only the
-        increase after the first call is added.
+        At the first call all of `total` is added. With `is_foreign` nothing is added at the first
+        call, because earlier processes have counted that part and have written it to their metrics.
         """
         key = (name, *label_values)
         seen = self._seen.get(key, total if is_foreign else 0)
@@ -330,18 +402,24 @@ class Totals:
             self._metrics.counter(name, *label_values).inc(total - seen)
 
     def follow_level(self, level: str, statistics: CacheStatistics) -> None:
-        """Write all statistics of a level of caching."""
+        """Write the queries, hits, evictions and contents of one level of caching.
+
+        `level` is one of `_CACHE_LEVELS`, such as "processor" or "prefix".
+        """
         self.follow_look_ups(level, statistics)
         self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
         self.set_contents(level, statistics)
 
     def follow_look_ups(self, level: str, statistics: CacheStatistics) -> None:
-        """Write the queries and hits of a level of caching."""
+        """Write the queries and hits of one level of caching, such as "processor" or "prefix"."""
         self.follow("sensorium:cache_queries_total", statistics.num_queries, level)
         self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
 
     def set_contents(self, level: str, statistics: CacheStatistics) -> None:
-        """Write what a level of caching holds."""
+        """Write how much one level of caching, such as "processor", holds at this moment.
+
+        This sets the gauges of its items, of its bytes, and of its capacity in bytes.
+        """
         gauge = self._metrics.gauge
         gauge("sensorium:cache_items", level).set(statistics.num_items)
         gauge("sensorium:cache_bytes", level).set(statistics.num_bytes)

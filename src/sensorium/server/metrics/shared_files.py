@@ -44,20 +44,27 @@ _PAUSE_S = 10.0  # between two log lines
 
 
 def get_frontend_name(index: int) -> str:
-    """Return the name under which the `index`-th frontend writes."""
+    """Return the name under which a frontend writes its metrics, such as "frontend-0".
+
+    `index` counts the frontends of a server from 0.
+    """
     return f"frontend-{index}"
 
 
 def get_path(directory: Path, kind: str, writer: str) -> Path:
-    """Return the path of the file with a writer's values of a kind."""
+    """Return the path of the file in which one process writes its metrics of one kind.
+
+    `kind` is a name of `prometheus_client`, such as "counter". `writer` is the name of the process.
+    """
     return directory / f"{kind}_{writer}.db"
 
 
 @contextmanager
 def making_files(directory: Path, *, num_frontends: int) -> Iterator[None]:
-    """Make a directory with the files of all processes, for the time of the block.
+    """Create a directory with the metrics files of all processes, for the time of the block.
 
-    May raise an `OSError`. The memory is freed when no process has it mapped any more.
+    Each file is a link to memory that is reserved here. The memory is freed when no process has it
+    mapped any more. Raises an `OSError` if the directory or the memory can't be created.
     """
     with ExitStack() as stack:
         directory.mkdir()
@@ -71,31 +78,36 @@ def making_files(directory: Path, *, num_frontends: int) -> Iterator[None]:
 
 
 def use_directory(directory: Path, *, writer: str) -> None:
-    """Make this process write its metrics from now on in a directory, in the files of `writer`.
+    """Make this process write its metrics to the files of `writer` in a directory.
 
-    Only one process at a time may write under a name.
+    The processes that it starts from now on inherit the directory, and choose their own files with
+    `write_as`. Only one process at a time may write to the files of a name.
     """
     os.environ[_VARIABLE] = str(directory)
     write_as(writer)
 
 
 def write_as(writer: str) -> None:
-    """Use the files of `writer` in the directory that this process was started with, if any."""
+    """Make this process write its metrics to the files of `writer`.
+
+    The directory comes from the environment of the process. If the environment has none, nothing is
+    done, and the metrics stay in the memory of the process. Metrics that already exist do not move.
+    """
     if get_directory() is not None:
         values.ValueClass = values.MultiProcessValue(lambda: writer)  # type: ignore[no-untyped-call]
 
 
 def get_directory() -> Path | None:
-    """Return the directory in which metrics lie, if there is one."""
+    """Return the directory of the metrics files, or `None` if this process has none."""
     directory = os.environ.get(_VARIABLE)
     return None if directory is None else Path(directory)
 
 
 def clear_gauges(writer: str, directory: Path) -> None:
-    """Set the gauges of a process that has ended to 0.
+    """Set all gauges of a process that has ended to 0, so that sums no longer include them.
 
-    Its files keep their layout, because a reader may be reading them, and the next process of this
-    name continues them.
+    The layout of its file does not change, because a reader may be reading it, and the next process
+    with this name goes on with it.
     """
     path = get_path(directory, "gauge_livesum", writer)
     if not _get_size(path):
@@ -119,7 +131,10 @@ def _get_size(path: Path) -> int:
 
 
 class Files(Collector):
-    """The metrics in the files of a directory that match a pattern."""
+    """A Prometheus collector that reads the metrics files of several processes and adds them up.
+
+    It reads the files in `directory` with names that match `pattern`.
+    """
 
     def __init__(self, directory: Path, pattern: str = "*.db") -> None:
         self._directory = directory
@@ -133,7 +148,7 @@ class Files(Collector):
 
 
 class Values:
-    """The values of all series at one moment."""
+    """A snapshot of the values of all metrics of a Prometheus collector."""
 
     def __init__(self, source: Collector) -> None:
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -143,7 +158,10 @@ class Values:
                 rows.append((sample.labels, sample.value))
 
     def get(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples with this name and these labels, or 0 if there is none."""
+        """Return the sum of all samples with this name and these labels, or 0 if there is none.
+
+        Samples may have further labels.
+        """
         rows = self._samples.get(name, ())
         return sum(value for own, value in rows if labels.items() <= own.items())
 
@@ -153,14 +171,20 @@ class Values:
 
 
 def render(source: Collector) -> tuple[bytes, str]:
-    """Return the body and the content type of `GET /metrics`."""
+    """Return the metrics of a collector in the Prometheus text format, and its content type.
+
+    Metrics that have an alias are written under both names.
+    """
     registry = CollectorRegistry()
     registry.register(_WithAliases(source))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _WithAliases(Collector):
-    """The metrics of a source, and once more under its alias each metric that has one."""
+    """A collector of all metrics of `source`, and of copies of those that have an alias.
+
+    A copy has the alias as its name.
+    """
 
     def __init__(self, source: Collector) -> None:
         self._source = source
@@ -186,9 +210,10 @@ def _rename(metric: Metric, name: str) -> Metric:
 
 
 class LogLine:
-    """A maker of log lines from the values that `read` returns.
+    """A maker of the log lines that summarise the load of the server.
 
-    `started` is a time of the same clock as the times that `take` gets.
+    `read` returns the current values of the metrics. `started` is the time at which the first
+    line's period begins, in seconds of the clock that the caller of `take` uses.
     """
 
     def __init__(self, read: Callable[[], Values], *, started: float) -> None:
@@ -197,9 +222,10 @@ class LogLine:
         self._taken = started
 
     def take(self, now: float) -> str | None:
-        """Return the line for the time since the last call.
+        """Return the log line for the time since the last call.
 
-        Returns `None` if nothing is under way and nothing happened in that time.
+        `now` is the current time in seconds. Returns `None` if no request is in progress and
+        nothing happened since the last call.
         """
         last, self._last = self._last, self._read()
         seconds, self._taken = max(now - self._taken, 1e-3), now
@@ -233,7 +259,10 @@ def _format_line(last: Values, now: Values, seconds: float) -> str | None:
 
 
 async def log_load(metrics_directory: Path) -> None:
-    """Log the line every few seconds, until this task is cancelled."""
+    """Log a summary of the server's load every 10 seconds, until this task is cancelled.
+
+    Nothing is logged for a period in which nothing happened.
+    """
     files = Files(metrics_directory)
     line = LogLine(lambda: Values(files), started=time.monotonic())
     while True:

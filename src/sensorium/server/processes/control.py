@@ -35,7 +35,11 @@ _MAX_MESSAGE_LENGTH = 4000
 
 
 class StartCore(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to a core."""
+    """The parent's first message to the process of a core: its options and shared resources.
+
+    The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
+    if the processes share none.
+    """
 
     options: ServeOptions
     socket_dir: str
@@ -45,22 +49,29 @@ class StartCore(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def endpoint(self) -> str:
-        """Return the address at which this core takes requests."""
+        """Return the ZeroMQ address at which this core receives requests from frontends."""
         return f"ipc://{self.socket_dir}/core-{self.life}.sock"
 
 
 class FrontendGone(msgspec.Struct, frozen=True, tag=True):
-    """A frontend has ended, and its requests with it."""
+    """A message to the core that a frontend has ended, so that the core aborts its requests."""
 
     identity: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """An order to the core to end, because no request is in flight any more."""
+    """A message to the core that it must end its process.
+
+    The parent sends it when the server stops, after all frontends have ended.
+    """
 
 
 class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message to a frontend."""
+    """The parent's first message to a frontend: its options and shared resources.
+
+    The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
+    if the processes share none.
+    """
 
     options: ServeOptions
     index: int  # of the frontend in its server, from 0
@@ -71,43 +82,55 @@ class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class CoreUp(msgspec.Struct, frozen=True, tag=True):
-    """A core is ready. The first of these messages lets a frontend begin to serve."""
+    """A message to a frontend that a core is ready, with what it needs to connect to that core.
+
+    A frontend begins to serve HTTP when it receives the first of these messages.
+    """
 
     info: CoreInfo
 
 
 class CoreDown(msgspec.Struct, frozen=True, tag=True):
-    """The core has ended."""
+    """A message to a frontend that the core has ended, so that the requests in flight fail.
+
+    The clients of these requests get `reason`.
+    """
 
     reason: str
 
 
 class CoreStalled(msgspec.Struct, frozen=True, tag=True):
-    """The core is alive, but has made no progress for too long."""
+    """A message to a frontend that the core is alive, but has made no progress for too long.
+
+    The route `/health` of the frontend then returns 503.
+    """
 
 
 class CoreResumed(msgspec.Struct, frozen=True, tag=True):
-    """A core that was stalled makes progress again."""
+    """A message to a frontend that a core that was stalled makes progress again."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """An order to take no new requests, finish those in flight, and end."""
+    """A message to a frontend to stop: it finishes the requests in flight and takes no new ones.
+
+    The process of the frontend ends after that.
+    """
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True):
-    """The core has loaded its model and takes requests."""
+    """A message from the core to the parent that its model is loaded and it takes requests."""
 
     info: CoreInfo
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """The frontend accepts connections."""
+    """A message from a frontend to the parent that it accepts HTTP connections."""
 
     description: tuple[tuple[str, str], ...] = ()  # for people, if there is no core to give one
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The child can't start, and ends."""
+    """A message from a child to the parent that the child can't start, and will end."""
 
     message: str  # for people
 
@@ -123,7 +146,7 @@ TO_FRONTEND: msgspec.json.Decoder[ToFrontend] = msgspec.json.Decoder(ToFrontend)
 
 
 def encode_line(message: Any) -> bytes:
-    """Return a message as a line."""
+    """Return a message as one line of JSON that ends with a newline."""
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -132,7 +155,10 @@ def encode_line(message: Any) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class ChildProcess:
-    """A child process and the parent's end of the connection to it. `spawn` starts one."""
+    """A child process, and the parent's end of the socket that connects them.
+
+    `ChildProcess.spawn` starts one.
+    """
 
     name: str
     _process: asyncio.subprocess.Process
@@ -150,7 +176,13 @@ class ChildProcess:
         inherited_fds: Sequence[int],
         environment: Mapping[str, str],
     ) -> ChildProcess:
-        """Start a child in a session of its own, so that a terminal's signals reach the parent."""
+        """Start a child process that is connected to this process by a socket.
+
+        `name` is the child's name in log lines. The child inherits its end of the socket and
+        `inherited_fds`, and the descriptor of the socket is appended to `command` as the last
+        argument. The child runs in a session of its own, so that Ctrl+C in a terminal sends a
+        signal to the parent only. Raises an `OSError` if the process can't be started.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -171,28 +203,34 @@ class ChildProcess:
         return cls(name, process, connection, reader, writer)
 
     def send(self, message: Any) -> None:
-        """Send a message, unless the child is gone; its end is noticed elsewhere."""
+        """Send a message to the child, or do nothing if the connection is closed.
+
+        The caller notices the end of the child by `receive`.
+        """
         if not self._writer.is_closing():
             self._writer.write(encode_line(message))
 
     async def receive(self) -> FromChild | None:
-        """Return the next message, or `None` if the child is gone.
+        """Return the next message from the child, or `None` if the connection has ended.
 
-        A child that sends what can't be read is killed.
+        If a message can't be decoded, the child is killed and the result is `None`.
         """
         try:
             line = await self._read_line()
             return FROM_CHILD.decode(line) if line else None
         except (ValueError, msgspec.MsgspecError) as error:  # too long, cut off, or no message
-            logger.error("%s sent a message that can't be read: %s", self.name, error)
+            logger.error(
+                "%s sent a message that can't be read, and is killed: %s", self.name, error
+            )
             self.kill()
             return None
 
     async def _read_line(self) -> bytes:
-        """Return the next line, or nothing at the end of the connection.
+        """Return the next line from the child, or no bytes at the end of the connection.
 
-        A write to a child that has ended fails, and closes the stream with all that was not read
-        yet. The reason of the child's end may be in there, so the rest is read from the socket.
+        A write to a child that has ended fails, and closes the stream although it has lines that
+        were not read yet. One of them may contain the reason for the child's end. So the rest is
+        read from the socket itself.
         """
         with suppress(ConnectionError):
             return await self._reader.readline()
@@ -203,9 +241,10 @@ class ChildProcess:
         return line
 
     async def wait_until_ended(self) -> str:
-        """Wait for the end of the process, and return how it ended, in words.
+        """Wait until the child has ended, and return its exit status in words.
 
-        Its connection has ended, so a process that lingers is killed.
+        This is called when the connection has ended. A child that is still running a few seconds
+        later is killed. The result is that of `describe_status`.
         """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _END_S)
@@ -216,7 +255,7 @@ class ChildProcess:
         return describe_status(status)
 
     def kill(self) -> None:
-        """Kill the process if it lives.
+        """Kill the child with SIGKILL, unless it has ended.
 
         `Process.kill` is not used, because it may collect the exit status that another task waits
         for.
@@ -227,7 +266,7 @@ class ChildProcess:
 
 
 def describe_status(status: int) -> str:
-    """Return the status of a process in words."""
+    """Return an exit status in words: "status 1", or "signal SIGKILL" for -9."""
     if status >= 0:
         return f"status {status}"
     with suppress(ValueError):
@@ -239,9 +278,9 @@ def describe_status(status: int) -> str:
 
 
 class Channel(Generic[Message]):
-    """A child's end of its connection to the parent.
+    """A child's end of the socket that connects it to its parent.
 
-    Any thread may call `send`. One thread at a time may read.
+    Any thread may call `send`. Only one thread at a time may call `receive`.
     """
 
     def __init__(self, connection: socket.socket, decoder: msgspec.json.Decoder[Message]) -> None:
@@ -251,12 +290,16 @@ class Channel(Generic[Message]):
         self._lock = threading.Lock()
 
     def send(self, message: FromChild) -> None:
-        """Send a message to the parent."""
+        """Send a message to the parent, or raise an `OSError` if the connection has ended."""
         with self._lock:
             self._connection.sendall(encode_line(message))
 
     def receive(self) -> Message | None:
-        """Return the next message, or `None` if the connection has ended."""
+        """Wait for the next message from the parent, and return it.
+
+        Returns `None` if the connection has ended. Raises an error of msgspec if the message can't
+        be decoded.
+        """
         try:
             line = self._lines.readline()
         except ConnectionError:  # the parent ended before it had read all that was sent
@@ -271,10 +314,10 @@ class Channel(Generic[Message]):
         on_end: Callable[[], object],
         on_failure: Callable[[], object],
     ) -> None:
-        """Pass all further messages to `on_message`, in a thread of their own.
+        """Start a thread that calls `on_message` with each further message from the parent.
 
-        At the end of the connection `on_end` is called there, or `on_failure` if a message can't be
-        read or `on_message` raises.
+        The same thread calls `on_end` when the connection ends. If a message can't be decoded or
+        `on_message` raises, the thread calls `on_failure` instead and stops.
         """
 
         def read() -> None:
@@ -291,9 +334,10 @@ class Channel(Generic[Message]):
 
 
 def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
-    """Return this child's end of its connection. Its descriptor is the last argument of argv.
+    """Return this child's end of the socket that connects it to its parent.
 
-    Signals are ignored from now on: a terminal or a service manager sends them to all processes,
+    The descriptor of the socket is the last command-line argument. From now on this process ignores
+    SIGINT, SIGTERM and SIGHUP, because terminals and service managers send them to all processes,
     and the parent decides what follows.
     """
     faulthandler.enable()
@@ -305,22 +349,29 @@ def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
 
 
 def receive_start(channel: Channel[Any], kind: type[Start]) -> Start:
-    """Return the first message, or end this process if the parent is gone."""
+    """Wait for the parent's first message, which must be of the type `kind`, and return it.
+
+    If the parent is gone, this process exits with status 1. Raises an `InvariantError` if the
+    message is of another type.
+    """
     message = channel.receive()
     if message is None:
         sys.exit(1)
     if not isinstance(message, kind):
-        raise InvariantError(f"{type(message).__name__} came, {kind.__name__} was expected")
+        raise InvariantError(
+            f"the parent sent {type(message).__name__} first, but {kind.__name__} was expected"
+        )
     return message
 
 
 def follow_parent(
     channel: Channel[Message], on_message: Callable[[Message], object], *, socket_dir: str
 ) -> None:
-    """Handle the parent's messages from now on, and end when the parent ends.
+    """Start a thread that handles the parent's messages and ends this process with the parent.
 
-    This happens in a thread, so that nothing the main thread does can delay the end. A child that
-    can't read its parent's messages ends too, and is started again.
+    Nothing that the main thread does can delay that end. `socket_dir` is the parent's directory for
+    sockets, which is then removed. If a message can't be handled, this process exits too, and the
+    parent starts it again.
     """
     channel.start_reading(
         on_message, on_end=lambda: end_with_parent(socket_dir), on_failure=lambda: os._exit(1)
@@ -328,7 +379,10 @@ def follow_parent(
 
 
 def end_with_parent(socket_dir: str) -> None:
-    """End this process, because the parent was killed, and remove the parent's directory."""
+    """Remove the directory for sockets, and exit this process at once with status 1.
+
+    A child calls this when its parent was killed and can't remove the directory itself.
+    """
     for _ in range(_REMOVAL_TRIES):  # other children remove it too, or still write
         shutil.rmtree(socket_dir, ignore_errors=True)
         if not os.path.exists(socket_dir):
@@ -339,7 +393,8 @@ def end_with_parent(socket_dir: str) -> None:
 def report_failure(channel: Channel[Any], error: BaseException) -> None:
     """Send the parent the reason why this process can't start.
 
-    Only a bug of Sensorium is logged with a traceback.
+    An unexpected error, which is a bug of Sensorium or of a library, is also logged with its
+    traceback.
     """
     if isinstance(error, InvariantError) or not isinstance(error, SensoriumError):
         logger.error("this process can't start", exc_info=error)

@@ -31,7 +31,10 @@ from sensorium.utils.process import listen_for_long_work
 
 
 def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
-    """Load the model, and return the loop of the core and its description for frontends."""
+    """Load the model, and return the main loop of the core and its description for frontends.
+
+    Raises a `SensoriumError` if the model can't be loaded.
+    """
     adopt_library_logs()
     options = start.options
     # Progress bars would break lines of JSON.
@@ -65,7 +68,11 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
 
 
 def _make_loop(start: StartCore, built: Core) -> CoreLoop:
-    """Return the loop that runs a core, with its metrics and its signs of life."""
+    """Return the main loop of a core, which writes metrics and signs of life.
+
+    A sign of life is the time of the last progress, in memory that the parent reads. Without
+    `start.pulse_fd` none are written, because the parent does not watch the core.
+    """
     write_as(CORE)
     metrics = CoreMetrics(start.options.model_names[0])
     metrics.sync(built.core)
@@ -83,7 +90,12 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
 def _try_core(
     built: Core, loading: LoadingOptions, checkpoint: Checkpoint, options: ServeOptions
 ) -> dict[str, str]:
-    """Try a core with a frontend of its own, which shares no cache and ends with the trial."""
+    """Compare the engine with the original model, and return the modalities that can't be used.
+
+    The result maps a modality to the reason. The trial has a frontend of its own, which shares no
+    cache with others and is closed afterwards. Raises a `ModelError` if the model can't be used at
+    all.
+    """
     alone = replace(options.media, mm_processor_cache_type="lru", mm_processor_pool_size=0)
     frontend = build_frontend(loading, checkpoint, alone, build_caches(alone, None))
     switched_off = try_core(built, frontend, options.engine.limit_mm_per_prompt)
@@ -94,7 +106,10 @@ def _try_core(
 def describe_core(
     built: Core, options: ServeOptions, *, model_type: str
 ) -> tuple[tuple[str, str], ...]:
-    """Return the rows that a server prints about its engine when it starts."""
+    """Return the names and values that a server prints about its engine when it starts.
+
+    `model_type` is the type of the model in the checkpoint's configuration, as in "gemma3".
+    """
     config, limits = built.config, built.config.limits
     names = {family.model_type: family.name for family in FAMILIES}
     dtype = str(built.adapter.dtype).removeprefix("torch.")
@@ -119,10 +134,12 @@ def describe_core(
 
 
 def _describe_kv_cache(built: Core) -> str:
-    """Return the size of the KV cache in words.
+    """Return the size of the KV cache in words: its blocks, its tokens and its bytes.
 
-    The first block of a group is never given out. The number of tokens is that for which all layers
-    have room; groups with a window keep only the last of them.
+    The blocks are counted for each group of layers that share a block table, without the first
+    block of the group, which is never used. The number of tokens is that for which all layers have
+    room, where layers with a sliding window keep only the last of them. It is left out if all
+    layers have a window.
     """
     config = built.config
     counts = [group.num_blocks - 1 for group in config.groups]

@@ -33,14 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """The loop of a core, controlled by messages of the parent that another thread hands over."""
+    """The main loop of the core, which the parent's messages control.
+
+    One thread calls `run`, and another calls `handle` with each message.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: CoreLoop | None = None
 
     def handle(self, message: ToCoreProcess) -> None:
-        """Do what a message of the parent demands."""
+        """Do what a message of the parent demands.
+
+        `FrontendGone` makes the core abort the requests of that frontend. `Stop` ends the main loop
+        or, if the model is still loading, the whole process at once.
+        """
         with self._lock:
             if isinstance(message, FrontendGone) and self._loop is not None:
                 self._loop.forget_frontend(message.identity)
@@ -50,7 +57,10 @@ class CoreProcess:
                 os._exit(0)
 
     def run(self, loop: CoreLoop) -> None:
-        """Run the loop until `Stop`. Later messages do not reach it any more."""
+        """Run the main loop of the core until the parent sends `Stop`.
+
+        Messages of the parent control the loop from now on, until it ends.
+        """
         with self._lock:
             self._loop = loop
         try:
@@ -61,7 +71,11 @@ class CoreProcess:
 
 
 def main() -> None:
-    """Run a core, from the parent's first message to the end of the process."""
+    """Run the process of a core: wait for its options, load the model, and compute steps.
+
+    This does not return. It ends the process when the parent sends `Stop`, or with status 1 after a
+    failure.
+    """
     channel = open_channel(TO_CORE)
     start = receive_start(channel, StartCore)
     options = start.options
@@ -87,7 +101,10 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End this process at once. A normal exit of torch takes time and would only free memory."""
+    """End this process at once with an exit status, after the logs are flushed.
+
+    A normal exit would take time to free memory of torch, which the system frees anyway.
+    """
     logging.shutdown()
     os._exit(status)
 

@@ -70,7 +70,11 @@ Messages = asyncio.Queue[ToFrontend]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendApp:
-    """The parts of a frontend, before it serves."""
+    """The parts of a frontend, built before it begins to serve HTTP.
+
+    `info` is `None` if the server has a core, which then sends its description. In a server without
+    a core, `info` is used in its place.
+    """
 
     engine: AsyncEngine
     perception: Perception
@@ -79,9 +83,10 @@ class FrontendApp:
 
 
 def build_frontend_app(start: StartFrontend) -> FrontendApp:
-    """Build everything that needs no core, while the core loads.
+    """Build all parts of a frontend that do not depend on the core, while the core still loads.
 
-    The core's defaults for sampling come later, when the core is ready.
+    The default sampling parameters depend on the core, and are set when the core is ready. Raises a
+    `SensoriumError` if a file of the model can't be used.
     """
     adopt_library_logs()
     options = start.options
@@ -147,7 +152,11 @@ def _make_answer_format(
 
 
 def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
-    """Return whether there are enough CPU cores for all processes to load at the same time."""
+    """Return whether this machine has a CPU core for each process of the server.
+
+    Then all of them can load at the same time. `pool_size` is the number of processes in the media
+    pool of each frontend.
+    """
     num_cores = 0 if options.is_render_only else 1
     num_processes = num_cores + options.api_server_count * (1 + pool_size)
     return (os.cpu_count() or 1) >= num_processes
@@ -160,9 +169,10 @@ def run_frontend(
     channel: Channel[ToFrontend],
     attach: Callable[[Callable[[ToFrontend], object]], None],
 ) -> None:
-    """Serve until the parent sends `Drain` and the requests in flight have ended.
+    """Serve HTTP until the parent sends `Drain` and the requests in flight have ended.
 
-    `attach` takes the function that gets the parent's messages from now on.
+    `attach` is called once, with a function that must then be called with each message of the
+    parent.
     """
 
     async def run() -> None:
@@ -216,7 +226,10 @@ async def _serve(
 
 
 async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
-    """Wait for a core, and return `False` if the parent wants to stop before there is one."""
+    """Wait until a core is ready, connect the engine to it, and return True.
+
+    Returns False if the parent sends `Drain` before a core is ready.
+    """
     while True:
         message = await messages.get()
         if isinstance(message, Drain):
@@ -229,7 +242,11 @@ async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
 async def _obey(
     messages: Messages, engine: AsyncEngine, server: uvicorn.Server, shutdown_timeout_s: float
 ) -> None:
-    """Handle the messages of the parent while the server runs."""
+    """Handle the messages of the parent while the HTTP server runs, until the task is cancelled.
+
+    After `Drain` the HTTP server takes no new requests. Those that are still in flight after
+    `shutdown_timeout_s` seconds fail.
+    """
     ends: list[asyncio.Task[None]] = []
     while True:
         message = await messages.get()
@@ -245,7 +262,7 @@ async def _obey(
 
 
 async def _close_late(engine: AsyncEngine, delay_s: float) -> None:
-    """Close the engine after a while, so that requests still in flight fail with a reason."""
+    """Close the engine after `delay_s` seconds, so that requests in flight fail with a reason."""
     await asyncio.sleep(delay_s)
     await engine.close()
 
@@ -257,7 +274,11 @@ async def _sync_often(sync: Callable[[], None]) -> None:
 
 
 def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
-    """Return the settings of uvicorn."""
+    """Return the configuration of uvicorn for an ASGI app.
+
+    This also raises the limit on open files of this process, from which the limit on connections
+    follows.
+    """
     return uvicorn.Config(
         app,
         loop="none",  # the event loop runs already
@@ -276,9 +297,10 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
 
 
 class SyncBeforeEnd:
-    """An ASGI layer that updates the metrics before the last part of an answer is sent.
+    """An ASGI middleware that calls `sync` before the last part of each response is sent.
 
-    So a client that then reads the metrics, from any frontend, finds its request in them.
+    `sync` updates the metrics. So a client that reads the metrics after its response, from any
+    frontend, finds its request in them.
     """
 
     def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
@@ -295,7 +317,10 @@ class SyncBeforeEnd:
 
 
 class _Server(uvicorn.Server):
-    """A server that reports when it accepts connections, and leaves signals to the parent."""
+    """A uvicorn server that calls `on_started` when it begins to accept connections.
+
+    It installs no signal handlers, because the parent handles signals.
+    """
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -312,9 +337,10 @@ class _Server(uvicorn.Server):
 
 
 def raise_file_limit() -> int:
-    """Allow this process as many open files as the system permits, within reason.
+    """Raise the limit on open files of this process, and return the limit on connections.
 
-    Returns how many of them may be connections of clients.
+    The new limit is what the system permits, at most 65,536 files. Some of them are reserved for
+    files other than connections of clients.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -326,10 +352,11 @@ def raise_file_limit() -> int:
 
 
 def make_render_info(options: ServeOptions, checkpoint: Checkpoint) -> CoreInfo:
-    """Return what a core would report, from the checkpoint's small files, for a server without one.
+    """Return the facts that a core would report, for a server that has no core.
 
-    The server that runs the model may have cut its context to what fits into memory. Then both
-    servers need the same `max_model_len`.
+    Such a server only renders prompts and loads no weights, so the facts come from the small files
+    of the checkpoint. A server that runs the model may have reduced the length of its context to
+    what fits into memory. Then both servers need the same option `max_model_len`.
     """
     hf_config = checkpoint.hf_config
     text_config = hf_config.get_text_config(decoder=True)

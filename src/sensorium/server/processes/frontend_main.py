@@ -37,7 +37,10 @@ _MAX_ARENAS = 2
 
 
 class Inbox:
-    """The parent's messages, which are kept until they are taken. `add` runs in another thread."""
+    """A buffer that keeps the parent's messages until the frontend can handle them.
+
+    `add` is called in another thread than `attach`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +48,11 @@ class Inbox:
         self._deliver: Callable[[ToFrontend], object] | None = None
 
     def add(self, message: ToFrontend) -> None:
-        """Deliver a message, or keep it. `Drain` ends a process that still loads."""
+        """Pass a message to the function that `attach` was given, or keep it until then.
+
+        `Drain` is not kept: a frontend that is still loading has no requests to finish, so its
+        process ends at once.
+        """
         with self._lock:
             if self._deliver is not None:
                 self._deliver(message)
@@ -55,7 +62,7 @@ class Inbox:
                 self._waiting.append(message)
 
     def attach(self, deliver: Callable[[ToFrontend], object]) -> None:
-        """Deliver messages to `deliver` from now on, first those that were kept."""
+        """Call `deliver` with each message that was kept, and from now on with each new one."""
         with self._lock:
             for message in self._waiting:
                 deliver(message)
@@ -64,7 +71,11 @@ class Inbox:
 
 
 def main() -> None:
-    """Run a frontend, from the parent's first message to the end of the process."""
+    """Run the process of a frontend: wait for its options, build it, and serve HTTP.
+
+    This does not return. It ends the process after the parent's `Drain`, or with status 1 after a
+    failure.
+    """
     channel = open_channel(TO_FRONTEND)
     start = receive_start(channel, StartFrontend)
     options = start.options
@@ -96,9 +107,9 @@ def main() -> None:
 def keep_memory_compact() -> None:
     """Make the C library's allocator return the memory of bodies and media to the system.
 
-    Many threads allocate and free megabytes. By default glibc maps only blocks above a size that it
-    raises up to 32 MiB, and has arenas for every thread, so that hundreds of megabytes stay unused
-    inside the arenas. Other C libraries have no such call, and need none.
+    By default glibc keeps freed blocks of up to 32 MiB in its arenas, and has several arenas for
+    each CPU core. With many threads that allocate megabytes, hundreds of megabytes would stay
+    unused. With another C library nothing is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

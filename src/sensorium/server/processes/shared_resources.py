@@ -45,7 +45,11 @@ Verdict = Literal["moves", "stalled", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResources:
-    """All resources that the processes share."""
+    """The socket, memory and directories that all processes of a server share.
+
+    The parent creates and removes them with `sharing_resources`. Its children inherit descriptors,
+    or get paths by a message.
+    """
 
     listener: socket.socket  # bound; only frontends listen on it
     url: str
@@ -57,7 +61,11 @@ class SharedResources:
 
 @contextmanager
 def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
-    """Make all shared resources, and remove them after the block."""
+    """Create the resources that the processes of a server share, and remove them after the block.
+
+    Raises a `SensoriumError` if the address can't be used, or if there is too little memory or
+    disk.
+    """
     with ExitStack() as stack:
         # Connections are refused until the first frontend listens.
         listener = stack.enter_context(_bind(options.host, options.port))
@@ -73,7 +81,7 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
         except OSError as error:
             raise RequestError(
                 "there is no room for the server's sockets and metrics in the temporary directory "
-                f"(TMPDIR chooses it): {error.strerror or error}"
+                f"(set TMPDIR to use another one): {error.strerror or error}"
             ) from error
         host = f"[{options.host}]" if ":" in options.host else options.host
         yield SharedResources(
@@ -87,14 +95,20 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address, or raise a `RequestError` with the reason."""
+    """Return a TCP socket that is bound to an address and does not listen yet.
+
+    Port 0 means any free port. Raises a `RequestError` with the reason if the address can't be
+    used.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise RequestError(f"{host!r} is no address to listen on: {error.strerror}") from error
+        raise RequestError(
+            f"{host!r} is no address to listen on (--host sets it): {error.strerror}"
+        ) from error
     try:
         # Connections of an earlier server may still be in TIME_WAIT on the same port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,13 +117,17 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         reason = error.strerror or str(error)
         raise RequestError(
-            f"can't listen on {host}, port {port}: {reason} (--port chooses another; 0 is any)"
+            f"can't listen on {host}, port {port}: {reason} (--port sets another one; 0 means any "
+            "free port)"
         ) from error
     return listener
 
 
 def _make_directory() -> Path:
-    """Make a directory that only its owner can read."""
+    """Create a temporary directory that only its owner can access, and return its path.
+
+    It is in `/tmp` if the path would otherwise be too long for the Unix sockets in it.
+    """
     directory = tempfile.mkdtemp(prefix="sensorium-")
     if len(directory) > _MAX_DIRECTORY_LENGTH:
         os.rmdir(directory)
@@ -118,9 +136,10 @@ def _make_directory() -> Path:
 
 
 def _reserve_memory(options: ServeOptions) -> int | None:
-    """Reserve the memory for media, and return its descriptor.
+    """Reserve the shared memory for processed media, and return its file descriptor.
 
-    The memory is not kept mapped here: the parent never reads it.
+    Returns `None` if the processes share no memory. The memory is not mapped into this process,
+    because the parent never reads it.
     """
     if not options.shm_capacity_bytes:
         return None
@@ -137,17 +156,27 @@ def _reserve_memory(options: ServeOptions) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """What the core has written into the page of its pulse."""
+    """The last sign of life of the core, as the parent reads it from shared memory.
+
+    `Pulse` reads and writes that memory.
+    """
 
     beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
     is_long_work: bool  # it has announced work that gives no signs of life
 
 
 class Pulse:
-    """One process's view of the page, which the core writes and the parent reads and clears."""
+    """A page of shared memory in which the core writes its signs of life for the parent.
+
+    With them the parent notices a core that hangs. Each process has a `Pulse` of its own for the
+    same page.
+    """
 
     def __init__(self, fd: int) -> None:
-        """Take over a descriptor. Callers use `create` or `attach` instead."""
+        """Map the page behind a descriptor into memory, and take ownership of the descriptor.
+
+        Callers use `create` or `attach` instead.
+        """
         self.fd = fd
         self._map = mmap.mmap(fd, _PULSE_BYTES)
         # Aligned stores of 8 bytes: a reader never sees half a number.
@@ -155,7 +184,7 @@ class Pulse:
 
     @classmethod
     def create(cls) -> Pulse:
-        """Make a page, and return the view of it."""
+        """Create a new page of shared memory, and return a `Pulse` for it."""
         fd = os.memfd_create("sensorium-pulse", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, _PULSE_BYTES)
@@ -166,47 +195,66 @@ class Pulse:
 
     @classmethod
     def attach(cls, fd: int) -> Pulse:
-        """Return the page behind an inherited descriptor, which stays the caller's."""
+        """Return a `Pulse` for a page that another process has created.
+
+        `fd` is the inherited descriptor of the page. It is duplicated, so the caller still has to
+        close it.
+        """
         return cls(os.dup(fd))
 
     def beat(self) -> None:
-        """Write that the core makes progress."""
+        """Write the current time into the page, as the sign that the core makes progress."""
         self._values[_BEAT] = time.monotonic()
 
     def note_long_work(self, is_begun: bool) -> None:
-        """Note that work without signs of life begins, or that it has ended."""
+        """Write into the page that long work begins, or that it has ended.
+
+        Long work, such as compiling kernels, gives no signs of life. While it lasts, the core does
+        not count as stalled.
+        """
         self.beat()
         self._values[_LONG_WORK] = float(is_begun)
 
     def clear(self) -> None:
-        """Clear the page after a core has ended."""
+        """Remove all signs of life from the page, before another core is started."""
         self._values[_BEAT] = self._values[_LONG_WORK] = 0.0
 
     def read(self) -> Sign:
-        """Return what the core has written."""
+        """Return the last sign of life that the core has written into the page."""
         return Sign(beat=self._values[_BEAT], is_long_work=bool(self._values[_LONG_WORK]))
 
     def close(self) -> None:
-        """Close this view of the page."""
+        """Unmap the page and close this descriptor of it.
+
+        The page still exists for other processes.
+        """
         self._values.release()
         self._map.close()
         os.close(self.fd)
 
 
 def get_look_interval(limit_s: float) -> float:
-    """Return the seconds between two checks by the parent."""
+    """Return how many seconds the parent waits between two checks of the core's progress.
+
+    `limit_s` is the number of seconds without progress after which a core counts as stalled.
+    """
     return min(_MAX_LOOK_S, limit_s / _LOOKS_PER_LIMIT)
 
 
 def get_idle_interval(limit_s: float) -> float:
-    """Return how many seconds a core without work may sleep between two signs of life."""
+    """Return the longest time, in seconds, between two signs of life of a core without requests.
+
+    A sign of life is a call of `Pulse.beat`. `limit_s` is the number of seconds without progress
+    after which a core counts as stalled.
+    """
     return min(_MAX_LOOK_S, limit_s / _BEATS_PER_LIMIT)
 
 
 class StallWatch:
-    """A rule for whether a core makes progress, applied by its parent. It has no clock.
+    """A rule by which the parent decides whether the core makes progress.
 
-    A core is stalled after `limit_s` seconds of silence, and lost after twice that.
+    A core is stalled after `limit_s` seconds without a sign of life, and lost after twice that
+    time. The rule reads no clock, so that tests can pass any time.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -217,7 +265,11 @@ class StallWatch:
         self._silent_s = 0.0
 
     def look(self, now: float, sign: Sign) -> Verdict:
-        """Return the verdict on a core that has this sign of life at this time."""
+        """Return whether the core makes progress ("moves"), is "stalled", or is "lost".
+
+        The caller passes the current monotonic time and the core's last sign of life, again and
+        again. Before the first sign of life and during long work the result is "moves".
+        """
         gap_s = 0.0 if self._looked is None else min(now - self._looked, self._max_gap_s)
         self._looked = now
         if sign.beat != self._beat or sign.is_long_work or not sign.beat:

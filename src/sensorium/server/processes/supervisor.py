@@ -71,12 +71,15 @@ _RUN_MODULE = (sys.executable, "-P", "-m")
 
 
 class ServerFailedError(SensoriumError):
-    """The server can't be started, or can't be kept running."""
+    """An error that means that the server can't be started, or can't be kept running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """The command for each kind of child. The descriptor of its connection is added to it."""
+    """The command lines that start the process of a core and that of a frontend.
+
+    The descriptor of the child's socket is appended to them as the last argument.
+    """
 
     core: tuple[str, ...] = (*_RUN_MODULE, "sensorium.server.processes.core_main")
     frontend: tuple[str, ...] = (*_RUN_MODULE, "sensorium.server.processes.frontend_main")
@@ -84,9 +87,10 @@ class Commands:
 
 @dataclass(slots=True, kw_only=True)
 class RestartPolicy:
-    """A rule for when a process that has ended is started again, or given up. It has no clock.
+    """A rule for when a process that has ended is started again, and when that is given up.
 
-    The pauses double with each end.
+    The pause before a start doubles with each end of the process, from `first_pause_s` up to
+    `max_pause_s` seconds. The rule reads no clock, so that tests can pass any time.
     """
 
     max_tries: int = 5
@@ -96,7 +100,11 @@ class RestartPolicy:
     _num_ends: int = field(default=0, init=False)
 
     def note_end(self, *, lived_s: float) -> float | None:
-        """Count an end. Return the seconds until the next start, or `None` to give up."""
+        """Count an end of the process, and return the seconds to wait before its next start.
+
+        `lived_s` is how many seconds the process ran. Returns `None` if the process has ended more
+        than `max_tries` times in a row, each time after less than `settled_s` seconds.
+        """
         if lived_s >= self.settled_s:
             self._num_ends = 0
         self._num_ends += 1
@@ -106,9 +114,10 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """A parent that keeps the processes of a server alive. `run` may be called once.
+    """The parent of a server's processes, which starts them and starts those again that end.
 
-    Tests use other `commands`, and change the time limits by `make_policy` and `grace_s`.
+    `run` may be called once. Tests use other `commands`, and change the time limits by
+    `make_policy` and `grace_s`, the seconds that processes have to end when the server stops.
     """
 
     def __init__(
@@ -137,9 +146,10 @@ class Supervisor:
         self._status = 0
 
     async def run(self) -> int:
-        """Run the server, and return its exit status.
+        """Run the server until a signal stops it, and return its exit status.
 
-        The status is 0 after a drain, and 128 + signal if that was cut short. Raises a
+        After SIGINT or SIGTERM the server finishes the requests in flight, and the status is 0. A
+        second signal kills all processes, and the status is 128 + its number. Raises a
         `SensoriumError` if the server can't be started or can't be kept running.
         """
         with sharing_resources(self._options) as self._shared, self._handling_signals():
@@ -167,9 +177,11 @@ class Supervisor:
     async def _keep(
         self, kind: Literal["core", "frontend"], live: Callable[[int], Awaitable[str]]
     ) -> None:
-        """Run one process after another, until the server stops.
+        """Run a process, and start it again each time it ends, until the server stops.
 
-        `live` runs the n-th of them, n from 1, and returns how it ended.
+        `live` is called with the number of the start, from 1. It runs the process and returns how
+        that ended. Raises a `ServerFailedError` if a process ends before the server is ready, or
+        too often.
         """
         policy = self._make_policy()
         for life in count(1):
@@ -217,9 +229,10 @@ class Supervisor:
         return await self._follow(core, self._on_core_message, forget)
 
     async def _watch_core(self, core: ChildProcess) -> None:
-        """Inform the frontends if a ready core makes no progress, and kill it if that goes on.
+        """Report to the frontends that the core is stalled or resumes, and kill it if it is lost.
 
-        The task is cancelled when the core has ended.
+        A core that is still loading is not watched, and no core is watched if `core_stall_timeout`
+        is 0. The task is cancelled when the core has ended.
         """
         limit_s = self._options.core_stall_timeout
         watch = StallWatch(limit_s)
@@ -283,7 +296,11 @@ class Supervisor:
         start: StartCore | StartFrontend,
         inherited_fd: int | None,
     ) -> ChildProcess:
-        """Start a child. It inherits a descriptor, if one is given, and that of shared memory."""
+        """Start a child process, and send it the message `start`.
+
+        The child inherits the descriptor of the shared memory, if there is any, and `inherited_fd`,
+        if that is not `None`. If the server is already stopping, the child is killed at once.
+        """
         inherited_fds = [fd for fd in (self._shared.shm_fd, inherited_fd) if fd is not None]
         # Children find the modules that this process finds. They also get the directory of the
         # metrics from the environment, in which `use_directory` has put it.
@@ -303,7 +320,9 @@ class Supervisor:
     ) -> str:
         """Handle the messages of a child until its process has ended, and return how it ended.
 
-        `forget` is called as soon as its connection has ended.
+        The result is the reason that the child sent, or its exit status in words. `handle` is
+        called with each other message. `forget` is called as soon as the connection to the child
+        has ended.
         """
         failure = None
         while (message := await child.receive()) is not None:
