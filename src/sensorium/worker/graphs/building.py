@@ -27,7 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """The settings of an engine that decide which graphs are captured."""
+    """A set of engine settings that decide which CUDA graphs are captured at start.
+
+    `enforce_eager` turns graphs off. `sizes` are the batch sizes to capture for decode steps; None
+    means those that `get_decode_sizes` computes. `use_tqdm` shows progress bars on a terminal.
+    """
 
     enforce_eager: bool = False
     sizes: Sequence[int] | None = None  # batch sizes; None: those of `get_decode_sizes`
@@ -39,7 +43,12 @@ class GraphOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graphs:
-    """The graphs of an engine, if it has any."""
+    """A holder of the CUDA graphs that an engine captured at its start.
+
+    `decoding` replays steps in which every request decodes one token, and `segments` replays steps
+    that contain prompt tokens. Each is None if it could not be captured. `words` describes both for
+    logs and status pages, with the reason for a missing one.
+    """
 
     decoding: DecodeGraphs | None = None  # for steps in which every request decodes
     segments: SegmentGraphs | None = None  # for steps with tokens of prompts
@@ -51,7 +60,11 @@ NO_GRAPHS = Graphs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphParts:
-    """The parts that graphs are made with. Tests replace them and need no GPU."""
+    """A set of the kernels and recorders with which CUDA graphs are captured.
+
+    `recorder` captures decode steps, `segment_recorder` captures steps that contain prompt tokens.
+    Tests pass replacements that need no GPU.
+    """
 
     kernels: DecodeKernels
     recorder: Recorder
@@ -61,7 +74,11 @@ class GraphParts:
 def find_graph_parts(
     adapter: ModelAdapter, layers: Sequence[LayerSpec], *, block_size: int
 ) -> GraphParts | str:
-    """Return the parts of graphs on the adapter's device, or why it can have no graphs."""
+    """Return the kernels and recorders for CUDA graphs, or a text that says why none can be used.
+
+    The kernels are first run once for each kind of layer on the adapter's device. A text is
+    returned if they are not available there, if that run fails, or if its results are wrong.
+    """
     device, dtype = adapter.device, adapter.dtype
     if (obstacle := kernels.find_obstacle(device)) is not None:
         return obstacle
@@ -89,7 +106,11 @@ def build_graphs(
     groups: Sequence[KVCacheGroup],
     block_size: int,
 ) -> Graphs:
-    """Capture the graphs of an engine, without those that can't be captured."""
+    """Capture the CUDA graphs of an engine, and return those that could be captured.
+
+    A kind of graph that can't be captured is None in the result. The reason is in `Graphs.words`,
+    and on a GPU it is also logged as a warning. With `options.enforce_eager` nothing is captured.
+    """
     if options.enforce_eager:
         return Graphs(words="none: they are turned off (enforce_eager)")
     started, before = monotonic(), _get_used_bytes(adapter.device)
@@ -137,10 +158,11 @@ def build_graphs(
 
 
 def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8 and then the multiples of 8, up to the most requests of a step.
+    """Return the batch sizes for which decode graphs are captured, in ascending order.
 
-    Sizes that the user has chosen are used instead. One that is larger than `max_num_seqs` is
-    reduced to it.
+    By default these are 1, 2, 4, the multiples of 8 below `max_num_seqs`, and `max_num_seqs`
+    itself. Sizes in `chosen` (the user's setting) are used instead; each one above `max_num_seqs`
+    is reduced to `max_num_seqs`.
     """
     if chosen is not None:
         return tuple(sorted({min(size, max_num_seqs) for size in chosen}))
@@ -149,9 +171,10 @@ def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> 
 
 
 def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Return numbers of tokens up to the most of a step.
+    """Return the token counts for which steps with prompts are captured, in ascending order.
 
-    Padding adds less than a quarter to a step of more than 256 tokens.
+    The last one is `max_num_tokens`, the most tokens that a step may have. The counts are so close
+    that padding to the next one adds less than a quarter to a step of more than 256 tokens.
     """
     sizes = {16, 32, 64, 96}
     for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
@@ -183,7 +206,11 @@ def _describe(sizes: Sequence[int], reason: str | None) -> str:
 
 
 def _warn(words: str, reason: str, device: torch.device) -> None:
-    """Log a warning on a GPU. A CPU never has graphs, so there is nothing to warn about."""
+    """Log a warning with the reason, but only if the device is a GPU.
+
+    `words` is a format string with one `%s` for the reason. A CPU never has CUDA graphs, so nothing
+    is logged for it.
+    """
     if device.type == "cuda":
         logger.warning(words, reason)
 
@@ -198,7 +225,10 @@ def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> 
 
 
 def _get_used_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use on a device, and how many of them torch has reserved for tensors."""
+    """Return the bytes in use on a CUDA device, and the bytes that torch has reserved there.
+
+    The second number is part of the first one. Both are 0 for any other device.
+    """
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
