@@ -28,7 +28,7 @@ _KERNEL_PACKAGE = "flash_attn_interface"
 
 
 def _find_function() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn` if it takes a block table, or `None`."""
+    """Return torch's `varlen_attn` if it can read a paged KV cache, or None if it can't."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -38,7 +38,7 @@ def _find_function() -> Callable[..., Any] | None:
 
 
 def _activate_kernels() -> None:
-    """Make torch use FlashAttention 3 in the whole process, which includes the encoders."""
+    """Make torch use FlashAttention 3 in the whole process, including the encoders."""
     from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
     if current_flash_attention_impl() != "FA3":
@@ -61,7 +61,11 @@ class VarlenAttention(InPlaceAttention):
     def find_obstacle(
         layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this backend can't compute these layers here, or `None` if it can."""
+        """Return why `varlen_attn` can't compute these layers on the device, or None if it can.
+
+        The reasons are the device, the dtype, the head sizes, the version of torch, or a missing
+        package.
+        """
         if (obstacle := find_common_obstacle(layers, dtype, device)) is not None:
             return obstacle
         for layer in layers:
