@@ -94,11 +94,7 @@ def _attend_part(
     D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention to one part of a request's keys, for the query heads of one key head.
-
-    This is a Triton kernel. For each head it writes the weighted sum of values, the largest score
-    and the sum of weights, which `_merge_parts` combines.
-    """
+    """Attend to one part of a request's keys with the query heads that share one key head."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     first = tl.maximum(seq_len - window, 0)
