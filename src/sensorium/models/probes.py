@@ -107,7 +107,12 @@ class MaskProbe:
         is_causal: bool,
         window: int | None,  # the window that the layer passes to its attention function
     ) -> None:
-        """Record the window of a layer, or raise a `ModelError` if its mask is not supported."""
+        """Record the attention window of a layer, or raise an error if its mask is not supported.
+
+        `module` is the attention module of the layer. `mask` is the mask tensor that it got; with
+        None, attention must be causal. `window` is the window that the layer passes to its
+        attention function, or None. The error is a `ModelError`.
+        """
         answer = MaskAnswer(window=window)
         if mask is not None:
             answer = getattr(

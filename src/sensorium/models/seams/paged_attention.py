@@ -21,7 +21,10 @@ _UNSUPPORTED = ("softcap", "s_aux")
 
 
 class AttentionCall(Protocol):
-    """The attention that a decoder calls instead of its own."""
+    """An object that computes the attention of every layer in one run of a decoder.
+
+    The decoder calls it instead of its own attention.
+    """
 
     def attend(
         self,
@@ -33,7 +36,11 @@ class AttentionCall(Protocol):
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Return the attention output [1, N, H, D of values] of one layer."""
+        """Return the attention output [1, N, H, D of values] of one layer.
+
+        `scaling` is the factor of the scores; None means one over the root of D. `window` is the
+        attention window that the layer asks for, or None.
+        """
 
 
 def _paged_attention(
