@@ -67,7 +67,7 @@ def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
         if layer.window != window_of[layer.source]:
             raise ModelError(
                 f"layer {layer.layer_index} shares keys and values with layer {layer.source}, "
-                "which has another attention window: not supported"
+                "which has another attention window; that is not supported"
             )
     windows = sorted(set(window_of.values()), key=lambda window: (window is not None, window or 0))
     return tuple(
@@ -102,7 +102,7 @@ def plan_kv_cache(
     if num_blocks < 2:
         raise ModelError(
             f"the KV cache needs at least {2 * sum(sizes)} bytes, "
-            f"but kv_cache_memory_bytes is {memory_bytes}"
+            f"but kv_cache_memory_bytes is {memory_bytes}: give it more memory"
         )
     return tuple(
         KVCacheGroup(

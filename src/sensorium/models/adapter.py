@@ -52,9 +52,9 @@ class ModelAdapter:
     follow them have a subclass.
     """
 
-    # The embeddings of an item of these modalities attend to each other in both directions.
+    # The embeddings of a media item of these modalities attend to each other in both directions.
     bidirectional_modalities: frozenset[str] = frozenset()
-    # True: they do so only in layers with a window.
+    # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -252,7 +252,9 @@ class ModelAdapter:
         except Exception as error:  # models raise all kinds of errors: run them unfused
             logger.debug("the fused model failed", exc_info=True)
             fusion.turn_off()
-            logger.warning("nothing is fused: with %s the model failed: %r", fusion, error)
+            logger.warning(
+                "nothing is fused, so the model may be slower: with %s it failed: %r", fusion, error
+            )
             return
         finally:
             if self.device.type == "cuda":
@@ -263,7 +265,11 @@ class ModelAdapter:
             self.fusion = fusion
         else:
             fusion.turn_off()
-            logger.warning("nothing is fused: %s would make a difference of %.2g", fusion, distance)
+            logger.warning(
+                "nothing is fused, so the model may be slower: %s would change its results by %.2g",
+                fusion,
+                distance,
+            )
 
     @torch.inference_mode()
     def _compare_fused(self, fusion: Fusion) -> float:
@@ -472,7 +478,8 @@ def check_num_embeds(found: Sequence[int], expected: Sequence[int]) -> None:
     for num_found, num_expected in zip(found, expected, strict=True):
         if num_found != num_expected:
             raise RequestError(
-                f"the encoder gave {num_found} embeddings for placeholders of {num_expected}"
+                f"the encoder gave {num_found} embeddings for media items that need "
+                f"{num_expected}, one for each placeholder token"
             )
 
 
@@ -486,6 +493,7 @@ def collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
     for item in items:
         if item.keys() != names:
             raise RequestError(
-                f"items of one batch have different tensors: {sorted(names)}, {sorted(item)}"
+                "the media items of one encoder batch have different tensors: "
+                f"{sorted(names)}, {sorted(item)}"
             )
     return {name: torch.cat([item[name] for item in items]) for name in names}

@@ -72,7 +72,7 @@ def find_checkpoint(
     `ModelError` if the model can't be found.
     """
     if not model:  # an empty path would be the current directory
-        raise ModelError("the name of the model is empty")
+        raise ModelError("the name of the model is empty: give a directory or a hub id")
     path = Path(model).expanduser()
     is_embedded = model == EMBEDDED_MODEL
     if is_embedded or path.is_dir():
@@ -117,7 +117,7 @@ def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, 
     if missing:
         raise ModelError(
             f"the weights of {model!r} are not complete: "
-            f"{len(missing)} of {len(names)} files are missing, first {missing[0]}"
+            f"{len(missing)} of {len(names)} files are missing, for example {missing[0]}"
         )
     return tuple(directory / name for name in names)
 
@@ -192,7 +192,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         case RevisionNotFoundError():
             return f"the hub's {model!r} has no revision {revision!r}"
         case GatedRepoError():
-            return f"{model!r} is gated: ask for access on its page, then `hf auth login`"
+            return f"{model!r} is gated: ask for access on its page, then run `hf auth login`"
         case RepositoryNotFoundError():
             return f"there is no directory {model!r}, and the hub shows you no model of that name"
         case IncompleteSnapshotError():
@@ -270,7 +270,7 @@ def read_tensors(path: Path) -> list[dict[str, Any]]:
         tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors file, or cut short: {error}") from error
+        raise ModelError(f"{path} is not a safetensors file, or is cut short: {error}") from error
     expected = _PREFIX_BYTES + header_size + end
     if num_file_bytes < expected:
         raise ModelError(f"{path} is cut short: it has {num_file_bytes} of {expected} bytes")

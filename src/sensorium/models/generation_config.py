@@ -137,7 +137,11 @@ def _warn_of_ignored(config: Any) -> None:
     for name, neutral in _IGNORED_FIELDS.items():
         value = _get(config, name)
         if value and value != neutral:
-            logger.warning("generation config: %s=%s is not supported yet: ignored", name, value)
+            logger.warning(
+                "the model's generation config: %s=%s is not supported, so it has no effect",
+                name,
+                value,
+            )
 
 
 def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:

@@ -22,7 +22,7 @@ from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 _NEEDS_TRUST = (
-    "{!r} has code of its own: that runs only with trust_remote_code=True (--trust-remote-code)"
+    "{!r} has code of its own: it runs only with trust_remote_code=True (--trust-remote-code)"
 )
 # The keys of a checkpoint's `auto_map` that name a class that generates text.
 _AUTO_MODELS = (
@@ -172,12 +172,17 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"the weights of {model!r} lack {len(missing)} tensors of the model, first {missing[0]}"
+            f"the weights of {model!r} lack {len(missing)} tensors of the model, "
+            f"for example {missing[0]}"
         )
     unexpected = sorted(report["unexpected_keys"])
     if unexpected:
         names = ", ".join(unexpected[:3])
-        logger.warning("%d tensors of the checkpoint are unused: %s", len(unexpected), names)
+        logger.warning(
+            "the model does not use %d tensors of the checkpoint, for example %s",
+            len(unexpected),
+            names,
+        )
 
 
 def get_model_class(
@@ -217,7 +222,7 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
     """
     text_config = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
-        return "is an encoder-decoder model: not supported yet"
+        return "is an encoder-decoder model, which is not supported yet"
     if not hasattr(model_class, "generate"):
         return "can't be run: it does not generate text"
     if (kind := _find_unknown_layer(text_config)) is not None:

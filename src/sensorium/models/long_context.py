@@ -52,7 +52,7 @@ class LongRope:
         if len(borders) > 1:
             raise ModelError(
                 f"{type(decoder).__name__} changes its rotary factors at different lengths "
-                f"({', '.join(map(str, sorted(borders)))}): not supported"
+                f"({', '.join(map(str, sorted(borders)))}), but only one length is supported"
             )
         if borders:
             (self.long_after,) = borders

@@ -61,7 +61,8 @@ class KVProbe:
         if layer_index in self._specs:
             # Keys and values are stored by layer, so the second call would overwrite the first.
             raise ModelError(
-                f"layer {layer_index} attends more than once in a forward pass: not supported"
+                f"layer {layer_index} attends more than once in a forward pass, "
+                "which is not supported"
             )
         self._tensors += (key, value)
         addresses = (key.data_ptr(), value.data_ptr())
@@ -119,16 +120,19 @@ class MaskProbe:
                 mask, _ANSWER, MaskAnswer(fault="is made or changed by the layer itself")
             )
         elif not is_causal:
-            answer = MaskAnswer(fault="lets tokens see later ones")
+            answer = MaskAnswer(fault="lets tokens attend to later ones")
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         name = f"{type(module).__name__} (layer {layer_index})"
         if answer.fault is not None:
-            raise ModelError(f"the attention mask of {name} {answer.fault}: not supported")
+            raise ModelError(
+                f"the attention mask of {name} {answer.fault}; "
+                "only causal masks and sliding windows are supported"
+            )
         if window is not None and window != answer.window:
             raise ModelError(
                 f"{name} asks for a window of {window}, but its mask "
-                f"{'has none' if answer.window is None else f'has one of {answer.window}'}: "
-                "not supported"
+                f"{'has none' if answer.window is None else f'has one of {answer.window}'}; "
+                "only a mask with the same window is supported"
             )
         self.windows[layer_index] = answer.window
 
@@ -154,7 +158,7 @@ def read_mask(mask_function: MaskFunction) -> MaskAnswer:
 
 def _read(sees: Callable[[int, int], bool]) -> MaskAnswer:
     if any(sees(query, query + step) for query in (0, 1, 5, _FAR) for step in (1, 2, 9)):
-        return MaskAnswer(fault="lets tokens see later ones")
+        return MaskAnswer(fault="lets tokens attend to later ones")
     window = None if sees(_FAR, 0) else _find_window(sees)
     for query in _choose_queries(window):
         for distance in _choose_distances(window):

@@ -94,7 +94,10 @@ def find_common_obstacle(
         return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     for layer in layers:
         if layer.key_dim != layer.value_dim:
-            return f"keys of size {layer.key_dim} with values of size {layer.value_dim}"
+            return (
+                "its kernels need keys and values of one size, "
+                f"not keys of size {layer.key_dim} with values of size {layer.value_dim}"
+            )
     return None
 
 

@@ -154,9 +154,9 @@ def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int
     """
     obstacle = _find_obstacle(device, dtype, head_dim)
     if obstacle is None:
-        logger.info("attention of encoders: varlen")
+        logger.info("attention of encoders: torch's varlen_attn")
         return attend_varlen
-    logger.info("attention of encoders: batches of equal length (not varlen: %s)", obstacle)
+    logger.info("attention of encoders: batches of equal length (not varlen_attn: %s)", obstacle)
     return attend_in_batches
 
 
@@ -168,7 +168,7 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     if (obstacle := find_common_obstacle((), dtype, device)) is not None:
         return obstacle
     if head_dim > _MAX_HEAD_DIM:
-        return f"its heads have at most {_MAX_HEAD_DIM} numbers, not {head_dim}"
+        return f"its head sizes are at most {_MAX_HEAD_DIM}, not {head_dim}"
     try:
         return _try_varlen(device, dtype, head_dim)
     except Exception as error:

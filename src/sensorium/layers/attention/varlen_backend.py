@@ -52,7 +52,9 @@ class VarlenAttention(InPlaceAttention):
         super().__init__(block_size=block_size, dtype=dtype)
         function = _find_function()
         if function is None:
-            raise InvariantError("this torch has no varlen_attn that reads pages")
+            raise InvariantError(
+                "the installed torch has no varlen_attn that reads a paged KV cache"
+            )
         _activate_kernels()
         self._varlen_attn = function
         self._device = device
@@ -70,11 +72,14 @@ class VarlenAttention(InPlaceAttention):
             return obstacle
         for layer in layers:
             if layer.key_dim > _MAX_HEAD_DIM or layer.key_dim % 8:
-                return f"head sizes are multiples of 8 up to {_MAX_HEAD_DIM}, not {layer.key_dim}"
+                return (
+                    f"its head sizes are multiples of 8 up to {_MAX_HEAD_DIM}, "
+                    f"not {layer.key_dim}"
+                )
         if _find_function() is None:
             return f"the varlen_attn of torch {torch.__version__} takes no block_table"
         if importlib.util.find_spec(_KERNEL_PACKAGE) is None:
-            return f"pages need the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
+            return f"it needs the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
         return None
 
     def _prepare_pages(self, layout: StepLayout) -> None:

@@ -58,12 +58,12 @@ def _paged_attention(
     if attention_mask is not None:
         # Transformers makes no mask for this implementation, so the layer has made it itself.
         raise ModelError(
-            f"{type(module).__name__} makes an attention mask of its own: not supported"
+            f"{type(module).__name__} makes an attention mask of its own, which is not supported"
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelError(
-                f"{type(module).__name__} needs attention with {name!r}: not supported"
+                f"{type(module).__name__} needs attention with {name!r}, which no backend supports"
             )
     output = attention_call.attend(
         module.layer_idx,  # type: ignore[arg-type]

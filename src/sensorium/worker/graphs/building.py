@@ -139,13 +139,13 @@ def build_graphs(
             sizes=token_sizes,
         )
         logger.info(
-            "capturing CUDA graphs for %d batch sizes and %d sizes of steps with prompts",
+            "capturing CUDA graphs: %d batch sizes of decode steps, %d token counts with prompts",
             *(len(sizes), len(token_sizes)),
         )
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
-        _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
+        _warn("decode steps run without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
         _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
     _log_cost(adapter.device, started, before)
@@ -201,7 +201,7 @@ def _make_buffers(
 
 def _describe(sizes: Sequence[int], reason: str | None) -> str:
     if reason is not None:
-        return f"not ({reason})"
+        return f"not captured ({reason})"
     return f"in {len(sizes)} size{'s' * (len(sizes) > 1)} up to {sizes[-1]}"
 
 
@@ -219,7 +219,7 @@ def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> 
     now = _get_used_bytes(device)
     used, reserved = ((after - then) >> 20 for after, then in zip(now, before, strict=True))
     logger.info(
-        "CUDA graphs took %.1f s and %d MiB (%d MiB of that for tensors)",
+        "capturing CUDA graphs took %.1f s and %d MiB of GPU memory (%d MiB of it for tensors)",
         *(monotonic() - started, used, reserved),
     )
 

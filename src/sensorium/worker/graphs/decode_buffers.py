@@ -78,7 +78,9 @@ class DecodeBuffers:
             arrays[f"tables{index}"] = get_block_tables(rows, index)
         tensors = self._staging.upload(arrays)
         if self._staging.address != self._address:
-            raise InvariantError("the buffers of captured steps have moved")
+            raise InvariantError(
+                "the input buffers of the captured CUDA graphs have moved in memory"
+            )
         for index, static in enumerate(self._tables):
             table = tensors[f"tables{index}"]
             if table.numel():

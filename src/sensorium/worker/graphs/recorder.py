@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
-Break = Callable[[int], None]  # it is called at each break with the number of the break
+Break = Callable[[int], None]  # called with the index of a break (see `Recording`)
 
 
 def ignore_break(_: int) -> None:
