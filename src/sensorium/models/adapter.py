@@ -195,9 +195,10 @@ class ModelAdapter:
         )
 
     def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
-        """Return the longest sequence that the engine can compute as the model itself would.
+        """Return the most tokens of a sequence that the engine can compute as the model would.
 
-        Return None if the model has no such limit. `layers` are the result of `probe_layers`.
+        The result includes the reason for this limit, and is None if there is no limit. `layers`
+        are the result of `probe_layers`.
         """
         return find_context_limit(self.model, layers, self.long_after)
 
@@ -285,7 +286,7 @@ class ModelAdapter:
         """Let the model compute as Transformers wrote it, inside a `with`.
 
         The decoder uses the attention implementation `name`, or with None the one that Transformers
-        chose for it. Fused layers and our attention are off meanwhile.
+        chose for it. Fused layers and the attention of this engine are off meanwhile.
         """
         self._set_attention(name or self.own_attention_name)
         set_attention(self._towers, DENSE_ATTENTION)
@@ -435,8 +436,8 @@ def gather_arguments(
 def _get_num_parts(item: MultiModalKwargsItem) -> int:
     """Return how many entries a media item has in an encoder's batch.
 
-    It is 1, or the number of chunks of a long sound. This is the smallest first dimension of the
-    item's tensors: those with a larger one hold patches.
+    It is 1, or the number of chunks of a long sound. It is found as the smallest first dimension of
+    the item's tensors, since tensors with a larger one hold patches.
     """
     return min((len(tensor) for tensor in item.values() if tensor.ndim), default=0)
 

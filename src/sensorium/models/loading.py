@@ -44,11 +44,10 @@ _REASONS = {
 
 
 def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the config of the model in a checkpoint that generates text.
+    """Return the config of a checkpoint's model; of several, that of the one that generates text.
 
-    In a checkpoint of several models, that is the config of only one of them. Raises a `ModelError`
-    if it can't be loaded, or if it needs the checkpoint's own code and `trust_remote_code` is not
-    set.
+    Raises a `ModelError` if it can't be loaded, or if it needs the checkpoint's own code and
+    `trust_remote_code` is not set.
     """
     # Raise an error if this file is broken: Transformers would silently continue without it.
     read_json(Path(directory) / "generation_config.json")
@@ -216,7 +215,7 @@ def _get_remote_class(directory: str, reference: str) -> Any:
 
 
 def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
-    """Return why a model is not supported, or None if nothing is known against it.
+    """Return why a model is not supported, or None if these checks find no reason.
 
     The reason is a phrase that follows the model's name.
     """

@@ -59,9 +59,10 @@ class LongRope:
 
     @contextmanager
     def choosing(self, is_long: torch.Tensor | None) -> Iterator[None]:
-        """Use the long factors for the tokens with `is_long` [N] in calls inside a `with`.
+        """Make the decoder use the long rotary factors for some tokens, inside a `with`.
 
-        The other tokens use the short factors. With None, the model chooses the factors itself.
+        These are the tokens for which `is_long` [N] is True. The other tokens use the short
+        factors. With None, the model chooses the factors itself.
         """
         self._is_long = is_long
         try:
@@ -118,10 +119,11 @@ class ContextLimit:
 def find_context_limit(
     model: PreTrainedModel, layers: Sequence[LayerSpec], long_after: int | None
 ) -> ContextLimit | None:
-    """Return the lowest limit on the length of a sequence, or None if the model has no limit.
+    """Return the lowest limit on the length of a sequence, with its reason.
 
-    Beyond such a limit, the results would differ from those of the model's own `generate`.
-    `long_after` is that of `LongRope`.
+    Beyond such a limit, the results would differ from those of the model's own `generate`. The
+    result is None if the model has no limit. `long_after` is that of `LongRope`: the most tokens of
+    a request that uses the short rotary factors.
     """
     text_config = model.config.get_text_config(decoder=True)
     limits = [

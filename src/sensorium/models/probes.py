@@ -32,8 +32,8 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class KVProbe:
     """An `AttentionCall` that records the shapes of each layer's keys and values.
 
-    It computes no attention. Layers that share keys and values pass the very same tensors, so
-    sharing is found by their addresses.
+    A decoder calls it instead of its own attention; it returns zeros. Layers that share keys and
+    values pass the very same tensors, so sharing is found by their addresses.
     """
 
     def __init__(self) -> None:
@@ -140,8 +140,9 @@ class MaskProbe:
 def read_mask(mask_function: MaskFunction) -> MaskAnswer:
     """Return which positions a mask function lets a token attend to.
 
-    The function is called for chosen positions. If it is neither causal nor a sliding window, or
-    raises an error, the answer has a `fault`.
+    A mask function gets batch, head, query and key positions as tensors, and returns whether the
+    query attends to the key. It is called for chosen positions. If it is neither causal nor a
+    sliding window, or raises an error, the answer has a `fault`.
     """
     zero = torch.tensor(0)
 

@@ -59,7 +59,8 @@ class StepLayout:
 class LayerCache:
     """The paged keys and values of one layer, and the index of the layer's group.
 
-    The group is an index into `StepLayout.groups`, where the block tables for these pages are.
+    `group_index` selects the entry of `StepLayout.groups` with the block tables for these pages.
+    With `is_shared` the new keys and values of a step are in the cache already.
     """
 
     keys: torch.Tensor  # [blocks, block_size, K, D]
@@ -72,9 +73,10 @@ class LayerCache:
 def store_new_tokens(
     cache: LayerCache, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Copy the keys and values [1, K, N, D] of new tokens into the KV cache of a layer.
+    """Copy the keys and values of N new tokens into the KV cache of a layer.
 
-    `slot_mapping` [N] has the place of each token: block id * block size + offset in the block.
+    Keys and values are [1, K, N, D], with K key heads of size D. `slot_mapping` [N] has the place
+    of each token: block id * block size + offset in the block.
     """
     cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value[0].transpose(0, 1))
@@ -122,6 +124,7 @@ class PagedAttention(Protocol):
     ) -> torch.Tensor:
         """Return the attention output [1, N, H, D of values] of one layer in the prepared step.
 
-        The new keys and values are first stored in the cache, unless `cache.is_shared`: then they
-        are in it already. `scaling` is the factor of the scores; None means one over the root of D.
+        The step has N new tokens, with H query heads of size D each. Their keys and values are
+        first stored in the cache, unless `cache.is_shared`: then the cache has them already.
+        `scaling` is the factor of the attention scores; None means one over the root of D.
         """

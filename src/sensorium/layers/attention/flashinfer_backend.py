@@ -34,7 +34,10 @@ _WORKSPACE_BYTES = 394 << 20
 
 
 class _Kind(NamedTuple):
-    """The properties that layers must have in common to share one FlashInfer plan."""
+    """The properties that layers must have in common to share one FlashInfer plan.
+
+    A plan is what FlashInfer computes in advance for the kernel launches of a step.
+    """
 
     group_index: int
     num_heads: int
@@ -47,7 +50,7 @@ class _Kind(NamedTuple):
 class _StepPages:
     """The layout of a step as int32 tensors in the form that FlashInfer needs.
 
-    All tensors but the page ids are in pinned host memory.
+    A page is a block of the KV cache. All tensors but the page ids are in pinned host memory.
     """
 
     query_starts: torch.Tensor  # [B + 1]

@@ -67,10 +67,11 @@ def attend_in_batches(
     lengths: PackedLengths,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return attention [1, N, H, D] inside each packed sequence, without a special kernel.
+    """Return the attention output [1, N, H, D] of packed sequences, without a special kernel.
 
-    All sequences of the same length are computed in one call of `scaled_dot_product_attention`.
-    Queries, keys and values are [1, H, N, D], with N tokens of all sequences.
+    Each of the N tokens attends only to its own sequence. All sequences of the same length are
+    computed in one call of `scaled_dot_product_attention`. Queries, keys and values are [1, H, N,
+    D], with H heads of size D.
     """
     num_heads, num_tokens, head_dim = query.shape[1:]
     output = query.new_empty(num_tokens, num_heads, head_dim)
@@ -113,10 +114,10 @@ def attend_varlen(
     lengths: PackedLengths,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return attention [1, N, H, D] inside each packed sequence, with torch's `varlen_attn`.
+    """Return the attention output [1, N, H, D] of packed sequences, with torch's `varlen_attn`.
 
-    One call computes all sequences. Queries, keys and values are [1, H, N, D], with N tokens of all
-    sequences.
+    Each of the N tokens attends only to its own sequence, and one call computes all sequences.
+    Queries, keys and values are [1, H, N, D], with H heads of size D.
     """
     from torch.nn.attention import varlen
 

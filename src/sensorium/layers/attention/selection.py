@@ -70,7 +70,7 @@ def _try(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PagedAttention | str:
-    """Return the named backend if it computes these layers correctly, or else the reason.
+    """Return the named backend if it computes these layers correctly, or why it can't be used.
 
     The reason is a text for the log or for an error.
     """

@@ -294,16 +294,17 @@ class InPlaceAttention(TorchPagedAttention):
     ) -> torch.Tensor:
         """Return the attention output [N, H, D] of one layer for queries [N, H, D].
 
-        The keys and values of the queries are already in the cache.
+        There are N tokens with H heads of size D. Their keys and values are already in the cache.
         """
         raise NotImplementedError
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """Copy blocks of a cache [blocks, block_size, K, D] into one tensor [batch, K, S, D].
+    """Copy blocks of the KV cache into one dense tensor [batch, K, S, D] and return it.
 
-    `block_ids` lists the blocks of all `batch` requests, which have the same number of blocks. S is
-    the number of tokens in a request's blocks.
+    The cache `blocks` is [blocks, block_size, K, D], with K key heads of size D. `block_ids` lists
+    the blocks of all `batch` requests, which have the same number of blocks. S is the number of
+    tokens in a request's blocks.
     """
     gathered = blocks.index_select(0, block_ids)
     return gathered.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)

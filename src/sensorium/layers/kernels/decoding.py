@@ -94,7 +94,7 @@ def _attend_part(
     D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of a request's keys with the query heads that share one key head."""
+    """Compute attention over one part of a request's keys; `_merge_parts` combines the parts."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     first = tl.maximum(seq_len - window, 0)
@@ -156,7 +156,7 @@ def _merge_parts(
     parts, maxima, sums, output, num_splits,
     SPLITS_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the results of `_attend_part` for one query head of one request into its output.
+    """Combine the partial results of `_attend_part` into the output of one query head.
 
     This is a Triton kernel. A part without any key gets the weight 0.
     """
@@ -188,9 +188,9 @@ def attend_decoding(
 ) -> torch.Tensor:
     """Return the attention output [B, H, D of values] for B requests with one query token each.
 
-    Request i attends to its first `seq_lens[i]` tokens, or only to the last `window` of them. Its
-    keys and values are in the blocks of `block_tables[i]`. A `scaling` of None means one over the
-    root of D.
+    There are H query heads of size D. Request i attends to its first `seq_lens[i]` tokens, or only
+    to the last `window` of them. Its keys and values are in the cache blocks of `block_tables[i]`.
+    A `scaling` of None means one over the root of D.
     """
     if query.stride(-1) != 1:
         query = query.contiguous()

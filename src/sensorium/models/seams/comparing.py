@@ -96,7 +96,7 @@ def is_many_roundings(distance: float, dtype: torch.dtype) -> bool:
 class CausalAttention:
     """An `AttentionCall` in which the tokens of a pass attend to each other, without a KV cache.
 
-    It computes causal attention, for comparisons of a fused model with the original.
+    A decoder calls it instead of its own attention, to compare a fused model with the original.
     """
 
     def attend(

@@ -63,13 +63,16 @@ def find_packing_towers(model: PreTrainedModel, decoder: torch.nn.Module) -> lis
 
 
 def set_attention(towers: list[PreTrainedModel], name: str) -> None:
-    """Make encoders use the attention implementation that Transformers has under this name."""
+    """Make encoders (towers) use the attention that Transformers has registered under this name."""
     for tower in towers:
         tower.config._attn_implementation = name
 
 
 def _can_pack(tower: PreTrainedModel) -> bool:
-    """Return whether an encoder's code checks for a flash attention, and passes it the lengths."""
+    """Return whether an encoder's code can pass the lengths of packed sequences to attention.
+
+    It has to check for a flash attention implementation, and to pass `cu_seq_lens_q` to it.
+    """
     module = sys.modules[type(tower).__module__]
     asks = any(value is is_flash_attention_requested for value in vars(module).values())
     return asks and "cu_seq_lens_q=" in inspect.getsource(module)

@@ -38,8 +38,9 @@ class AttentionCall(Protocol):
     ) -> torch.Tensor:
         """Return the attention output [1, N, H, D of values] of one layer.
 
-        `scaling` is the factor of the scores; None means one over the root of D. `window` is the
-        attention window that the layer asks for, or None.
+        There are N tokens with H query heads of size D. `scaling` is the factor of the attention
+        scores; None means one over the root of D. `window` is the attention window that the layer
+        asks for, in tokens, or None.
         """
 
 

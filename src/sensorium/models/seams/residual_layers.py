@@ -31,7 +31,7 @@ AddAndNormalize = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 
 
 class LayerParts(NamedTuple):
-    """The parts of a decoder or encoder layer, in the order in which they are computed."""
+    """The norms, the attention and the MLP of a layer, in the order in which they are computed."""
 
     first_norm: nn.Module
     attention: nn.Module

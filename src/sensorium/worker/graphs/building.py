@@ -74,10 +74,10 @@ class GraphParts:
 def find_graph_parts(
     adapter: ModelAdapter, layers: Sequence[LayerSpec], *, block_size: int
 ) -> GraphParts | str:
-    """Return the kernels and recorders for CUDA graphs, or a text that says why none can be used.
+    """Return the kernels and recorders for CUDA graphs, or the reason why none can be captured.
 
-    The kernels are first run once for each kind of layer on the adapter's device. A text is
-    returned if they are not available there, if that run fails, or if its results are wrong.
+    The kernels are first run once for each kind of layer on the adapter's device. The reason is a
+    text: the kernels are not available on the device, that run failed, or its results were wrong.
     """
     device, dtype = adapter.device, adapter.dtype
     if (obstacle := kernels.find_obstacle(device)) is not None:
@@ -87,9 +87,12 @@ def find_graph_parts(
         fault = find_fault(attention, layers, block_size=block_size, dtype=dtype, device=device)
     except Exception as error:  # compilers and kernels raise many kinds of errors
         logger.debug("the trial of the decode kernels failed", exc_info=True)
-        return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return (
+            "a trial of the decode kernels failed: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        )
     if fault is not None:
-        return f"a trial gave wrong numbers: {fault}"
+        return f"a trial of the decode kernels gave wrong numbers: {fault}"
     return GraphParts(
         kernels=TritonKernels(),
         recorder=CudaRecorder(device),

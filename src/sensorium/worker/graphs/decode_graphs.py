@@ -39,9 +39,11 @@ class DecodeKernels(Protocol):
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Store new keys and values [1, K, B, D] in the KV cache of a layer.
+        """Store the keys and values of one new token per request in the KV cache of a layer.
 
-        `slots` [B] has the index in the cache for each row; rows with a slot below 0 are skipped.
+        Keys and values are [1, K, B, D], with K key heads of size D and B requests. `slots` [B] has
+        the index in the cache for each request; requests with a slot below 0 are padding and are
+        skipped.
         """
 
     def attend(
@@ -54,10 +56,11 @@ class DecodeKernels(Protocol):
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Return the attention output [B, H, D of values] of one query token for each request.
+        """Return the attention output [B, H, D of values] for B requests with one query token each.
 
-        Row i attends to the first `seq_lens[i]` tokens of its request, or to the last `window` of
-        them. Its keys and values are in the blocks of `block_tables[i]`.
+        There are H query heads of size D. Request i attends to its first `seq_lens[i]` tokens, or
+        only to the last `window` of them. Its keys and values are in the cache blocks of
+        `block_tables[i]`. A `scaling` of None means one over the root of D.
         """
 
 
@@ -241,7 +244,10 @@ class _DecodeCall:
 
 
 def _is_decoding(row: Row) -> bool:
-    """Return whether a row decodes: it computes exactly one output token and samples the next."""
+    """Return whether a request of a step only decodes one token.
+
+    That is the case if the step computes one token of its output and samples the next.
+    """
     scheduled, state = row
     return (
         scheduled.num_new_tokens == 1

@@ -21,7 +21,7 @@ Break = Callable[[int], None]  # called with the index of a break (see `Recordin
 
 
 def ignore_break(_: int) -> None:
-    """Do nothing at a break; this is the default callback of a replay without breaks."""
+    """Do nothing at a break; this is the default callback of `Recording.replay`."""
 
 
 class Recording(Protocol):
@@ -47,9 +47,9 @@ class Recorder(Protocol):
     def record(self, function: Callable[[Break], None]) -> Recording:
         """Run a function once, and return a recording of the work that it started on the device.
 
-        The function must read and write fixed memory only, and must never wait for the device. Its
-        argument is a callback; it calls it with the index of the break at each point where the
-        capture has to be split.
+        The function must read and write fixed memory only, and must never wait for the device. It
+        gets a callback, and calls it with the index of the break wherever the capture has to be
+        split.
         """
 
 

@@ -40,18 +40,18 @@ class StoreKernel(Protocol):
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Store new keys and values [1, K, N, D] in the KV cache of a layer.
+        """Store the keys and values of N new tokens in the KV cache of a layer.
 
-        `slots` [N] has the index in the cache for each token; tokens with a slot below 0 are
-        skipped.
+        Keys and values are [1, K, N, D], with K key heads of size D. `slots` [N] has the index in
+        the cache for each token; tokens with a slot below 0 are padding and are skipped.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Crossing:
-    """The fixed tensors that a graph and the attention that runs after it exchange.
+    """A set of fixed tensors that a CUDA graph and the attention after it exchange.
 
-    A graph writes query, key and value; attention writes the output, which the next graph reads.
+    The graph writes query, key and value. Attention writes the output, which the next graph reads.
     All layers of one shape share these tensors.
     """
 

@@ -19,8 +19,8 @@ from sensorium.worker.sampling.sampling_row import SamplingRow
 def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
     """Return the arrays that `draw` needs, or an empty dictionary if all rows are greedy.
 
-    A row is a request whose next token is sampled. `top_k` and `top_p` are included only if some
-    row uses one of them, and `min_p` only if some row uses it.
+    Each row describes how the next token of one request is chosen. The arrays `top_k` and `top_p`
+    are included only if some row uses one of them, and `min_p` only if some row uses it.
     """
     random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not random:

@@ -15,7 +15,8 @@ from sensorium.types.sampling import MAX_LOGPROBS
 class LogprobsTensors:
     """The log-probabilities at B positions, as tensors on the device.
 
-    They are those of one given token and of the k likeliest tokens at each position.
+    For each position they have the log-probability and the rank of one given token, and the ids and
+    log-probabilities of the k likeliest tokens.
     """
 
     chosen: torch.Tensor  # [B], those of the given tokens

@@ -46,8 +46,8 @@ _FAILURES = {
 class SamplerOutput:
     """The result of a sampling call, with one token for each row (a request of the batch).
 
-    A row without a usable token has None as its token id, and a text in `failures` that says why. A
-    row that did not ask for log-probabilities has None there.
+    A row without a usable token has None as its token id, and the reason is in `failures`. The
+    entry in `logprobs` is None for a row that did not ask for log-probabilities.
     """
 
     token_ids: tuple[int | None, ...]  # None for a row in `failures`
