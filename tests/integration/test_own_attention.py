@@ -170,7 +170,7 @@ def test_a_window_that_only_the_cache_has_ends_the_context(
             "BertLMHeadModel",
             {"is_decoder": False},
             r"BertLMHeadModel can't be run: the attention mask of BertSelfAttention \(layer 0\) "
-            "lets tokens see later ones",
+            "lets tokens attend to later ones",
         ),
     ],
 )

@@ -16,7 +16,11 @@ from sensorium.types.scheduling import KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The shape of one layer's keys and values."""
+    """The shape of the keys and values that one decoder layer keeps in the KV cache.
+
+    `source` is the index of the layer that stores them: usually this layer, but another one if it
+    shares that layer's keys and values.
+    """
 
     layer_index: int
     num_kv_heads: int
@@ -29,7 +33,10 @@ class LayerSpec:
 
     @property
     def num_elements_per_token(self) -> int:
-        """Return how many numbers the layer stores per token: 0 if it reads those of another."""
+        """Return how many numbers the layer stores in the KV cache for each token.
+
+        It is 0 if the layer reads the keys and values of another layer.
+        """
         if self.source != self.layer_index:
             return 0
         return self.num_kv_heads * (self.key_dim + self.value_dim)
@@ -37,7 +44,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """The layers that share one block table, because they have the same window."""
+    """A group of layers with the same attention window, which therefore share one block table.
+
+    The window is the number of tokens that a token attends to; None means all earlier tokens.
+    """
 
     window: int | None
     layers: tuple[LayerSpec, ...]
@@ -48,16 +58,16 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
-    """Group layers by their window. The group without a window comes first.
+    """Return the layers in groups of the same attention window; the one without a window is first.
 
-    A layer that shares keys and values belongs to the group of its source.
+    Raises a `ModelError` if a layer shares the keys and values of a layer with another window.
     """
     window_of = {layer.layer_index: layer.window for layer in layers}
     for layer in layers:
         if layer.window != window_of[layer.source]:
             raise ModelError(
                 f"layer {layer.layer_index} shares keys and values with layer {layer.source}, "
-                "which has another attention window: not supported"
+                "which has another attention window; that is not supported"
             )
     windows = sorted(set(window_of.values()), key=lambda window: (window is not None, window or 0))
     return tuple(
@@ -74,10 +84,12 @@ def plan_kv_cache(
     element_size: int,
     max_tokens_per_window_group: int,
 ) -> tuple[KVCacheGroup, ...]:
-    """Split memory so that every group holds the same number of tokens.
+    """Return the number of KV cache blocks of each group, for the same number of tokens in each.
 
-    A group with a window never needs room for more than `max_tokens_per_window_group`. If that is
-    less than its share, the other groups get the rest. One block of each group is the null block.
+    Together the blocks fill `memory_bytes`. A group with a window never needs blocks for more than
+    `max_tokens_per_window_group` tokens; if that is less than its share, the other groups get the
+    rest. One block of each group is reserved as the null block. `element_size` is the size of one
+    number in bytes. Raises a `ModelError` if the memory is too small for two blocks of each group.
     """
     sizes = [
         g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
@@ -90,7 +102,7 @@ def plan_kv_cache(
     if num_blocks < 2:
         raise ModelError(
             f"the KV cache needs at least {2 * sum(sizes)} bytes, "
-            f"but kv_cache_memory_bytes is {memory_bytes}"
+            f"but kv_cache_memory_bytes is {memory_bytes}: give it more memory"
         )
     return tuple(
         KVCacheGroup(
@@ -101,7 +113,11 @@ def plan_kv_cache(
 
 
 def _num_equal_blocks(sizes: Sequence[int], bounds: Sequence[int | None], memory_bytes: int) -> int:
-    """Return the largest n for which min(n, bound) blocks of every group fit into the memory."""
+    """Return the largest n for which min(n, bound) blocks of every group fit into the memory.
+
+    `sizes` are the bytes of one block of each group. `bounds` are the most blocks that each group
+    needs; None means that there is no bound.
+    """
 
     def get_num_bytes(num_blocks: int) -> int:
         return sum(

@@ -21,13 +21,13 @@ _library: torch.library.Library | None = None  # the declarations live as long a
 
 
 def ensure_torchvision() -> None:
-    """Import torchvision, and declare its operators if the import fails without them.
+    """Import torchvision, and declare two of its operators first if the import fails without them.
 
     The wheels on the package index link their compiled operators against CUDA. Without CUDA these
-    don't load, and the import fails with "operator torchvision::nms does not exist". The processors
-    need only `transforms.v2`, which is pure torch. If the schemas of two operators are declared
-    first, the import succeeds. This can be removed when there is a CPU wheel for every platform.
-    torchvision need not be installed: not every model needs it.
+    don't load, and the import fails with "operator torchvision::nms does not exist". Transformers'
+    processors need only `transforms.v2`, which is pure torch. If the schemas of two operators are
+    declared first, the import succeeds. This can be removed when there is a CPU wheel for every
+    platform. If torchvision is not installed, nothing happens: not every model needs it.
     """
     global _library
     try:
@@ -44,12 +44,12 @@ def ensure_torchvision() -> None:
 
 
 def list_models_once() -> None:
-    """Keep Transformers from reading the files of all models twice.
+    """Patch Transformers so that it reads the source files of all models only once.
 
     `transformers` and `transformers.models` both list the classes of all models, by reading some
     1,600 files. That takes a tenth of the time in which a process starts. The list is cached by
-    path, but the first asks for the folder, and the second for the `__init__.py` in it. Here both
-    ask for the folder. This can be removed when Transformers does the same.
+    path, but the first one passes the folder, and the second one the `__init__.py` in it. With this
+    patch both pass the folder. It can be removed when Transformers does the same.
     """
     from transformers.utils import import_utils  # after torchvision was made importable
 

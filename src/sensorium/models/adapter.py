@@ -1,11 +1,11 @@
 """Gives all Transformers models one interface: encode, embed, run the decoder, compute logits.
 
-By default the adapter reads what it needs from the model itself. A family overrides the rest.
-Nothing here depends on requests, blocks or schedules.
+By default the adapter reads what it needs from the model itself. The adapter of a model family
+overrides the rest. Nothing here depends on requests, blocks or schedules.
 
-The model is changed in few places: the attention functions of its decoder and of encoders that
-pack sequences, the encoders' computation of lengths, the choice of rotary modules that have two
-sets of factors, and the layers that `fuse` replaces.
+The model is changed in few places: the attention functions of its decoder and of encoders that pack
+sequences, the encoders' computation of lengths, the choice of rotary modules that have two sets of
+factors, and the layers that `fuse` replaces.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 class ModelAdapter:
-    """The adapter of every model that follows Transformers' conventions.
+    """An adapter that gives the engine one interface to any model of Transformers.
 
-    Families that don't follow them derive their own class from it.
+    It works for every model that follows Transformers' conventions. Model families that don't
+    follow them have a subclass.
     """
 
-    # The embeddings of an item of these modalities attend to each other in both directions.
+    # The embeddings of a media item of these modalities attend to each other in both directions.
     bidirectional_modalities: frozenset[str] = frozenset()
-    # True: they do so only in layers with a window.
+    # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -98,8 +99,10 @@ class ModelAdapter:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the embeddings [1, N, hidden] of token ids [N], and extra decoder arguments.
 
-        The tokens at `mm_index` get `mm_embeds`. Their ids are not looked up, because a placeholder
-        may be outside the vocabulary.
+        The tokens at the indices `mm_index` get the rows of `mm_embeds`, which an encoder computed
+        from media. Their ids are not looked up, because a placeholder may be outside the
+        vocabulary. Both are None if the step has no media. The second result maps names of keyword
+        arguments to their values.
         """
         if mm_index is None or mm_embeds is None:
             return self.embedding(input_ids)[None], {}
@@ -113,9 +116,11 @@ class ModelAdapter:
         attention_call: AttentionCall,
         extra: dict[str, Any],
     ) -> torch.Tensor:
-        """Run the decoder on embeddings [1, N, hidden]. Return its last hidden states [N, hidden].
+        """Run the decoder on embeddings [1, N, hidden], and return its hidden states [N, hidden].
 
-        Positions are [3, N] with M-RoPE, and [N] otherwise.
+        `positions` are [3, N] for a model with M-RoPE (rotary positions in three dimensions), and
+        [N] otherwise. `attention_call` computes the attention of every layer. `extra` are the extra
+        decoder arguments that `embed` returned.
         """
         position_ids = positions[:, None] if self.has_mrope else positions[None]
         output = self.decoder(
@@ -128,7 +133,11 @@ class ModelAdapter:
         return output.last_hidden_state[0]
 
     def choosing_factors(self, is_long: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which the tokens with `is_long` [N] use the long rotary factors."""
+        """Return a context in which the decoder uses long rotary factors for some tokens.
+
+        These are the tokens for which `is_long` [N] is True. The other tokens use the short
+        factors. With None, the model chooses the factors itself.
+        """
         return self._long_rope.choosing(is_long)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -150,7 +159,8 @@ class ModelAdapter:
     def probe_layers(self) -> tuple[LayerSpec, ...]:
         """Return the shape of each layer's keys and values, found by running two tokens.
 
-        Raises a `ModelError` if these runs show that the model can't be run through this interface.
+        Raises a `ModelError` if the model fails in these runs, or does something that this engine
+        does not support.
         """
         name = type(self.model).__name__
         try:
@@ -185,7 +195,11 @@ class ModelAdapter:
         )
 
     def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
-        """Return the longest sequence that can be computed, if the model has a limit of its own."""
+        """Return the most tokens of a sequence that the engine can compute as the model would.
+
+        The result includes the reason for this limit, and is None if there is no limit. `layers`
+        are the result of `probe_layers`.
+        """
         return find_context_limit(self.model, layers, self.long_after)
 
     def _run_two_tokens(self, call: Any) -> torch.Tensor:
@@ -197,9 +211,9 @@ class ModelAdapter:
     def _probe_logits(self, hidden: torch.Tensor) -> None:
         """Raise a `ModelError` if the adapter's logits differ from the model's own.
 
-        `hidden` are the hidden states of two tokens. Not every model scales its logits as its
-        config describes. If they agree better without scaling, by more than rounding, the adapter
-        does not scale them.
+        `hidden` are the hidden states of the two tokens that `_run_two_tokens` runs. Not every
+        model scales its logits as its config describes. If the logits agree better without scaling,
+        by more than rounding, the adapter does not scale them.
         """
         tokens = torch.arange(2, device=self.device)
         whole = self.model(
@@ -224,7 +238,11 @@ class ModelAdapter:
             )
 
     def fuse(self) -> None:
-        """Fuse operations of the model's layers into fewer kernels if the results stay the same."""
+        """Replace operations of the model's layers with fewer, fused kernels.
+
+        The fused model is compared with the original. If it fails, or if its results differ by more
+        than rounding, the original is restored and a warning is logged.
+        """
         logger.info(
             "comparing fused forms of the model's layers with the originals; at the first start on "
             "a machine their kernels are compiled, which takes some seconds"
@@ -235,7 +253,9 @@ class ModelAdapter:
         except Exception as error:  # models raise all kinds of errors: run them unfused
             logger.debug("the fused model failed", exc_info=True)
             fusion.turn_off()
-            logger.warning("nothing is fused: with %s the model failed: %r", fusion, error)
+            logger.warning(
+                "nothing is fused, so the model may be slower: with %s it failed: %r", fusion, error
+            )
             return
         finally:
             if self.device.type == "cuda":
@@ -246,7 +266,11 @@ class ModelAdapter:
             self.fusion = fusion
         else:
             fusion.turn_off()
-            logger.warning("nothing is fused: %s would make a difference of %.2g", fusion, distance)
+            logger.warning(
+                "nothing is fused, so the model may be slower: %s would change its results by %.2g",
+                fusion,
+                distance,
+            )
 
     @torch.inference_mode()
     def _compare_fused(self, fusion: Fusion) -> float:
@@ -261,7 +285,8 @@ class ModelAdapter:
     def own_attention(self, name: str | None = None) -> Iterator[None]:
         """Let the model compute as Transformers wrote it, inside a `with`.
 
-        The decoder uses its own attention, or the one of this name.
+        The decoder uses the attention implementation `name`, or with None the one that Transformers
+        chose for it. Fused layers and the attention of this engine are off meanwhile.
         """
         self._set_attention(name or self.own_attention_name)
         set_attention(self._towers, DENSE_ATTENTION)
@@ -273,10 +298,11 @@ class ModelAdapter:
             set_attention(self._towers, PACKED_ATTENTION)
 
     def call_before_blocks(self, function: Callable[[], None]) -> int:
-        """Call `function` before each run of a decoder's or encoder's layer from now on.
+        """Call `function` before each run of a decoder or encoder layer from now on.
 
-        Return the number of layers. On a CPU a pass over a long prompt or a large picture may take
-        minutes, but one layer takes seconds at most. So the calls show progress in time.
+        Return the number of these layers. On a CPU a pass over a long prompt or a large picture may
+        take minutes, but one layer takes seconds at most. So the calls show that the process makes
+        progress.
         """
         blocks = list(find_blocks(self.model))
         for block in blocks:
@@ -284,7 +310,10 @@ class ModelAdapter:
         return len(blocks)
 
     def forget_positions(self) -> None:
-        """Delete what the model itself has stored about the positions of its last call."""
+        """Delete the M-RoPE offset that the model itself has stored in its last call.
+
+        Without this, the model's own `generate` would use it for another prompt.
+        """
         if hasattr(self._base, "rope_deltas"):
             self._base.rope_deltas = None
 
@@ -296,11 +325,13 @@ class ModelAdapter:
         features: Sequence[MultiModalFeatureSpec],
         items: Sequence[MultiModalKwargsItem],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions [3, prompt] of a prompt on the CPU, and an offset [3, 1].
+        """Return the M-RoPE positions [3, prompt] of a prompt on the CPU, and an offset [3, 1].
 
-        The position of a token after the prompt is its index plus this offset. As in `generate`,
-        positions continue from the last one of the prompt, which is not always the highest: in some
-        families a text may begin before the time of the last frame.
+        M-RoPE positions have three dimensions: time, height and width. The position of a token
+        after the prompt is its index plus the offset. As in `generate`, positions continue from the
+        last one of the prompt, which is not always the highest: in some model families a text may
+        begin before the time of the last video frame. `features` have the places of the media items
+        in the prompt, and `items` have their tensors.
         """
         if not features:
             return torch.arange(len(token_ids)).expand(3, -1), torch.zeros(3, 1, dtype=torch.long)
@@ -318,7 +349,11 @@ class ModelAdapter:
         token_types: torch.Tensor,
         items: Sequence[MultiModalKwargsItem],
     ) -> torch.Tensor:
-        """Return the positions [3, 1, prompt] that the model itself computes for a prompt."""
+        """Return the M-RoPE positions [3, 1, prompt] that the model's own code computes.
+
+        `token_types` [1, prompt] is 0 for text, and the number of the modality for media tokens.
+        `items` are the tensors of the media items.
+        """
         function = self._base.get_rope_index
         arguments = gather_arguments(items, inspect.signature(function).parameters.keys())
         positions: torch.Tensor = function(input_ids, mm_token_type_ids=token_types, **arguments)[0]
@@ -329,9 +364,11 @@ class ModelAdapter:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run the encoder of a modality. Return embeddings [num_embeds, width] for each item.
+        """Run the encoder of a modality on media items, and return the embeddings of each item.
 
-        The items may belong to different requests.
+        The result has one tensor [number of embeddings, width] for each item. `num_embeds` are the
+        numbers that the items have placeholders for; a `RequestError` is raised if the encoder
+        returns another number. The items may belong to different requests.
         """
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
@@ -347,17 +384,17 @@ class ModelAdapter:
         return self.split(output, items, num_embeds)
 
     def to_model(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the model's device, with floating-point numbers in its dtype.
+        """Return a tensor on the model's device, with floating-point numbers in the model's dtype.
 
-        Not every encoder converts its inputs itself.
+        Integers keep their type. Not every encoder converts its inputs itself.
         """
         moved = to_device(tensor, self.device)
         return moved.to(self.dtype) if moved.is_floating_point() else moved
 
     def _get_encoder(self, modality: str) -> Any:
-        """Return the function that encodes a modality.
+        """Return the model's method that encodes a modality: "image", "video" or "audio".
 
-        A family without an encoder for videos encodes their frames as images.
+        A model without a method for videos encodes their frames as images.
         """
         is_plain = modality == "video" and not hasattr(self._base, "get_video_features")
         return getattr(self._base, f"get_{'image' if is_plain else modality}_features")
@@ -365,12 +402,19 @@ class ModelAdapter:
     def split(
         self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the embeddings of each item from the output of its encoder."""
+        """Return the embeddings of each media item, cut from the output of an encoder.
+
+        `num_embeds` are the numbers of embeddings that the items must have; a `RequestError` is
+        raised if the output has another number.
+        """
         return _split(output, [_get_num_parts(item) for item in items], num_embeds)
 
 
 def find_blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the members of the outermost module lists: the layers of decoders and encoders."""
+    """Yield the layers of a model's decoder and encoders.
+
+    These are the members of the outermost `ModuleList` objects.
+    """
     for child in model.children():
         if isinstance(child, torch.nn.ModuleList):
             yield from child
@@ -381,24 +425,30 @@ def find_blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def gather_arguments(
     items: Sequence[MultiModalKwargsItem], names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors with these names that some item has, each concatenated over all items."""
+    """Return the named tensors of media items, each concatenated over all items that have it.
+
+    A name that no item has is left out.
+    """
     found = {name: [item[name] for item in items if name in item] for name in names}
     return {name: torch.cat(tensors) for name, tensors in found.items() if tensors}
 
 
 def _get_num_parts(item: MultiModalKwargsItem) -> int:
-    """Return how many entries an item has in an encoder's batch: 1, or its chunks of sound.
+    """Return how many entries a media item has in an encoder's batch.
 
-    It is the smallest number of rows of its tensors: those with more rows hold patches.
+    It is 1, or the number of chunks of a long sound. It is found as the smallest first dimension of
+    the item's tensors, since tensors with a larger one hold patches.
     """
     return min((len(tensor) for tensor in item.values() if tensor.ndim), default=0)
 
 
 def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> list[torch.Tensor]:
-    """Return the embeddings of each item from an encoder's output.
+    """Return the embeddings of each media item from an encoder's output.
 
-    If the output has parts, they are counted for each item. So a wrong number of embeddings for one
-    item raises an error, and can't shift the embeddings of the others.
+    `num_parts` are the entries of each item in the encoder's batch, and `num_embeds` the embeddings
+    that each item must have. If the output is divided into entries, the embeddings are counted for
+    each item. So a wrong number for one item raises a `RequestError`, and can't shift the
+    embeddings of the others.
     """
     embeds = output.pooler_output
     if embeds is None:
@@ -422,20 +472,29 @@ def _split(output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]) -> 
 
 
 def check_num_embeds(found: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise a `RequestError` if an encoder's numbers of embeddings are not the expected ones."""
+    """Raise a `RequestError` if an encoder returned another number of embeddings than expected.
+
+    The numbers are compared in pairs, one pair for each media item or for a whole batch.
+    """
     for num_found, num_expected in zip(found, expected, strict=True):
         if num_found != num_expected:
             raise RequestError(
-                f"the encoder gave {num_found} embeddings for placeholders of {num_expected}"
+                f"the encoder gave {num_found} embeddings for media items that need "
+                f"{num_expected}, one for each placeholder token"
             )
 
 
 def collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
-    """Concatenate the tensors of items, which have equal shapes except for the first dimension."""
+    """Concatenate the tensors of media items by name, to one batch for an encoder.
+
+    The tensors of one name must have equal shapes except for the first dimension. Raises a
+    `RequestError` if the items don't have the same names.
+    """
     names = items[0].keys()
     for item in items:
         if item.keys() != names:
             raise RequestError(
-                f"items of one batch have different tensors: {sorted(names)}, {sorted(item)}"
+                "the media items of one encoder batch have different tensors: "
+                f"{sorted(names)}, {sorted(item)}"
             )
     return {name: torch.cat([item[name] for item in items]) for name in names}

@@ -1,9 +1,9 @@
-"""Finds the directory of a checkpoint, and downloads it from the hub if needed.
+"""Finds the directory of a checkpoint, and downloads it from the Hugging Face hub if needed.
 
-It is a local directory, a snapshot in the hub's own cache, or the place at which the embedded model
-was expanded. All files of a model are loaded from this one directory, and so from one revision. A
-hub id is looked up once. Its weights are fetched last, by the names that the snapshot itself gives.
-The many errors of the hub become one sentence each.
+It is a local directory, a snapshot in the hub's own cache, or the directory into which the embedded
+model was expanded. All files of a model are loaded from this one directory, and so from one
+revision. A hub id is looked up once. Its weights are fetched last, by the names in the snapshot's
+own index. The many errors of the hub become one sentence each.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 
 @contextmanager
 def blame_checkpoint(model: str) -> Iterator[None]:
-    """Turn any error into a `ModelError` that names the model, inside a `with`.
+    """Turn any error inside a `with` into a `ModelError` that names the model.
 
-    Broken files make libraries raise many kinds of errors.
+    Broken files make libraries raise many kinds of errors. Sensorium's own errors are not changed.
     """
     try:
         yield
@@ -65,12 +65,14 @@ def blame_checkpoint(model: str) -> Iterator[None]:
 def find_checkpoint(
     model: str, *, revision: str | None, trust_remote_code: bool, use_tqdm: bool
 ) -> Path:
-    """Return a directory with all files of a model but its weights.
+    """Return a directory with all files of a model but its weights, downloaded if needed.
 
-    Its code is fetched only with `trust_remote_code`.
+    `model` is a directory, a hub id, or the name of the embedded model. `revision` is a branch, tag
+    or commit of a hub id. Python files are downloaded only with `trust_remote_code`. Raises a
+    `ModelError` if the model can't be found.
     """
     if not model:  # an empty path would be the current directory
-        raise ModelError("the name of the model is empty")
+        raise ModelError("the name of the model is empty: give a directory or a hub id")
     path = Path(model).expanduser()
     is_embedded = model == EMBEDDED_MODEL
     if is_embedded or path.is_dir():
@@ -88,7 +90,8 @@ def find_checkpoint(
 def get_revision(directory: Path) -> str:
     """Return a text that distinguishes this checkpoint from others of the same name.
 
-    It is the commit of a snapshot, or a digest of a directory's config.
+    It is the commit of a snapshot in the hub's cache, or else a digest of the directory's
+    `config.json`. Without that file it is empty.
     """
     if directory.parent.name == "snapshots":
         return directory.name
@@ -97,9 +100,10 @@ def get_revision(directory: Path) -> str:
 
 
 def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:
-    """Return the safetensors files of a checkpoint, and fetch them if they are missing.
+    """Return the paths of a checkpoint's safetensors files, and download them if they are missing.
 
-    The directory is the one that `find_checkpoint` returned.
+    `directory` is the one that `find_checkpoint` returned. Raises a `ModelError` if files are still
+    missing afterwards.
     """
     names = _get_weight_names(directory)
     if not Path(model).expanduser().is_dir() and not all(
@@ -113,7 +117,7 @@ def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, 
     if missing:
         raise ModelError(
             f"the weights of {model!r} are not complete: "
-            f"{len(missing)} of {len(names)} files are missing, first {missing[0]}"
+            f"{len(missing)} of {len(names)} files are missing, for example {missing[0]}"
         )
     return tuple(directory / name for name in names)
 
@@ -129,9 +133,10 @@ def _get_weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def _get_hint(directory: Path) -> str:
-    """Return the rest of the error for missing weights, which mentions pickles if there are any.
+    """Return the end of the error text for missing weights.
 
-    Pickles are not loaded, because they can run code when they are read.
+    It mentions pickle files if the directory has any. They are not loaded, because they can run
+    code when they are read.
     """
     pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
     if not pickles:
@@ -143,9 +148,10 @@ def _get_hint(directory: Path) -> str:
 
 
 def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqdm: bool) -> Path:
-    """Return a snapshot with the files that match the patterns.
+    """Return the directory of a hub snapshot, with the files that match the patterns.
 
-    If the hub doesn't answer, it is the snapshot in the cache.
+    If the hub doesn't answer, it is the snapshot in the local cache. Raises a `ModelError` if that
+    has not all files either.
     """
     no_answer = _ask_hub(model, revision)
     try:
@@ -166,9 +172,10 @@ def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqd
 
 
 def _ask_hub(model: str, revision: str | None) -> Exception | None:
-    """Ask the hub about a model once. Return the error if it doesn't answer, or `None`.
+    """Return the error of a single short request to the hub, or None if the hub answers.
 
-    A download would repeat its requests for half a minute.
+    It is made before a download, which would repeat its requests for half a minute if the hub can't
+    be reached.
     """
     try:
         huggingface_hub.model_info(model, revision=revision, timeout=_TIMEOUT_S)
@@ -185,7 +192,7 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         case RevisionNotFoundError():
             return f"the hub's {model!r} has no revision {revision!r}"
         case GatedRepoError():
-            return f"{model!r} is gated: ask for access on its page, then `hf auth login`"
+            return f"{model!r} is gated: ask for access on its page, then run `hf auth login`"
         case RepositoryNotFoundError():
             return f"there is no directory {model!r}, and the hub shows you no model of that name"
         case IncompleteSnapshotError():
@@ -214,7 +221,10 @@ class _NoBar(_Bar):
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file of the checkpoint. A missing file counts as empty."""
+    """Return the JSON object in a file, or an empty one if the file does not exist.
+
+    Raises a `ModelError` if the file is not JSON, or not an object.
+    """
     if not path.is_file():
         return {}
     try:
@@ -227,9 +237,11 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
-    """Return the size of all tensors when floating-point ones are converted to `element_size`.
+    """Return the memory in bytes that the tensors in safetensors files take when they are loaded.
 
-    Raises a `ModelError` for a file that is cut short.
+    Floating-point tensors are counted with `element_size` bytes per number, because they are
+    converted to one type. Only the headers are read. Raises a `ModelError` for a file that is cut
+    short.
     """
     return sum(
         _get_num_bytes(tensor, element_size) for path in paths for tensor in read_tensors(path)
@@ -244,7 +256,10 @@ def _get_num_bytes(tensor: dict[str, Any], element_size: int) -> int:
 
 
 def read_tensors(path: Path) -> list[dict[str, Any]]:
-    """Return the `dtype`, `shape` and `data_offsets` of each tensor in a file."""
+    """Return the `dtype`, `shape` and `data_offsets` of each tensor in a safetensors file.
+
+    Raises a `ModelError` if the file is not in this format, or shorter than its header demands.
+    """
     num_file_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(_PREFIX_BYTES), "little")
@@ -255,7 +270,7 @@ def read_tensors(path: Path) -> list[dict[str, Any]]:
         tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors file, or cut short: {error}") from error
+        raise ModelError(f"{path} is not a safetensors file, or is cut short: {error}") from error
     expected = _PREFIX_BYTES + header_size + end
     if num_file_bytes < expected:
         raise ModelError(f"{path} is cut short: it has {num_file_bytes} of {expected} bytes")

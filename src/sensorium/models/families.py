@@ -1,8 +1,8 @@
 """Holds the code that single families of models need, with one section for each family.
 
-A family gets code here only for what its model can't be asked, 150 lines at most. The adapter of a
-family is found by its `model_type`. Models of other types run through the generic adapter, if they
-pass a trial.
+A family gets code here, 150 lines at most, only for what can't be read from its model. The adapter
+of a family is found by its `model_type`. Models of other types run through the generic adapter, if
+they pass a trial.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Gemma3Adapter(ModelAdapter):
 
 
 class Gemma4Adapter(ModelAdapter):
-    """The adapter of Gemma 4: each layer of the decoder has inputs that are looked up by token.
+    """The adapter of Gemma 4: each decoder layer gets an extra input that is looked up by token id.
 
-    If its config asks for it, layers with a window attend to images and videos in both directions.
+    If the model's config asks for it, layers with a window attend to images and videos in both
+    directions.
     """
 
     has_causal_full_layers = True
@@ -50,10 +51,12 @@ class Gemma4Adapter(ModelAdapter):
     def embed(
         self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the embeddings of tokens, and the inputs of each layer.
+        """Return the embeddings [1, N, hidden] of token ids [N], and extra decoder arguments.
 
-        As in Transformers, every placeholder is looked up as padding here, even one that the model
-        itself generated.
+        The parameters are those of `ModelAdapter.embed`. The second result has `per_layer_inputs`,
+        the extra inputs of each decoder layer, if the model has them. As in Transformers, every id
+        of a media placeholder is replaced with the padding id before it is looked up, even if the
+        model itself generated that token.
         """
         is_placeholder = torch.isin(input_ids, self._placeholder_ids)
         token_ids = input_ids.masked_fill(is_placeholder, self.text_config.pad_token_id)
@@ -67,12 +70,16 @@ class Gemma4Adapter(ModelAdapter):
 
 
 class Qwen2AudioAdapter(ModelAdapter):
-    """The adapter of Qwen2-Audio: its model has no function that only encodes sounds."""
+    """The adapter of Qwen2-Audio, which has no function of its own that only encodes sounds."""
 
     def encode(
         self, _modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the embeddings of each sound. Audio is the only modality of this family."""
+        """Return the embeddings of each sound; audio is the only modality of this model family.
+
+        `num_embeds` are the numbers of embeddings that the sounds must have, or a `RequestError` is
+        raised.
+        """
         tensors = {name: self.to_model(tensor) for name, tensor in collate(items).items()}
         tower = self._base.audio_tower
         features = tensors["input_features"]
@@ -86,7 +93,11 @@ class Qwen2AudioAdapter(ModelAdapter):
         return [row[:length] for row, length in zip(embeds, num_embeds, strict=True)]
 
     def _make_mask(self, lengths: torch.Tensor, size: int) -> torch.Tensor | None:
-        """Return a mask that lets tokens attend to sound, and not to padding."""
+        """Return an attention mask that hides the padding behind each sound.
+
+        `lengths` are the frames of each sound, and `size` is the number of frames with padding.
+        None means that no mask is needed.
+        """
         is_sound = torch.arange(size, device=self.device) < lengths[:, None]
         return create_bidirectional_mask(
             config=self._base.audio_tower.config,
@@ -99,7 +110,10 @@ class Qwen2AudioAdapter(ModelAdapter):
 
 
 class Qwen25OmniAdapter(ModelAdapter):
-    """The adapter of Qwen2.5-Omni's thinker: it computes positions from arguments of its own."""
+    """The adapter of Qwen2.5-Omni's thinker, the part of the model that writes text.
+
+    Its function for M-RoPE positions takes other arguments than those of other models.
+    """
 
     def _get_rope_index(
         self,
@@ -126,7 +140,8 @@ class Qwen25OmniAdapter(ModelAdapter):
 class Qwen3VLAdapter(ModelAdapter):
     """The adapter of Qwen3-VL: media embeddings go to the decoder's first layers too (DeepStack).
 
-    The DeepStack embeddings are appended to an item's own, as more columns.
+    The embeddings for these layers are appended as more columns to those that a media item has for
+    the decoder's input.
     """
 
     def split(

@@ -42,14 +42,14 @@ _IGNORED_FIELDS: dict[str, object] = {
 def get_generation_defaults(
     model: PreTrainedModel, generation_config: str = "auto"
 ) -> GenerationDefaults:
-    """Return the sampling defaults of a loaded model.
+    """Return the sampling defaults of a loaded model, from its generation config.
 
     They are greedy unless the config has `do_sample`, as in Transformers' `generate`. Temperature
     and filters apply only with `do_sample`, penalties and bans always.
 
-    With "none" only the config's end-of-sequence tokens are used, because no answer would end
-    without them. A request without sampling parameters then samples from the model's own
-    distribution, and no token is banned.
+    With "none" as `generation_config`, only the config's end-of-sequence tokens are used, because
+    no answer would end without them. A request without sampling parameters then samples from the
+    model's own distribution, and no token is banned.
     """
     return _make_defaults(model.generation_config, generation_config)
 
@@ -57,7 +57,8 @@ def get_generation_defaults(
 def load_generation_defaults(directory: str, generation_config: str = "auto") -> GenerationDefaults:
     """Return the sampling defaults of a checkpoint without loading its model.
 
-    Loading the model would read the same files.
+    The result is the same as that of `get_generation_defaults` for the loaded model.
+    `generation_config` is "auto" or "none".
     """
     try:
         config = GenerationConfig.from_pretrained(directory)
@@ -69,10 +70,12 @@ def load_generation_defaults(directory: str, generation_config: str = "auto") ->
 
 
 def load_string_limit(directory: str) -> int | None:
-    """Return the longest string that a schema without a limit allows, if the model sets one.
+    """Return the most characters of a string in structured output, or None if the model sets none.
 
-    `structured_string_limit` is our own key in `generation_config.json`, for models that don't end
-    such strings by themselves.
+    The limit holds for strings for which the JSON schema has no limit of its own. It is
+    `structured_string_limit` in `generation_config.json`, a key of this project for models that
+    don't end such strings by themselves. Raises a `ModelError` if it is not an integer of at least
+    1.
     """
     limit = read_json(Path(directory) / "generation_config.json").get("structured_string_limit")
     if limit is None:
@@ -93,7 +96,11 @@ def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:
 
 
 def _read_defaults(config: Any, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:
-    """Return the config's defaults, or raise a `RequestError` if one is not allowed."""
+    """Return the sampling defaults in a generation config.
+
+    Raises a `RequestError` that names the field if a value is not allowed. Fields that are not
+    supported are logged.
+    """
     _warn_of_ignored(config)
     temperature = 0.0
     if config.do_sample:
@@ -119,7 +126,7 @@ def _read_defaults(config: Any, eos_token_ids: tuple[int, ...]) -> GenerationDef
 
 @contextmanager
 def _blaming_config() -> Iterator[None]:
-    """Turn a `RequestError` into a `ModelError` that names the config, inside a `with`."""
+    """Turn a `RequestError` inside a `with` into a `ModelError` that names the config file."""
     try:
         yield
     except RequestError as error:
@@ -130,14 +137,18 @@ def _warn_of_ignored(config: Any) -> None:
     for name, neutral in _IGNORED_FIELDS.items():
         value = _get(config, name)
         if value and value != neutral:
-            logger.warning("generation config: %s=%s is not supported yet: ignored", name, value)
+            logger.warning(
+                "the model's generation config: %s=%s is not supported, so it has no effect",
+                name,
+                value,
+            )
 
 
 def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
-    """Return the tokens and sequences that the config bans.
+    """Return the tokens and token sequences that a generation config bans.
 
-    As in Transformers, end-of-sequence tokens are dropped from `bad_words_ids` and from no other
-    list.
+    As in Transformers, end-of-sequence tokens are dropped from `bad_words_ids`, and from no other
+    list. Raises a `RequestError` if a list is not valid.
     """
     bad_words = [
         _check_ids("bad_words_ids", sequence) for sequence in _as_ids(_get(config, "bad_words_ids"))
@@ -157,12 +168,12 @@ def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
 
 
 def _get(config: Any, name: str) -> Any:
-    """Return a field of a config, or `None`: versions of Transformers differ in the fields."""
+    """Return a field of a config, or None if this version of Transformers does not have it."""
     return getattr(config, name, None)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
-    """Return the ids of a config's field, which may hold a list, a single id, or none."""
+    """Return the ids of a config's field as a tuple; the field may be a list, one id, or None."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)

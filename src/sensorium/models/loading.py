@@ -22,7 +22,7 @@ from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 _NEEDS_TRUST = (
-    "{!r} has code of its own: that runs only with trust_remote_code=True (--trust-remote-code)"
+    "{!r} has code of its own: it runs only with trust_remote_code=True (--trust-remote-code)"
 )
 # The keys of a checkpoint's `auto_map` that name a class that generates text.
 _AUTO_MODELS = (
@@ -44,9 +44,10 @@ _REASONS = {
 
 
 def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the config of the model that writes text in a checkpoint.
+    """Return the config of a checkpoint's model; of several, that of the one that generates text.
 
-    Raises a `ModelError` if it can't be loaded, or if that takes code that is not trusted.
+    Raises a `ModelError` if it can't be loaded, or if it needs the checkpoint's own code and
+    `trust_remote_code` is not set.
     """
     # Raise an error if this file is broken: Transformers would silently continue without it.
     read_json(Path(directory) / "generation_config.json")
@@ -67,7 +68,10 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device of this name. `auto` is the first CUDA device, or the CPU without one."""
+    """Return the torch device of this name; "auto" is a CUDA device if there is one, or the CPU.
+
+    Raises a `ModelError` if the name is unknown, or if torch finds no CUDA device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
@@ -79,11 +83,11 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name, or a suitable one for `auto`.
+    """Return the torch dtype of this name, or a suitable one for "auto".
 
-    On a GPU `auto` is the dtype of the checkpoint. On a CPU it is float32, except for checkpoints
+    On a GPU "auto" is the dtype of the checkpoint. On a CPU it is float32, except for checkpoints
     in bfloat16 if the CPU has instructions for it. Without these, bfloat16 would be 100 times
-    slower.
+    slower. Raises a `ModelError` if the name is unknown.
     """
     if dtype in _DTYPES:
         return _DTYPES[dtype]
@@ -102,7 +106,7 @@ def _has_fast_bfloat16() -> bool:
 
 
 def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer alone, without the processor of media around it."""
+    """Return the tokenizer of a checkpoint, without the media processor that contains it."""
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
@@ -115,9 +119,9 @@ def load_model(
     trust_remote_code: bool = False,
     use_tqdm: bool = False,
 ) -> ModelAdapter:
-    """Load a model's weights onto a device, and return it behind the adapter of its family.
+    """Load a model's weights onto a device, and return the model in the adapter of its family.
 
-    Raises a `ModelError` if the model can't be run, or if its weights can't be loaded.
+    Raises a `ModelError` if the model is not supported, or if its weights can't be loaded.
     """
     model_class = get_model_class(directory, config, trust_remote_code=trust_remote_code)
     try:
@@ -140,7 +144,10 @@ def load_model(
 
 @contextmanager
 def _loading_bar(use_tqdm: bool) -> Iterator[None]:
-    """Show Transformers' own progress bar only on a terminal, and only if loading takes long."""
+    """Show Transformers' progress bar only on a terminal and if loading takes long, in a `with`.
+
+    Without `use_tqdm` it is never shown.
+    """
 
     def make_bar(bar: Any, arguments: Any, options: Any) -> Any:
         return bar(
@@ -156,27 +163,34 @@ def _loading_bar(use_tqdm: bool) -> Iterator[None]:
 
 
 def _check_weights(model: str, report: Mapping[str, Any]) -> None:
-    """Raise a `ModelError` if weights are missing, and log those that are not used.
+    """Raise a `ModelError` if weights are missing, and log a warning for weights that are unused.
 
-    Transformers would fill missing weights with random numbers, and only log a warning.
+    `report` is what Transformers returned about loading. Transformers would fill missing weights
+    with random numbers, and only log a warning.
     """
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"the weights of {model!r} lack {len(missing)} tensors of the model, first {missing[0]}"
+            f"the weights of {model!r} lack {len(missing)} tensors of the model, "
+            f"for example {missing[0]}"
         )
     unexpected = sorted(report["unexpected_keys"])
     if unexpected:
         names = ", ".join(unexpected[:3])
-        logger.warning("%d tensors of the checkpoint are unused: %s", len(unexpected), names)
+        logger.warning(
+            "the model does not use %d tensors of the checkpoint, for example %s",
+            len(unexpected),
+            names,
+        )
 
 
 def get_model_class(
     directory: str, config: PretrainedConfig, *, trust_remote_code: bool = False
 ) -> Any:
-    """Return the class that the checkpoint names, or raise a `ModelError` if it can't be run.
+    """Return the model class that a checkpoint's config names.
 
-    It is a class of Transformers, or with `trust_remote_code` the checkpoint's own.
+    It is a class of Transformers, or with `trust_remote_code` the checkpoint's own. Raises a
+    `ModelError` if the class is not found, or if such a model is not supported.
     """
     name = (config.architectures or [""])[0]
     remote_classes = getattr(config, "auto_map", None) or {}
@@ -201,13 +215,13 @@ def _get_remote_class(directory: str, reference: str) -> Any:
 
 
 def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
-    """Return why a model can't be run, or `None` if it may be tried.
+    """Return why a model is not supported, or None if these checks find no reason.
 
     The reason is a phrase that follows the model's name.
     """
     text_config = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
-        return "is an encoder-decoder model: not supported yet"
+        return "is an encoder-decoder model, which is not supported yet"
     if not hasattr(model_class, "generate"):
         return "can't be run: it does not generate text"
     if (kind := _find_unknown_layer(text_config)) is not None:
@@ -226,9 +240,10 @@ def _find_unknown_layer(text_config: PretrainedConfig) -> str | None:
 
 
 def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
-    """Return whether a model uses Transformers' attention interface.
+    """Return whether a model's decoder calls Transformers' attention interface.
 
-    Some classes don't declare it themselves, but their decoders do.
+    Some model classes don't declare it themselves, but their decoders do. The decoder is created
+    without memory for its weights to find out.
     """
     if getattr(model_class, "_supports_attention_backend", False):
         return True

@@ -32,7 +32,12 @@ RECOMPUTING = frozenset({"phi3", "phi4_multimodal", "phimoe"})
 
 
 class LongRope:
-    """The rotary modules of a decoder that have two sets of factors, if it has any."""
+    """A switch between the short and the long rotary factors of a decoder ("longrope").
+
+    It replaces the `forward` of every rotary module with two sets of factors. `long_after` is the
+    most tokens of a request that uses the short factors, or None if the decoder has no such module.
+    Raises a `ModelError` if modules change their factors at different lengths.
+    """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
         # The most tokens of a request that uses the short factors. None: there is only one set.
@@ -47,14 +52,18 @@ class LongRope:
         if len(borders) > 1:
             raise ModelError(
                 f"{type(decoder).__name__} changes its rotary factors at different lengths "
-                f"({', '.join(map(str, sorted(borders)))}): not supported"
+                f"({', '.join(map(str, sorted(borders)))}), but only one length is supported"
             )
         if borders:
             (self.long_after,) = borders
 
     @contextmanager
     def choosing(self, is_long: torch.Tensor | None) -> Iterator[None]:
-        """Use the long factors for the tokens with `is_long` [N], in calls inside a `with`."""
+        """Make the decoder use the long rotary factors for some tokens, inside a `with`.
+
+        These are the tokens for which `is_long` [N] is True. The other tokens use the short
+        factors. With None, the model chooses the factors itself.
+        """
         self._is_long = is_long
         try:
             yield
@@ -81,7 +90,10 @@ class LongRope:
 
 
 def _find_borders(module: torch.nn.Module) -> set[int]:
-    """Return the lengths at which a module changes its rotary factors, if it has two sets."""
+    """Return the lengths in tokens beyond which a module uses its long rotary factors.
+
+    The set is empty if the module is not a rotary module with two sets of factors.
+    """
     rope_type = getattr(module, "rope_type", None)
     if rope_type == "longrope":
         return {_get_border(module.config.rope_parameters)}  # type: ignore[union-attr]
@@ -107,7 +119,12 @@ class ContextLimit:
 def find_context_limit(
     model: PreTrainedModel, layers: Sequence[LayerSpec], long_after: int | None
 ) -> ContextLimit | None:
-    """Return the lowest limit of a model, if it has any. `long_after` is that of `LongRope`."""
+    """Return the lowest limit on the length of a sequence, with its reason.
+
+    Beyond such a limit, the results would differ from those of the model's own `generate`. The
+    result is None if the model has no limit. `long_after` is that of `LongRope`: the most tokens of
+    a request that uses the short rotary factors.
+    """
     text_config = model.config.get_text_config(decoder=True)
     limits = [
         *_find_long_rope_limits(model.config, long_after),
@@ -120,10 +137,10 @@ def find_context_limit(
 def _find_long_rope_limits(
     config: PretrainedConfig, long_after: int | None
 ) -> Iterator[ContextLimit]:
-    """Yield a limit at the border of the two sets of factors, unless the model recomputes there.
+    """Yield a limit at the length where a model changes its rotary factors.
 
-    The scheduler computes a sequence again that crosses the border. That is right only if the
-    model's own class does so too.
+    The scheduler recomputes a sequence that crosses this length. Nothing is yielded if the model's
+    own class does so too, because then the results are the same.
     """
     own_border = getattr(config, "original_max_position_embeddings", None)
     is_computed_again = config.model_type in RECOMPUTING and own_border == long_after
@@ -137,9 +154,9 @@ def _find_long_rope_limits(
 def _find_dynamic_limits(
     decoder: torch.nn.Module, text_config: PretrainedConfig
 ) -> Iterator[ContextLimit]:
-    """Yield a limit if the rotary factors are dynamic.
+    """Yield a limit if the model's rotary factors are dynamic.
 
-    Beyond it they depend on the longest sequence of a step, and on earlier steps.
+    Beyond the limit they depend on the longest sequence of a step, and on earlier steps.
     """
     kinds = [str(getattr(module, "rope_type", "")) for module in decoder.modules()]
     if any("dynamic" in kind for kind in kinds):
@@ -152,10 +169,10 @@ def _find_dynamic_limits(
 def _find_cache_limits(
     text_config: PretrainedConfig, layers: Sequence[LayerSpec]
 ) -> Iterator[ContextLimit]:
-    """Yield a limit for each layer with a cache in Transformers that is shorter than its mask.
+    """Yield a limit for each layer with a cache in Transformers that is shorter than its window.
 
-    The cache drops tokens that the mask still shows. So in longer sequences, the tokens of a prompt
-    attend to more tokens than those of an answer do.
+    Such a cache drops tokens that the layer's mask still shows. So in longer sequences, prompt
+    tokens attend to more tokens than output tokens do.
     """
     cached = DynamicCache(config=text_config).layers
     for layer in layers:

@@ -1,6 +1,6 @@
 """Finds out from small forward passes what a decoder's layers store, and what they attend to.
 
-So the configs of single families don't have to be interpreted.
+So the configs of single model families don't have to be interpreted.
 
 Transformers composes a mask as a function of two positions, and passes it to the attention
 implementation. This module registers an implementation that calls this function for chosen
@@ -32,7 +32,8 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class KVProbe:
     """An `AttentionCall` that records the shapes of each layer's keys and values.
 
-    Layers that share keys and values pass the very same tensors.
+    A decoder calls it instead of its own attention; it returns zeros. Layers that share keys and
+    values pass the very same tensors, so sharing is found by their addresses.
     """
 
     def __init__(self) -> None:
@@ -52,11 +53,16 @@ class KVProbe:
         scaling: float | None,  # noqa: ARG002
         window: int | None,
     ) -> torch.Tensor:
-        """Record the layer, and return zeros as its output."""
+        """Record the shapes of a layer's keys and values, and return zeros as its attention output.
+
+        Raises a `ModelError` if the layer was recorded before, because a layer must attend only
+        once.
+        """
         if layer_index in self._specs:
             # Keys and values are stored by layer, so the second call would overwrite the first.
             raise ModelError(
-                f"layer {layer_index} attends more than once in a forward pass: not supported"
+                f"layer {layer_index} attends more than once in a forward pass, "
+                "which is not supported"
             )
         self._tensors += (key, value)
         addresses = (key.data_ptr(), value.data_ptr())
@@ -72,13 +78,13 @@ class KVProbe:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Return the layers that were recorded, in the order of their indices."""
+        """Return the shapes of all layers that were recorded, in the order of their indices."""
         return tuple(self._specs[index] for index in sorted(self._specs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskAnswer:
-    """The positions that a mask lets a token attend to."""
+    """The positions that an attention mask lets a token attend to, or why it is not supported."""
 
     # The number of positions that are attended to, the token's own included. None: all before it.
     window: int | None = None
@@ -86,7 +92,10 @@ class MaskAnswer:
 
 
 class MaskProbe:
-    """A recorder of the mask of every layer in a decoder that runs with `PROBE_ATTENTION`."""
+    """A recorder of the attention window of each layer, found from the layer's mask.
+
+    Pass it to a decoder that runs with the attention implementation `PROBE_ATTENTION`.
+    """
 
     def __init__(self) -> None:
         self.windows: dict[int, int | None] = {}  # layer index -> its window
@@ -99,29 +108,42 @@ class MaskProbe:
         is_causal: bool,
         window: int | None,  # the window that the layer passes to its attention function
     ) -> None:
-        """Record the window of a layer, or raise a `ModelError` if its mask is not supported."""
+        """Record the attention window of a layer, or raise an error if its mask is not supported.
+
+        `module` is the attention module of the layer. `mask` is the mask tensor that it got; with
+        None, attention must be causal. `window` is the window that the layer passes to its
+        attention function, or None. The error is a `ModelError`.
+        """
         answer = MaskAnswer(window=window)
         if mask is not None:
             answer = getattr(
                 mask, _ANSWER, MaskAnswer(fault="is made or changed by the layer itself")
             )
         elif not is_causal:
-            answer = MaskAnswer(fault="lets tokens see later ones")
+            answer = MaskAnswer(fault="lets tokens attend to later ones")
         layer_index: int = module.layer_idx  # type: ignore[assignment]
         name = f"{type(module).__name__} (layer {layer_index})"
         if answer.fault is not None:
-            raise ModelError(f"the attention mask of {name} {answer.fault}: not supported")
+            raise ModelError(
+                f"the attention mask of {name} {answer.fault}; "
+                "only causal masks and sliding windows are supported"
+            )
         if window is not None and window != answer.window:
             raise ModelError(
                 f"{name} asks for a window of {window}, but its mask "
-                f"{'has none' if answer.window is None else f'has one of {answer.window}'}: "
-                "not supported"
+                f"{'has none' if answer.window is None else f'has one of {answer.window}'}; "
+                "only a mask with the same window is supported"
             )
         self.windows[layer_index] = answer.window
 
 
 def read_mask(mask_function: MaskFunction) -> MaskAnswer:
-    """Find out which positions a mask function shows, by calling it for chosen positions."""
+    """Return which positions a mask function lets a token attend to.
+
+    A mask function gets batch, head, query and key positions as tensors, and returns whether the
+    query attends to the key. It is called for chosen positions. If it is neither causal nor a
+    sliding window, or raises an error, the answer has a `fault`.
+    """
     zero = torch.tensor(0)
 
     def sees(query: int, key: int) -> bool:
@@ -137,7 +159,7 @@ def read_mask(mask_function: MaskFunction) -> MaskAnswer:
 
 def _read(sees: Callable[[int, int], bool]) -> MaskAnswer:
     if any(sees(query, query + step) for query in (0, 1, 5, _FAR) for step in (1, 2, 9)):
-        return MaskAnswer(fault="lets tokens see later ones")
+        return MaskAnswer(fault="lets tokens attend to later ones")
     window = None if sees(_FAR, 0) else _find_window(sees)
     for query in _choose_queries(window):
         for distance in _choose_distances(window):
@@ -148,7 +170,11 @@ def _read(sees: Callable[[int, int], bool]) -> MaskAnswer:
 
 
 def _find_window(sees: Callable[[int, int], bool]) -> int:
-    """Return the smallest distance that a far position doesn't attend to, found by bisection."""
+    """Return the window of a mask: the smallest distance that a token does not attend to.
+
+    `sees(query, key)` returns whether the token at one position attends to the other. The distance
+    is found by bisection, from a token at a very high position.
+    """
     low, high = 0, _FAR  # the distance `low` is attended to, and `high` is not
     while high - low > 1:
         middle = (low + high) // 2
@@ -157,7 +183,10 @@ def _find_window(sees: Callable[[int, int], bool]) -> int:
 
 
 def _choose_queries(window: int | None) -> list[int]:
-    """Return positions at the beginning, around multiples of the window, and far away."""
+    """Return token positions at which a mask is checked.
+
+    They lie at the beginning, around multiples of the window, and far away.
+    """
     size = window or 1
     near = [0, 1, 2, 3, 63, 64, 1000, 4096, 8191, 8192, 99_991, _FAR - 1, _FAR]
     return [*near, *(size * factor + step for factor in (1, 2, 3) for step in (-1, 0, 1))]
@@ -176,7 +205,10 @@ def _make_probe_mask(
     device: torch.device | str = "cpu",
     **_kwargs: Any,  # versions of Transformers differ in them
 ) -> torch.Tensor:
-    """Return a mask with its `MaskAnswer` attached."""
+    """Return a mask of ones that has its `MaskAnswer` attached as an attribute.
+
+    Transformers calls this function to make the masks for `PROBE_ATTENTION`.
+    """
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     setattr(mask, _ANSWER, read_mask(mask_function))
     return mask

@@ -1,7 +1,7 @@
 """Runs a model as Transformers alone would: its own `generate`, its own attention, its own cache.
 
-It is the reference that an engine is compared with. It is made to generate given tokens instead of
-choosing its own, so that both are compared on the same text at every position.
+This is the reference that an engine is compared with. The model is made to generate given tokens
+instead of choosing its own, so that both are compared on the same text at every position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WantedIds = Sequence[Sequence[int]]
 
 
 class WholeModel:
-    """A model without this engine: it computes as Transformers wrote it."""
+    """A model that runs as Transformers wrote it, without this engine, for comparisons."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
@@ -34,9 +34,12 @@ class WholeModel:
     def score(
         self, inputs: Inputs, output_ids: Sequence[int], wanted_ids: WantedIds
     ) -> list[float]:
-        """Return the log-probabilities that the model on its own gives to the wanted tokens.
+        """Return the log-probabilities that the model, run without this engine, gives to tokens.
 
-        `output_ids` follow the prompt in `inputs`.
+        `inputs` are the prompt as the model's processor returned it, and `output_ids` are the
+        tokens that follow it. `wanted_ids` lists the tokens to score at each position, from that of
+        the second prompt token to that of the last output token. The result has one number for
+        each, in the same order.
         """
         with self._adapter.own_attention():
             return self._score(inputs, output_ids, wanted_ids)
@@ -46,8 +49,9 @@ class WholeModel:
     ) -> list[float]:
         """Return the same as `score`, computed by the same model with different rounding.
 
-        The decoder uses Transformers' eager attention instead of PyTorch's. A model that has only
-        the eager one gets embeddings that are off by about one rounding error instead.
+        The difference between both shows how much rounding alone changes. The decoder uses
+        Transformers' eager attention instead of PyTorch's. A model that has only the eager one gets
+        embeddings that are off by about one rounding error instead.
         """
         other = _OTHER_ATTENTIONS.get(self._adapter.own_attention_name)
         with ExitStack() as stack:
@@ -76,7 +80,11 @@ class WholeModel:
     def _generate(
         self, inputs: Inputs, output_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the prompt's hidden states [P, width] and the logits [n, vocab] of the output."""
+        """Return the prompt's hidden states [P, width] and the logits [n, vocab] of the output.
+
+        The model's own `generate` runs on the prompt in `inputs`, and is forced to choose the n
+        tokens `output_ids`.
+        """
         adapter, states = self._adapter, []
         adapter.forget_positions()
         model = adapter.model
@@ -104,7 +112,7 @@ class WholeModel:
 
 
 class _Follow(LogitsProcessor):  # type: ignore[misc]
-    """A processor that forces `generate` to choose the given tokens, one after another."""
+    """A logits processor that forces `generate` to choose the given tokens, one after another."""
 
     def __init__(self, token_ids: Sequence[int], *, num_prompt_tokens: int) -> None:
         self._token_ids = token_ids
@@ -126,7 +134,10 @@ def _pick(logits: torch.Tensor, wanted_ids: WantedIds) -> list[float]:
 
 @contextmanager
 def _disturb(embedding: Any) -> Iterator[None]:
-    """Change the outputs of an embedding layer by about one rounding error, inside a `with`."""
+    """Change the outputs of an embedding layer by about one rounding error, inside a `with`.
+
+    Each number is made a little larger or smaller at random, the same way each time.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def change(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def test_embeddings_without_parts_are_split_by_their_counts(output: Any) -> None
 
 
 def test_a_count_that_does_not_fit_the_placeholders_is_refused() -> None:
-    with pytest.raises(RequestError, match="gave 6 embeddings for placeholders of 5"):
+    with pytest.raises(RequestError, match="gave 6 embeddings for media items that need 5"):
         _split(SimpleNamespace(pooler_output=ROWS), [1, 1], [2, 3])
 
 
@@ -70,9 +70,14 @@ def test_an_item_of_several_parts_gets_them_all() -> None:
 @pytest.mark.parametrize(
     ("output", "num_parts", "num_embeds", "message"),
     [
-        ((ROWS[:4], ROWS[4:]), [1, 1], [3, 3], "gave 4 embeddings for placeholders of 3"),
+        ((ROWS[:4], ROWS[4:]), [1, 1], [3, 3], "gave 4 embeddings for media items that need 3"),
         ((ROWS[:2], ROWS[2:4], ROWS[4:]), [2, 1, 0], [2, 2, 2], "gave 4 embeddings for"),
-        (ROWS.reshape(3, 2, 2), [2, 1, 0], [2, 2, 2], "gave 4 embeddings for placeholders of 2"),
+        (
+            ROWS.reshape(3, 2, 2),
+            [2, 1, 0],
+            [2, 2, 2],
+            "gave 4 embeddings for media items that need 2",
+        ),
     ],
 )
 def test_counts_that_fit_only_together_are_refused(

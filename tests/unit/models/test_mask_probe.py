@@ -52,7 +52,7 @@ def test_chunks_are_no_window(chunk_size: int) -> None:
     ids=["both directions", "a window in both directions", "a prefix"],
 )
 def test_a_look_ahead_is_a_fault(function: Any) -> None:
-    assert read_mask(function).fault == "lets tokens see later ones"
+    assert read_mask(function).fault == "lets tokens attend to later ones"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_layer_without_a_mask_has_the_window_that_it_asks_for() -> None:
     ("mask", "is_causal", "window", "message"),
     [
         (torch.ones(1, 1, 2, 2), True, None, r"Layer \(layer 3\) is made or changed by the layer"),
-        (None, False, None, r"Layer \(layer 3\) lets tokens see later ones"),
+        (None, False, None, r"Layer \(layer 3\) lets tokens attend to later ones"),
         (make_mask(masks.causal_mask_function), True, 7, "a window of 7, but its mask has none"),
         (
             make_mask(masks.sliding_window_causal_mask_function(5)),
@@ -100,7 +100,12 @@ def test_a_layer_without_a_mask_has_the_window_that_it_asks_for() -> None:
             7,
             "a window of 7, but its mask has one of 5",
         ),
-        (make_mask(masks.bidirectional_mask_function), True, None, "lets tokens see later ones"),
+        (
+            make_mask(masks.bidirectional_mask_function),
+            True,
+            None,
+            "lets tokens attend to later ones",
+        ),
     ],
 )
 def test_a_layer_whose_mask_can_not_be_had_is_refused(

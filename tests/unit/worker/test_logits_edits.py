@@ -157,7 +157,7 @@ def test_a_row_without_a_token_left_fails_alone_and_says_why(
     plain = make_logits()
     output = sample(torch.cat([plain, plain, broken]), make_row(), banned, banned)
     assert output.token_ids == (int(plain.argmax()), None, None)
-    assert "no token is left to choose from: its allowed_token_ids" in output.failures[1]
+    assert "no token is left to choose from: the request's allowed_token_ids" in output.failures[1]
     assert "not a finite number" in output.failures[2]
 
 

@@ -20,7 +20,11 @@ NO_SLOT = -1  # the slot of a padding token: kernels in graphs store nothing for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
-    """The places in the cache at which one group of layers keeps the keys and values of a step."""
+    """The places in the KV cache at which one group of layers keeps the keys and values of a step.
+
+    A group is a set of layers with the same attention window. `slot_mapping` has the place for each
+    new token, and `block_tables` has the cache blocks of each request.
+    """
 
     window: int | None
     slot_mapping: torch.Tensor  # int64 [N]: block_id * block_size + offset, for each new token
@@ -30,7 +34,11 @@ class GroupTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """The requests of a step, and the tokens that each token attends to."""
+    """The requests of a step, and the range of tokens that each new token attends to.
+
+    `query_lens` and `seq_lens` have one entry per request: the tokens that the step computes, and
+    all tokens that are computed after the step.
+    """
 
     query_lens: tuple[int, ...]  # per request: tokens that the step computes
     seq_lens: tuple[int, ...]  # per request: tokens computed after the step
@@ -49,7 +57,11 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """The paged keys and values of one layer, and the group with the tables that address them."""
+    """The paged keys and values of one layer, and the index of the layer's group.
+
+    `group_index` selects the entry of `StepLayout.groups` with the block tables for these pages.
+    With `is_shared` the new keys and values of a step are in the cache already.
+    """
 
     keys: torch.Tensor  # [blocks, block_size, K, D]
     values: torch.Tensor  # [blocks, block_size, K, D of values]
@@ -61,7 +73,11 @@ class LayerCache:
 def store_new_tokens(
     cache: LayerCache, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Store keys and values [1, K, N, D] in their slots."""
+    """Copy the keys and values of N new tokens into the KV cache of a layer.
+
+    Keys and values are [1, K, N, D], with K key heads of size D. `slot_mapping` [N] has the place
+    of each token: block id * block size + offset in the block.
+    """
     cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value[0].transpose(0, 1))
 
@@ -69,14 +85,21 @@ def store_new_tokens(
 def find_common_obstacle(
     layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why no CUDA kernel for half precision can compute these layers, or `None`."""
+    """Return why half-precision CUDA kernels can't compute these layers, or None if they can.
+
+    It checks what several backends have in common: the device, the dtype, and equal sizes of keys
+    and values.
+    """
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"its kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     for layer in layers:
         if layer.key_dim != layer.value_dim:
-            return f"keys of size {layer.key_dim} with values of size {layer.value_dim}"
+            return (
+                "its kernels need keys and values of one size, "
+                f"not keys of size {layer.key_dim} with values of size {layer.value_dim}"
+            )
     return None
 
 
@@ -85,10 +108,10 @@ class PagedAttention(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the backend's name in the option `attention_backend`."""
+        """Return the backend's name, as users write it in the option `attention_backend`."""
 
     def prepare(self, layout: StepLayout) -> None:
-        """Prepare for the next step. This is called once, before its layers attend."""
+        """Prepare for the next step; this must be called once before the layers call `attend`."""
 
     def attend(
         self,
@@ -99,7 +122,9 @@ class PagedAttention(Protocol):
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Return the attention output [1, N, H, D of values] of one layer.
+        """Return the attention output [1, N, H, D of values] of one layer in the prepared step.
 
-        The new keys and values are stored first, unless `cache.is_shared`.
+        The step has N new tokens, with H query heads of size D each. Their keys and values are
+        first stored in the cache, unless `cache.is_shared`: then the cache has them already.
+        `scaling` is the factor of the attention scores; None means one over the root of D.
         """

@@ -1,9 +1,9 @@
 """Computes paged attention with FlashInfer's FA2 kernels, which read pages in place.
 
-There is one wrapper for each kind of layer. It is planned once per step, when the first layer of
-its kind attends, because heads, sizes and scaling are known only then. Plans are made from host
-arrays, so that nothing is read back from the device. Decoding requests are treated as prefills of
-one token.
+There is one FlashInfer wrapper for each kind of layer. It is planned once per step, when the first
+layer of its kind attends, because heads, sizes and scaling are known only then. Plans are made from
+host arrays, so that nothing is read back from the device. Decoding requests are treated as prefills
+of one token.
 
 FA2 is used and not FA3: it compiles in a third of the time, once per machine, and supports all head
 sizes.
@@ -34,7 +34,10 @@ _WORKSPACE_BYTES = 394 << 20
 
 
 class _Kind(NamedTuple):
-    """The properties that layers must have in common to share a plan."""
+    """The properties that layers must have in common to share one FlashInfer plan.
+
+    A plan is what FlashInfer computes in advance for the kernel launches of a step.
+    """
 
     group_index: int
     num_heads: int
@@ -45,9 +48,9 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepPages:
-    """The layout of a step in the form of FlashInfer, as int32.
+    """The layout of a step as int32 tensors in the form that FlashInfer needs.
 
-    All but the page ids are in pinned host memory.
+    A page is a block of the KV cache. All tensors but the page ids are in pinned host memory.
     """
 
     query_starts: torch.Tensor  # [B + 1]
@@ -57,7 +60,7 @@ class _StepPages:
 
 
 class _Wrapper:
-    """A wrapper of FlashInfer, and the step that it is planned for."""
+    """A FlashInfer wrapper (the object that launches its kernels), and its last planned step."""
 
     def __init__(self, workspace: torch.Tensor) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -91,7 +94,10 @@ class FlashInferAttention(InPlaceAttention):
     def find_obstacle(
         layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this backend can't compute these layers here, or `None` if it can."""
+        """Return why FlashInfer can't compute these layers on the device, or None if it can.
+
+        The reasons are the device, the dtype, the head sizes, or a missing package.
+        """
         if (obstacle := find_common_obstacle(layers, dtype, device)) is not None:
             return obstacle
         for layer in layers:

@@ -1,9 +1,10 @@
 """Computes the attention of encoders in a packed batch: each token attends to its own sequence.
 
-There are two implementations. torch's `varlen_attn` is one kernel for all sequences, and needs a
-CUDA device and half precision. The other one works everywhere: sequences of equal length form one
-batch of `scaled_dot_product_attention`. An encoder with windows has hundreds of sequences, but they
-have only a few different lengths.
+A packed batch has several sequences one after another in the same dimension, without padding. There
+are two implementations. torch's `varlen_attn` is one kernel for all sequences, and needs a CUDA
+device and half precision. The other one works everywhere: sequences of equal length form one batch
+of `scaled_dot_product_attention`. An encoder with windows has hundreds of sequences, but they have
+only a few different lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ _TRIAL_LENGTHS = (5, 17, 1, 40)
 
 @dataclass(frozen=True, slots=True)
 class PackedLengths:
-    """The lengths of the sequences of a packed batch, on the host and on the device."""
+    """The lengths of the sequences of a packed batch, on the host and on the device.
+
+    In a packed batch, sequences follow one another without padding. `starts` has the index of the
+    first token of each sequence, and the total number of tokens as its last entry.
+    """
 
     lengths: tuple[int, ...]
     starts: torch.Tensor  # int32 [sequences + 1], on the device of the batch
@@ -39,9 +44,10 @@ class PackedLengths:
 
     @staticmethod
     def from_starts(starts: torch.Tensor, host_starts: torch.Tensor) -> PackedLengths:
-        """Return the lengths of sequences that start at the same numbers on device and host.
+        """Return the lengths of the sequences that begin at `starts`; the last entry is the total.
 
-        The host's copy saves reading from the device, for which the host would have to wait.
+        `host_starts` are the same numbers in host memory. They save a read from the device, for
+        which the host would have to wait.
         """
         lengths = tuple(b - a for a, b in pairwise(host_starts.tolist()))
         return PackedLengths(lengths, starts.to(torch.int32), max(lengths, default=0))
@@ -61,7 +67,12 @@ def attend_in_batches(
     lengths: PackedLengths,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Compute attention with one call for all sequences of the same length."""
+    """Return the attention output [1, N, H, D] of packed sequences, without a special kernel.
+
+    Each of the N tokens attends only to its own sequence. All sequences of the same length are
+    computed in one call of `scaled_dot_product_attention`. Queries, keys and values are [1, H, N,
+    D], with H heads of size D.
+    """
     num_heads, num_tokens, head_dim = query.shape[1:]
     output = query.new_empty(num_tokens, num_heads, head_dim)
     for length, rows in _group_by_length(lengths.lengths, query.device):
@@ -79,7 +90,10 @@ def attend_in_batches(
 def _group_by_length(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Return each length with the token indices of all sequences of that length."""
+    """Return pairs of a length and the indices of all tokens in sequences of that length.
+
+    `lengths` are those of the sequences of a packed batch, in order. Empty sequences are left out.
+    """
     starts_by_length: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
@@ -100,7 +114,11 @@ def attend_varlen(
     lengths: PackedLengths,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Compute attention with torch's `varlen_attn`, in one call for all sequences."""
+    """Return the attention output [1, N, H, D] of packed sequences, with torch's `varlen_attn`.
+
+    Each of the N tokens attends only to its own sequence, and one call computes all sequences.
+    Queries, keys and values are [1, H, N, D], with H heads of size D.
+    """
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
@@ -119,7 +137,10 @@ def attend_varlen(
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether the kernel can read a tensor without a copy: it loads 16 bytes at a time."""
+    """Return whether torch's kernel can read a tensor without a copy.
+
+    It loads 16 bytes at a time, so every vector must be dense and start at a multiple of 16 bytes.
+    """
     *outer, inner = tensor.stride()
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in outer))
     return inner == 1 and all(start % _ALIGNMENT == 0 for start in starts)
@@ -127,21 +148,28 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 @cache
 def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedKernel:
-    """Return the fastest kernel that works on this device. The choice is made once."""
+    """Return the fastest attention function for packed sequences that works on this device.
+
+    That is `attend_varlen` if it passes a test, or else `attend_in_batches`. The choice is cached
+    for these arguments and logged with its reason.
+    """
     obstacle = _find_obstacle(device, dtype, head_dim)
     if obstacle is None:
-        logger.info("attention of encoders: varlen")
+        logger.info("attention of encoders: torch's varlen_attn")
         return attend_varlen
-    logger.info("attention of encoders: batches of equal length (not varlen: %s)", obstacle)
+    logger.info("attention of encoders: batches of equal length (not varlen_attn: %s)", obstacle)
     return attend_in_batches
 
 
 def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why torch's kernel can't be used, or `None` if it can."""
+    """Return why torch's `varlen_attn` can't be used, or None if it can.
+
+    The kernel is also run on random data, and its result is compared with `attend_in_batches`.
+    """
     if (obstacle := find_common_obstacle((), dtype, device)) is not None:
         return obstacle
     if head_dim > _MAX_HEAD_DIM:
-        return f"its heads have at most {_MAX_HEAD_DIM} numbers, not {head_dim}"
+        return f"its head sizes are at most {_MAX_HEAD_DIM}, not {head_dim}"
     try:
         return _try_varlen(device, dtype, head_dim)
     except Exception as error:

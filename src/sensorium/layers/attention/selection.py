@@ -1,12 +1,12 @@
 """Chooses the attention backend once at start, after a trial, and logs the reasons.
 
-`auto` takes the first backend that works here. It prefers kernels that read pages in place; the
-gather of `torch_backend` always works. A backend that the user names is never replaced: if it can't
-be used, that is an error.
+`auto` selects the first backend that works on this machine. It prefers kernels that read pages in
+place; the backend in `torch_backend`, which gathers pages into dense tensors, always works. A
+backend that the user names is never replaced: if it can't be used, that is an error.
 
 A kernel may be missing, fail to compile or reject a shape for reasons that can't be foreseen. The
 trial finds that at start and not in a request. It also compiles the kernels that are compiled on
-demand. The right numbers are those of the gather in `torch_backend`.
+demand. Its results are compared with those of `torch_backend`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def choose_attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PagedAttention:
-    """Return the backend of a name, or the best one for `auto`.
+    """Return the attention backend with this name, or for `auto` the best one that works here.
 
-    Raises a `ModelError` if the named backend can't be used.
+    Each candidate is first run on random data for these layers. Raises a `ModelError` if the named
+    backend can't be used.
     """
     reasons = []
     for candidate in _CANDIDATES if name == "auto" else {name} - {"torch"}:
@@ -69,7 +70,10 @@ def _try(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PagedAttention | str:
-    """Return the backend, or the reason why it can't be used."""
+    """Return the named backend if it computes these layers correctly, or why it can't be used.
+
+    The reason is a text for the log or for an error.
+    """
     candidate = _CANDIDATES[name]
     if (obstacle := candidate.find_obstacle(layers, dtype, device)) is not None:
         return obstacle
@@ -94,7 +98,11 @@ def find_fault(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Return what goes wrong when each kind of layer runs once, or `None` if nothing does."""
+    """Return what is wrong with a backend's results for these layers, or None if they are right.
+
+    Each distinct shape of layer is computed once on random data, and compared with the torch
+    backend. Errors of the backend are not caught.
+    """
     kinds = {
         (layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.window): layer
         for layer in layers
@@ -117,7 +125,11 @@ def _run(
     block_size: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the output of a random step, which is the same for every backend."""
+    """Return a backend's attention output for one layer of a step with random numbers.
+
+    The random numbers are the same in every call, so that the outputs of two backends can be
+    compared.
+    """
     device = layout.groups[0].block_tables.device
     random = torch.Generator(device).manual_seed(0)
 
@@ -143,9 +155,10 @@ def _run(
 
 
 def _make_layout(window: int | None, block_size: int, device: torch.device) -> StepLayout:
-    """Return a step of two requests that both have earlier tokens in the cache.
+    """Return a small test step of two requests that both have earlier tokens in the cache.
 
-    No block is used twice.
+    One request decodes a token, and the other computes a part of its prompt. No block is used
+    twice.
     """
     seq_lens = (2 * block_size + 1, block_size + _QUERY_LENS[1])
     width = max(-(-length // block_size) for length in seq_lens)

@@ -31,7 +31,11 @@ _BIAS_ALIGNMENT = 16
 
 @contextmanager
 def use_ready_kernels() -> Iterator[None]:
-    """Let `scaled_dot_product_attention` use only kernels that don't have to be compiled first."""
+    """Keep `scaled_dot_product_attention` from using cuDNN kernels, inside a `with`.
+
+    These kernels are compiled for each new pair of lengths, so a request would have to wait for the
+    compiler. The previous setting is restored at the end.
+    """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -204,7 +208,12 @@ class TorchPagedAttention:
     def _make_mask(
         self, layout: StepLayout, group: GroupTables, tokens: slice, first_key: int, seq_len: int
     ) -> torch.Tensor:
-        """Return which of the last tokens of a request attends to which of its keys."""
+        """Return a mask [queries, keys] of the keys that each new token of a request attends to.
+
+        The queries are the request's last tokens, up to `seq_len`; the keys are those from position
+        `first_key` on. On a CPU the mask is True where a token attends. On a GPU it is 0 there, and
+        -inf elsewhere.
+        """
         device = group.block_tables.device
         first_query = seq_len - (tokens.stop - tokens.start)
         queries = torch.arange(first_query, seq_len, device=device)[:, None]
@@ -218,9 +227,10 @@ class TorchPagedAttention:
         return mask if device.type == "cpu" else self._make_bias(mask)
 
     def _make_bias(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return a mask in the form that kernels for GPUs need.
+        """Convert a boolean mask to the additive form that kernels for GPUs need: 0 or -inf.
 
-        Made here, it is converted once per step and not once per layer.
+        Done here, the conversion takes place once per step and not once per layer. The rows are
+        aligned in memory, so that layers need not copy them.
         """
         num_queries, num_keys = mask.shape
         width = -(-num_keys // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
@@ -228,7 +238,10 @@ class TorchPagedAttention:
         return bias.masked_fill_(~mask, float("-inf"))
 
     def _first_block(self, group: GroupTables, position: int) -> int:
-        """Return the first block that the token at `position` attends to."""
+        """Return the index of the first cache block that the token at `position` attends to.
+
+        Without a window that is block 0.
+        """
         if group.window is None:
             return 0
         return max(0, position - group.window + 1) // self._block_size
@@ -238,9 +251,10 @@ class TorchPagedAttention:
 
 
 class InPlaceAttention(TorchPagedAttention):
-    """A base of backends with kernels that read pages in place.
+    """A base class for backends with kernels that read the pages of the KV cache in place.
 
-    A step that has spans with attention in both directions uses the gather for all its tokens.
+    If some media tokens of a step attend to each other in both directions, the inherited torch
+    backend computes the whole step.
     """
 
     _layout: StepLayout | None = None
@@ -262,7 +276,7 @@ class InPlaceAttention(TorchPagedAttention):
         scaling: float | None,
     ) -> torch.Tensor:
         if self._layout is None:
-            raise InvariantError("attend() before prepare()")
+            raise InvariantError("attend() was called before prepare()")
         if self._layout.attend_until is not None:
             return super().attend(cache, query, key, value, scaling=scaling)
         if not cache.is_shared:
@@ -272,18 +286,26 @@ class InPlaceAttention(TorchPagedAttention):
         return self._attend_pages(self._layout, cache, queries, scaling)[None]
 
     def _prepare_pages(self, layout: StepLayout) -> None:
-        """Prepare the kernels for a step without spans."""
+        """Prepare the kernels for a step in which all attention is causal."""
         raise NotImplementedError
 
     def _attend_pages(
         self, layout: StepLayout, cache: LayerCache, queries: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Return the attention output [N, H, D] of one layer for queries [N, H, D]."""
+        """Return the attention output [N, H, D] of one layer for queries [N, H, D].
+
+        There are N tokens with H heads of size D. Their keys and values are already in the cache.
+        """
         raise NotImplementedError
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return the given blocks of [blocks, block_size, K, D] as [batch, K, S, D]."""
+    """Copy blocks of the KV cache into one dense tensor [batch, K, S, D] and return it.
+
+    The cache `blocks` is [blocks, block_size, K, D], with K key heads of size D. `block_ids` lists
+    the blocks of all `batch` requests, which have the same number of blocks. S is the number of
+    tokens in a request's blocks.
+    """
     gathered = blocks.index_select(0, block_ids)
     return gathered.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)
 
@@ -296,7 +318,11 @@ def _prefill(
     prefill: _Prefill,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention output [1, n, H, D of values] of a part of a prompt."""
+    """Return the attention output [1, n, H, D of values] of one request that computes its prompt.
+
+    The n queries are the request's tokens in this step. Keys of earlier steps are gathered from the
+    cache.
+    """
     if prefill.block_ids is not None:
         key = _gather(cache.keys, prefill.block_ids, 1)[:, :, : prefill.num_keys]
         value = _gather(cache.values, prefill.block_ids, 1)[:, :, : prefill.num_keys]
@@ -321,9 +347,10 @@ def _prefill(
 def _decode(
     cache: LayerCache, queries: torch.Tensor, bucket: _DecodeBucket, scaling: float | None
 ) -> torch.Tensor:
-    """Return the attention output [b, H, D of values] for queries [b, H, D] that decode.
+    """Return the attention output [b, H, D of values] for b requests with one query token each.
 
-    The query heads of one key head take the place of the query length.
+    The query heads that share a key head are passed in the dimension of the query length, which is
+    faster than repeating the keys.
     """
     batch, num_heads, _ = queries.shape
     num_kv_heads = cache.keys.shape[2]

@@ -1,7 +1,7 @@
 """Computes paged attention with our own kernels for decoding requests, and torch's for prompts.
 
-Our kernels read pages in place, in every precision and for every head size. Prompts use the gather
-of `torch_backend`, because its attention over many queries is fast enough.
+Our Triton kernels read pages in place, in every precision and for every head size. Prompts are
+computed by `torch_backend`, because its attention over many queries is fast enough.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TritonPagedAttention(TorchPagedAttention):
     def find_obstacle(
         _layers: Sequence[LayerSpec], _dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this backend can't be used here, or `None` if it can."""
+        """Return why the Triton kernels can't be used on the device, or None if they can."""
         return kernels.find_obstacle(device)
 
     def _store(
@@ -49,7 +49,11 @@ class TritonPagedAttention(TorchPagedAttention):
     def _plan_decodes(
         self, group: GroupTables, seq_lens: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Return the block tables [b, blocks], lengths [b] and window of the decoding requests."""
+        """Return the block tables [b, blocks], lengths [b] and window of the decoding requests.
+
+        `seq_lens` are the lengths of these b requests, which are the first rows of the group's
+        tables.
+        """
         # int32 as in CUDA graphs, so that the kernel compiled for them is used here as well.
         block_tables = group.block_tables[: len(seq_lens)].to(torch.int32)
         lengths = to_device(torch.tensor(seq_lens), block_tables.device)

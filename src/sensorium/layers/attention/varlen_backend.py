@@ -28,7 +28,7 @@ _KERNEL_PACKAGE = "flash_attn_interface"
 
 
 def _find_function() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn` if it takes a block table, or `None`."""
+    """Return torch's `varlen_attn` if it can read a paged KV cache, or None if it can't."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -38,7 +38,7 @@ def _find_function() -> Callable[..., Any] | None:
 
 
 def _activate_kernels() -> None:
-    """Make torch use FlashAttention 3 in the whole process, which includes the encoders."""
+    """Make torch use FlashAttention 3 in the whole process, including the encoders."""
     from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
     if current_flash_attention_impl() != "FA3":
@@ -52,7 +52,9 @@ class VarlenAttention(InPlaceAttention):
         super().__init__(block_size=block_size, dtype=dtype)
         function = _find_function()
         if function is None:
-            raise InvariantError("this torch has no varlen_attn that reads pages")
+            raise InvariantError(
+                "the installed torch has no varlen_attn that reads a paged KV cache"
+            )
         _activate_kernels()
         self._varlen_attn = function
         self._device = device
@@ -61,16 +63,22 @@ class VarlenAttention(InPlaceAttention):
     def find_obstacle(
         layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why this backend can't compute these layers here, or `None` if it can."""
+        """Return why `varlen_attn` can't compute these layers on the device, or None if it can.
+
+        The reasons are the device, the dtype, the head sizes, the version of torch, or a missing
+        package.
+        """
         if (obstacle := find_common_obstacle(layers, dtype, device)) is not None:
             return obstacle
         for layer in layers:
             if layer.key_dim > _MAX_HEAD_DIM or layer.key_dim % 8:
-                return f"head sizes are multiples of 8 up to {_MAX_HEAD_DIM}, not {layer.key_dim}"
+                return (
+                    f"its head sizes are multiples of 8 up to {_MAX_HEAD_DIM}, not {layer.key_dim}"
+                )
         if _find_function() is None:
             return f"the varlen_attn of torch {torch.__version__} takes no block_table"
         if importlib.util.find_spec(_KERNEL_PACKAGE) is None:
-            return f"pages need the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
+            return f"it needs the FlashAttention-3 kernels: {_KERNEL_PACKAGE} is not installed"
         return None
 
     def _prepare_pages(self, layout: StepLayout) -> None:

@@ -8,7 +8,7 @@ import torch
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return why these kernels can't be used on a device, or `None` if they can."""
+    """Return why the Triton kernels can't be used on a device, or None if they can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if importlib.util.find_spec("triton") is None:

@@ -31,7 +31,10 @@ def _store(
     new_keys, new_values, slots, keys, values, key_head, key_token, value_head, value_token,
     K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Store the key and value of one token and one head, unless its slot is below 0."""
+    """Copy the key and value of one token and one head into the KV cache.
+
+    This is a Triton kernel. A token with a slot below 0 is skipped.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -50,7 +53,11 @@ def store_new_tokens(
     new_keys: torch.Tensor,  # [1, K, N, D]
     new_values: torch.Tensor,
 ) -> None:
-    """Store new keys and values in their slots."""
+    """Copy the keys and values of new tokens into the KV cache.
+
+    The slot of a token is block id * block size + offset in the block. Tokens with a slot below 0
+    are skipped.
+    """
     if new_keys.stride(-1) != 1:
         new_keys = new_keys.contiguous()
     if new_values.stride(-1) != 1:
@@ -87,7 +94,7 @@ def _attend_part(
     D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of one request's keys, for the query heads of one key head."""
+    """Compute attention over one part of a request's keys; `_merge_parts` combines the parts."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     first = tl.maximum(seq_len - window, 0)
@@ -149,7 +156,10 @@ def _merge_parts(
     parts, maxima, sums, output, num_splits,
     SPLITS_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head. A part without any key gets the weight 0."""
+    """Combine the partial results of `_attend_part` into the output of one query head.
+
+    This is a Triton kernel. A part without any key gets the weight 0.
+    """
     row = tl.program_id(0)
     split = tl.arange(0, SPLITS_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -176,7 +186,12 @@ def attend_decoding(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Return the attention output [B, H, D of values]."""
+    """Return the attention output [B, H, D of values] for B requests with one query token each.
+
+    There are H query heads of size D. Request i attends to its first `seq_lens[i]` tokens, or only
+    to the last `window` of them. Its keys and values are in the cache blocks of `block_tables[i]`.
+    A `scaling` of None means one over the root of D.
+    """
     if query.stride(-1) != 1:
         query = query.contiguous()
     batch, num_heads, head_dim = query.shape
@@ -220,9 +235,10 @@ def attend_decoding(
 
 
 def get_num_splits(num_pairs: int) -> int:
-    """Return the number of parts into which each request's keys of one key head are divided.
+    """Return the number of parts into which each request's keys are divided, for each key head.
 
-    There are `num_pairs` pairs of a request and a key head.
+    `num_pairs` is the number of requests times the number of key heads. With fewer pairs there are
+    more parts, so that the kernel uses the whole device.
     """
     return max(1, min(_MAX_SPLITS, -(-_NUM_PROGRAMS // num_pairs)))
 

@@ -13,7 +13,10 @@ _HEADS = 16
 
 
 def _get_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a matrix of rows that are dense in memory."""
+    """Return a tensor as a matrix [rows, columns] with rows that are dense in memory.
+
+    All dimensions but the last are joined. The data is copied only if necessary.
+    """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -43,7 +46,7 @@ def _multiply(both, output, row_stride, width, KIND: tl.constexpr, BLOCK: tl.con
 def activate_and_multiply(both: torch.Tensor, *, kind: str) -> torch.Tensor:
     """Return the activation of the first half of each row, times the second half.
 
-    The shape [..., 2 × width] becomes [..., width].
+    The shape [..., 2 × width] becomes [..., width]. `kind` is one of `ACTIVATIONS`.
     """
     rows = _get_rows(both)
     width = rows.shape[1] // 2
@@ -62,7 +65,11 @@ def _normalize(
     x, added, weight, total, output, row_stride, added_row_stride, num_columns, eps, offset,
     ADDS: tl.constexpr, ROUNDS_FIRST: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Normalise one row. With `ROUNDS_FIRST` it is rounded before the weight is applied."""
+    """Compute the RMS norm of one row, and with `ADDS` first add another row to it.
+
+    This is a Triton kernel. With `ROUNDS_FIRST` the normalised row is rounded to the output's type
+    before the weight is applied.
+    """
     kind = output.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
@@ -89,7 +96,10 @@ def normalize(
     offset: float = 0.0,
     rounds_first: bool = True,
 ) -> torch.Tensor:
-    """Return x / sqrt(mean of x² + eps), times weight + offset."""
+    """Return the RMS norm of each row: x / sqrt(mean of x² + eps), times (weight + offset).
+
+    With `rounds_first` the quotient is rounded to the type of x before it is multiplied.
+    """
     return add_and_normalize(x, None, weight, eps=eps, offset=offset, rounds_first=rounds_first)[1]
 
 
@@ -102,7 +112,10 @@ def add_and_normalize(
     offset: float = 0.0,
     rounds_first: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + added, and the normalisation of this sum."""
+    """Return the sum x + added, and the RMS norm of each row of the sum.
+
+    The norm is the one of `normalize`. If `added` is None, the sum is x itself.
+    """
     rows = _get_rows(x)
     added_rows = rows if added is None else _get_rows(added)
     output = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -129,9 +142,11 @@ def _rotate(
     cos_token, num_query_heads, num_key_heads,
     HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of one token. A number of the first half is paired with one of the second.
+    """Apply rotary positions to some heads of one token.
 
-    The programs of the second axis take the heads of the query first, then those of the key.
+    This is a Triton kernel. Each number of the first half of a head is rotated together with its
+    counterpart in the second half. The programs of the second axis take the heads of the query
+    first, then those of the key.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
@@ -168,7 +183,10 @@ def rotate(
     cos: torch.Tensor,  # [N, D]
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rotated query and key as contiguous tensors."""
+    """Return the query and the key with rotary positions applied, as new contiguous tensors.
+
+    `cos` and `sin` have the angles of each token.
+    """
     num_tokens, num_query_heads, head_dim = query.shape
     num_key_heads = key.shape[1]
     new_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -1,4 +1,7 @@
-"""Decides whether two computations of the same numbers differ only by rounding."""
+"""Decides whether two computations of the same numbers differ only by rounding.
+
+The distance of two tensors is the largest relative difference between their numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _MOST = 0.5
 
 
 def make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """Return random rows for comparisons, in the type of a weight and on its device.
+    """Return random rows [8, width] as test input, in the dtype of a weight and on its device.
 
     The rows have very different magnitudes, so that the limits of activations are reached. So have
     the columns, which grow along a row: a computation that uses only a part of a row then gives
@@ -30,17 +33,21 @@ def make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest relative difference, or NaN if the tensors can't be compared.
+    """Return the largest relative difference of two tensors, or NaN if they can't be compared.
 
     A difference is divided by the expected number, or by the root mean square of its row if that is
-    larger. Rows that are not finite in `expected` are ignored, if at least half of them are finite.
+    larger. Rows that are not finite in `expected` are ignored. The tensors can't be compared if
+    their shapes differ, or if less than half of the rows are finite.
     """
     distances = _get_distances(found, expected)
     return float(distances.max()) if distances.numel() else float("nan")
 
 
 def find_closest(candidates: Sequence[torch.Tensor], expected: torch.Tensor) -> int | None:
-    """Return the index of the closest candidate on average, if it differs only by rounding."""
+    """Return the index of the candidate that is closest to `expected` on average.
+
+    Return None if even that candidate differs by more than rounding, or if one can't be compared.
+    """
     distances = [_get_distances(candidate, expected) for candidate in candidates]
     if any(part.numel() == 0 for part in distances):
         return None
@@ -55,7 +62,10 @@ def _get_mean(distances: torch.Tensor) -> float:
 
 
 def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each number in the finite rows, or nothing if too few are finite."""
+    """Return the relative difference of each number in the rows that are finite in `expected`.
+
+    The result is empty if the shapes differ, or if less than half of the rows are finite.
+    """
     if found.shape != expected.shape:
         return expected.new_empty(0)
     found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)
@@ -68,17 +78,26 @@ def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def is_rounding(distance: float, dtype: torch.dtype) -> bool:
-    """Return whether a distance can come from rounding to this type. It is false for NaN."""
+    """Return whether a relative difference can come from a few roundings to this dtype.
+
+    The result is False for NaN.
+    """
     return distance <= _NUM_ROUNDINGS * torch.finfo(dtype).eps
 
 
 def is_many_roundings(distance: float, dtype: torch.dtype) -> bool:
-    """Return whether a distance can come from the roundings in all layers of a model."""
+    """Return whether a relative difference can come from the roundings in all layers of a model.
+
+    The result is False for NaN.
+    """
     return distance <= min(_MOST, _MANY_ROUNDINGS * torch.finfo(dtype).eps)
 
 
 class CausalAttention:
-    """An `AttentionCall` in which the tokens of a pass attend to each other, without a cache."""
+    """An `AttentionCall` in which the tokens of a pass attend to each other, without a KV cache.
+
+    A decoder calls it instead of its own attention, to compare a fused model with the original.
+    """
 
     def attend(
         self,

@@ -1,9 +1,10 @@
 """Fuses the many small kernels of a model into fewer ones, without touching its source.
 
-There are six kinds of replacements: for badly aligned widths, matrix products of the same input,
-gated layers, norms, sums that are followed by a norm, and rotary positions. Each one is compared
-with the original on random input when it is made. If it differs by more than rounding, the original
-stays. `paused` restores the originals for a while, except for widths, which stay padded.
+There are six kinds of replacements: padding of badly aligned matrix widths, joined matrix products
+of the same input, gated layers, norms, sums that are followed by a norm, and rotary positions. Each
+one is compared with the original on random input when it is made. If it differs by more than
+rounding, the original stays. `paused` restores the originals for a while, except for widths, which
+stay padded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 
 @dataclass
 class Fusion:
-    """The replacements that were made in a model."""
+    """A record of the modules in a model that were replaced with fused forms.
+
+    It can switch the replacements off. `counts` has the number of replacements of each kind, for
+    the log.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)  # kind -> number of replacements
     # Modules and the `forward` that replaces their own.
@@ -47,7 +52,10 @@ class Fusion:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the model compute as Transformers wrote it, inside a `with`."""
+        """Let the model compute without fused forms, as Transformers wrote it, inside a `with`.
+
+        Padded matrix widths stay, because they don't change the results.
+        """
         self.turn_off()
         try:
             yield
@@ -67,7 +75,10 @@ class Fusion:
 
 @torch.inference_mode()
 def fuse(model: nn.Module, device: torch.device) -> Fusion:
-    """Fuse all parts of a model that can be fused on this device."""
+    """Replace all parts of a model that can be fused on this device, and return what was replaced.
+
+    The model is changed in place. Each replacement was compared with the original on random input.
+    """
     fusion = Fusion()
     if device.type == "cuda" and next(model.parameters()).dtype.itemsize == 2:
         fusion.counts["padded widths"] = align_widths(model)
@@ -90,7 +101,10 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
 
 
 def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *arguments: Any) -> None:
-    """Fuse one module. It stays as it is if that raises an error."""
+    """Call `fuse_one` for a module, unless the module's `forward` was replaced before.
+
+    If the call raises an error, the error is logged and the module stays as it is.
+    """
     if "forward" in vars(module):  # it has been replaced already
         return
     try:
@@ -133,7 +147,7 @@ def _fuse_gate(fusion: Fusion, layer: nn.Module, groups: Sequence[SiblingGroup])
 
 
 def _copy_exactly(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer in float32, as Transformers wrote it.
+    """Return a float32 copy of a layer with its original `forward`, without replacements.
 
     In half precision, some activations that differ by a tenth at small values look the same.
     """
@@ -148,7 +162,10 @@ def _copy_exactly(layer: nn.Module) -> nn.Module:
 
 
 def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input of a gated layer's last product, and the outputs of its first ones."""
+    """Run a gated layer, and return the input of its last matrix product and its first outputs.
+
+    The second result is the output of `gate_up_proj`, or those of `gate_proj` and `up_proj` joined.
+    """
     seen: list[torch.Tensor] = []
     layer.get_submodule("down_proj").register_forward_pre_hook(lambda _, x: seen.append(x[0]))
     layer(x)
@@ -200,7 +217,7 @@ def _fuse_residual(
 
 
 def _fuse_rotary_positions(fusion: Fusion, model: nn.Module) -> None:
-    """Let attention modules apply rotary positions with our kernel.
+    """Make the attention modules of a model apply rotary positions with our kernel.
 
     Each module gets a copy of its `forward` with other globals, in which our function has the name
     of Transformers' own. Other models in the process keep theirs.
@@ -235,7 +252,11 @@ def _make_rotating(forward: FunctionType, weight: torch.Tensor) -> FunctionType 
 
 
 def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | None:
-    """Return a replacement for a rotary function of Transformers, if it can be replaced."""
+    """Return a function that replaces a rotary function of Transformers, or None.
+
+    None means that the original takes other parameters, or that its results differ from those of
+    our kernel.
+    """
     from sensorium.layers.kernels.fused_layers import rotate
 
     parameters = list(inspect.signature(original).parameters) if callable(original) else []
@@ -305,7 +326,7 @@ def _agrees(
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks. A fused form would not call them."""
+    """Return whether a module has forward hooks, which a fused form would not call."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -43,7 +43,11 @@ _LARGE = 32.0  # how much larger the test numbers in the padding are than others
 
 
 class SiblingGroup:
-    """A group of products of one input. The weights of its members are views of `weight`."""
+    """A group of linear layers with the same input that are computed as one matrix product.
+
+    The first member that is called multiplies the input by the joined weights, and the other
+    members return their parts of that result. The members' own weights become views of `weight`.
+    """
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self.members = tuple(members)
@@ -64,7 +68,7 @@ class SiblingGroup:
             member.forward = partial(self._compute, index)  # type: ignore[method-assign]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the products of all members, joined in the last dimension."""
+        """Return the outputs of all members for one input, joined in the last dimension."""
         return functional.linear(x, self.weight, self.bias)
 
     def _compute(self, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -87,9 +91,10 @@ class SiblingGroup:
 
 @torch.inference_mode()
 def find_groups(model: nn.Module) -> dict[nn.Module, list[SiblingGroup]]:
-    """Join the products of a model that have the same input. Return the groups by their parent.
+    """Join the linear layers of a model that have the same input, in place.
 
-    Products that would give other results when joined are left as they are.
+    Return the groups of joined layers by the module that contains them. Layers that would give
+    other results when joined are left as they are.
     """
     groups: dict[nn.Module, list[SiblingGroup]] = {}
     for parent in model.modules():
@@ -123,7 +128,10 @@ def _join(members: Sequence[nn.Module]) -> SiblingGroup | None:
 
 @torch.inference_mode()
 def align_widths(model: nn.Module) -> int:
-    """Pad the inner widths of a model's modules in place. Return how many modules were padded."""
+    """Pad inner matrix widths of a model's modules in place, so that faster kernels can be used.
+
+    Return how many widths were padded.
+    """
     num_uses = Counter(id(child) for module in model.modules() for child in module.children())
     padded = 0
     for module in list(model.modules()):
@@ -138,7 +146,10 @@ def align_widths(model: nn.Module) -> int:
 
 
 def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
-    """Pad one width of a module if that does not change its results. Return whether it was done."""
+    """Pad one inner width of a module if that does not change its results.
+
+    Return whether it was padded. `linears` are the linear layers of the module.
+    """
     producers = [linear for linear in linears if linear.out_features == width]
     consumers = [linear for linear in linears if linear.in_features == width]
     if not consumers or set(producers) & set(consumers):
@@ -189,9 +200,10 @@ def _measure_padded(
 ) -> float:
     """Return the largest relative difference between a padded module and its original.
 
-    The module is run with zeros in the padding of the first products, and then with large numbers
-    instead. These are multiplied by zero in the end. But they change the result if something in
-    between depends on all numbers, such as a norm or a softmax.
+    `rows` is the test input and `expected` the output of the original. The module is run with zeros
+    in the padding of the first products (`producers`), and then with large numbers instead. These
+    are multiplied by zero in the end. But they change the result if something in between depends on
+    all numbers, such as a norm or a softmax. A module that fails has the distance infinity.
     """
     try:
         distances = [_get_distance(module(rows), expected)]
@@ -214,7 +226,7 @@ def _get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _get_padding(
     producers: Sequence[nn.Linear], width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the added rows of each product, with as many of its other rows."""
+    """Yield pairs of the padding rows of each weight or bias, and as many of its other rows."""
     for tensor in (tensor for linear in producers for tensor in linear.parameters()):
         yield tensor.data[width:], tensor.data[: len(tensor) - width]
 

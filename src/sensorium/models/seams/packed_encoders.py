@@ -1,18 +1,19 @@
 """Lets encoders compute a batch of packed sequences without waiting for the device.
 
-Many encoders of Transformers, or towers, pack pictures, frames or windows into one sequence. Two
-things make them wait, and both are changed here:
+Many encoders of Transformers, also called towers, pack pictures, frames or windows into one
+sequence. Two things make them wait for the device, and both are changed here:
 
 1. Attention. If the name of the attention implementation contains "flash", towers call it once and
-   pass the lengths. Any other implementation is called in a loop, for which they read the lengths
-   from the device. So ours has "flash" in its name. Only towers that can call it in this way get
-   it. All others keep their attention.
+pass the lengths. Any other implementation is called in a loop, for which they read the lengths from
+the device. So ours has "flash" in its name. Only towers that can call it in this way get it. All
+others keep their attention.
+
 2. Lengths and positions. A tower gets the grids of its pictures as a tensor on the device. It
-   derives positions, windows and lengths from it with functions of `transformers.vision_utils`.
-   These read the tensor back, and so wait for all pending work of the device. But the host had the
-   grids before. Inside `keep_host_copies` these functions compute on the host and send their
-   results to the device. They are replaced in the Python modules of the towers, under the names
-   that are used there. Outside `keep_host_copies` they work as before.
+derives positions, windows and lengths from it with functions of `transformers.vision_utils`. These
+read the tensor back, and so wait for all pending work of the device. But the host had the grids
+before. Inside `keep_host_copies` these functions compute on the host and send their results to the
+device. They are replaced in the Python modules of the towers, under the names that are used there.
+Outside `keep_host_copies` they work as before.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers on the device and o
 
 
 def find_packing_towers(model: PreTrainedModel, decoder: torch.nn.Module) -> list[PreTrainedModel]:
-    """Return the encoders that can be called with the lengths of packed sequences."""
+    """Return the encoders of a model that can be called with the lengths of packed sequences.
+
+    Such an encoder concatenates several sequences without padding. Parts of the decoder, and
+    modules that contain it, are left out.
+    """
     inside_decoder = set(decoder.modules())
     return [
         module
@@ -58,13 +63,16 @@ def find_packing_towers(model: PreTrainedModel, decoder: torch.nn.Module) -> lis
 
 
 def set_attention(towers: list[PreTrainedModel], name: str) -> None:
-    """Make towers use the attention implementation of this name."""
+    """Make encoders (towers) use the attention that Transformers has registered under this name."""
     for tower in towers:
         tower.config._attn_implementation = name
 
 
 def _can_pack(tower: PreTrainedModel) -> bool:
-    """Return whether a tower's code checks for a flash attention, and passes it the lengths."""
+    """Return whether an encoder's code can pass the lengths of packed sequences to attention.
+
+    It has to check for a flash attention implementation, and to pass `cu_seq_lens_q` to it.
+    """
     module = sys.modules[type(tower).__module__]
     asks = any(value is is_flash_attention_requested for value in vars(module).values())
     return asks and "cu_seq_lens_q=" in inspect.getsource(module)
@@ -81,7 +89,11 @@ def _packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention behind the interface of Transformers."""
+    """Return the attention output of an encoder layer; Transformers calls this function.
+
+    `cu_seq_lens_q` has the starts of the packed sequences, and the total as its last entry. Without
+    it, the batch is not packed, and torch's attention computes it.
+    """
     if cu_seq_lens_q is None:
         dense = ALL_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
         output, _ = dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -101,7 +113,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(
 
 
 class _Copies:
-    """The host's copies of tensors on the device."""
+    """A lookup of the host's copies of tensors on the device, by the identity of the tensor."""
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         # `id` of the tensor on the device -> both tensors. That on the device is kept as well,
@@ -123,7 +135,11 @@ _current: ContextVar[_Copies | None] = ContextVar("host copies of tensors", defa
 
 @contextmanager
 def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[None]:
-    """Use these host copies, and those that are derived from them, inside a `with`."""
+    """Make encoders compute lengths and positions from host copies of tensors, inside a `with`.
+
+    Each pair is a tensor on the device and the same numbers on the host. So the encoders need not
+    wait for the device. Copies of tensors that are derived from these are added.
+    """
     token = _current.set(_Copies(pairs))
     try:
         yield
@@ -132,10 +148,10 @@ def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[None]:
 
 
 def _get_lengths(starts: torch.Tensor) -> PackedLengths:
-    """Return the lengths of packed sequences from their starts on the device.
+    """Return the lengths of packed sequences from the indices at which they start.
 
-    If the host has no copy of the starts, this waits for the device. All layers of a tower need the
-    same lengths, so inside `keep_host_copies` they are computed only once.
+    If the host has no copy of `starts`, this waits for the device. All layers of an encoder need
+    the same lengths, so inside `keep_host_copies` they are computed only once.
     """
     copies = _current.get()
     if copies is None:
@@ -150,9 +166,10 @@ def _get_lengths(starts: torch.Tensor) -> PackedLengths:
 
 
 def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:
-    """Replace the functions with which towers compute lengths and positions.
+    """Replace the functions with which encoders compute lengths and positions.
 
-    That is done once for each Python module.
+    Inside `keep_host_copies`, the replacements compute on the host and don't wait for the device.
+    Each Python module that defines an encoder is changed once.
     """
     for name in {type(tower).__module__ for tower in towers}:
         names = vars(sys.modules[name])

@@ -21,7 +21,10 @@ _UNSUPPORTED = ("softcap", "s_aux")
 
 
 class AttentionCall(Protocol):
-    """The attention that a decoder calls instead of its own."""
+    """An object that computes the attention of every layer in one run of a decoder.
+
+    The decoder calls it instead of its own attention.
+    """
 
     def attend(
         self,
@@ -33,7 +36,12 @@ class AttentionCall(Protocol):
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Return the attention output [1, N, H, D of values] of one layer."""
+        """Return the attention output [1, N, H, D of values] of one layer.
+
+        There are N tokens with H query heads of size D. `scaling` is the factor of the attention
+        scores; None means one over the root of D. `window` is the attention window that the layer
+        asks for, in tokens, or None.
+        """
 
 
 def _paged_attention(
@@ -51,12 +59,12 @@ def _paged_attention(
     if attention_mask is not None:
         # Transformers makes no mask for this implementation, so the layer has made it itself.
         raise ModelError(
-            f"{type(module).__name__} makes an attention mask of its own: not supported"
+            f"{type(module).__name__} makes an attention mask of its own, which is not supported"
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelError(
-                f"{type(module).__name__} needs attention with {name!r}: not supported"
+                f"{type(module).__name__} needs attention with {name!r}, which no backend supports"
             )
     output = attention_call.attend(
         module.layer_idx,  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ AddAndNormalize = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, tor
 
 
 class LayerParts(NamedTuple):
-    """The parts of a layer, in the order in which they are computed."""
+    """The norms, the attention and the MLP of a layer, in the order in which they are computed."""
 
     first_norm: nn.Module
     attention: nn.Module
@@ -40,7 +40,10 @@ class LayerParts(NamedTuple):
 
 
 def find_parts(layer: nn.Module) -> LayerParts | None:
-    """Return the parts of a layer that has them under their usual names, or `None`."""
+    """Return the norms, the attention and the MLP of a layer, found by their usual names.
+
+    Return None if the layer does not have all of them.
+    """
     children = dict(layer.named_children())
     for names in _NAMES:
         if children.keys() >= set(names):
@@ -51,9 +54,10 @@ def find_parts(layer: nn.Module) -> LayerParts | None:
 def make_forward(
     layer: nn.Module, parts: LayerParts, add_and_normalize: AddAndNormalize
 ) -> Callable[..., torch.Tensor] | None:
-    """Return a `forward` for a layer, or `None` if the layer is of another kind.
+    """Return a faster `forward` for a layer, or None if the layer computes something else.
 
-    `add_and_normalize` replaces its first sum and its second norm.
+    In the new form, `add_and_normalize` computes the layer's first sum and its second norm in one
+    kernel. Both forms are run on random input, and must agree.
     """
     parameters = list(inspect.signature(layer.forward).parameters.values())
     named = [p for p in parameters[1:] if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -90,7 +94,10 @@ def make_forward(
 def _run(
     forward: Callable[..., Any], attention: nn.Module, x: torch.Tensor, options: Mapping[str, Any]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Run a layer. Return its result, and the arguments of its attention except for the input."""
+    """Run a layer with a stand-in for its attention, and return its result and a list of arguments.
+
+    The list has the keyword arguments of each call of attention.
+    """
     calls: list[dict[str, Any]] = []
     is_tuple = _returns_tuple(attention)
 

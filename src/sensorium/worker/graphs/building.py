@@ -27,7 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """The settings of an engine that decide which graphs are captured."""
+    """A set of engine settings that decide which CUDA graphs are captured at start.
+
+    `enforce_eager` turns graphs off. `sizes` are the batch sizes to capture for decode steps; None
+    means those that `get_decode_sizes` computes. `use_tqdm` shows progress bars on a terminal.
+    """
 
     enforce_eager: bool = False
     sizes: Sequence[int] | None = None  # batch sizes; None: those of `get_decode_sizes`
@@ -39,7 +43,12 @@ class GraphOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graphs:
-    """The graphs of an engine, if it has any."""
+    """A holder of the CUDA graphs that an engine captured at its start.
+
+    `decoding` replays steps in which every request decodes one token, and `segments` replays steps
+    that contain prompt tokens. Each is None if it could not be captured. `words` describes both for
+    logs and status pages, with the reason for a missing one.
+    """
 
     decoding: DecodeGraphs | None = None  # for steps in which every request decodes
     segments: SegmentGraphs | None = None  # for steps with tokens of prompts
@@ -51,7 +60,11 @@ NO_GRAPHS = Graphs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphParts:
-    """The parts that graphs are made with. Tests replace them and need no GPU."""
+    """A set of the kernels and recorders with which CUDA graphs are captured.
+
+    `recorder` captures decode steps, `segment_recorder` captures steps that contain prompt tokens.
+    Tests pass replacements that need no GPU.
+    """
 
     kernels: DecodeKernels
     recorder: Recorder
@@ -61,7 +74,11 @@ class GraphParts:
 def find_graph_parts(
     adapter: ModelAdapter, layers: Sequence[LayerSpec], *, block_size: int
 ) -> GraphParts | str:
-    """Return the parts of graphs on the adapter's device, or why it can have no graphs."""
+    """Return the kernels and recorders for CUDA graphs, or the reason why none can be captured.
+
+    The kernels are first run once for each kind of layer on the adapter's device. The reason is a
+    text: the kernels are not available on the device, that run failed, or its results were wrong.
+    """
     device, dtype = adapter.device, adapter.dtype
     if (obstacle := kernels.find_obstacle(device)) is not None:
         return obstacle
@@ -70,9 +87,12 @@ def find_graph_parts(
         fault = find_fault(attention, layers, block_size=block_size, dtype=dtype, device=device)
     except Exception as error:  # compilers and kernels raise many kinds of errors
         logger.debug("the trial of the decode kernels failed", exc_info=True)
-        return f"a trial failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return (
+            "a trial of the decode kernels failed: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        )
     if fault is not None:
-        return f"a trial gave wrong numbers: {fault}"
+        return f"a trial of the decode kernels gave wrong numbers: {fault}"
     return GraphParts(
         kernels=TritonKernels(),
         recorder=CudaRecorder(device),
@@ -89,7 +109,11 @@ def build_graphs(
     groups: Sequence[KVCacheGroup],
     block_size: int,
 ) -> Graphs:
-    """Capture the graphs of an engine, without those that can't be captured."""
+    """Capture the CUDA graphs of an engine, and return those that could be captured.
+
+    A kind of graph that can't be captured is None in the result. The reason is in `Graphs.words`,
+    and on a GPU it is also logged as a warning. With `options.enforce_eager` nothing is captured.
+    """
     if options.enforce_eager:
         return Graphs(words="none: they are turned off (enforce_eager)")
     started, before = monotonic(), _get_used_bytes(adapter.device)
@@ -118,13 +142,13 @@ def build_graphs(
             sizes=token_sizes,
         )
         logger.info(
-            "capturing CUDA graphs for %d batch sizes and %d sizes of steps with prompts",
+            "capturing CUDA graphs: %d batch sizes of decode steps, %d token counts with prompts",
             *(len(sizes), len(token_sizes)),
         )
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
-        _warn("steps that decode run without CUDA graphs: %s", no_decoding, adapter.device)
+        _warn("decode steps run without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
         _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
     _log_cost(adapter.device, started, before)
@@ -137,10 +161,11 @@ def build_graphs(
 
 
 def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8 and then the multiples of 8, up to the most requests of a step.
+    """Return the batch sizes for which decode graphs are captured, in ascending order.
 
-    Sizes that the user has chosen are used instead. One that is larger than `max_num_seqs` is
-    reduced to it.
+    By default these are 1, 2, 4, the multiples of 8 below `max_num_seqs`, and `max_num_seqs`
+    itself. Sizes in `chosen` (the user's setting) are used instead; each one above `max_num_seqs`
+    is reduced to `max_num_seqs`.
     """
     if chosen is not None:
         return tuple(sorted({min(size, max_num_seqs) for size in chosen}))
@@ -149,9 +174,10 @@ def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> 
 
 
 def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Return numbers of tokens up to the most of a step.
+    """Return the token counts for which steps with prompts are captured, in ascending order.
 
-    Padding adds less than a quarter to a step of more than 256 tokens.
+    The last one is `max_num_tokens`, the most tokens that a step may have. The counts are so close
+    that padding to the next one adds less than a quarter to a step of more than 256 tokens.
     """
     sizes = {16, 32, 64, 96}
     for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
@@ -178,12 +204,16 @@ def _make_buffers(
 
 def _describe(sizes: Sequence[int], reason: str | None) -> str:
     if reason is not None:
-        return f"not ({reason})"
+        return f"not captured ({reason})"
     return f"in {len(sizes)} size{'s' * (len(sizes) > 1)} up to {sizes[-1]}"
 
 
 def _warn(words: str, reason: str, device: torch.device) -> None:
-    """Log a warning on a GPU. A CPU never has graphs, so there is nothing to warn about."""
+    """Log a warning with the reason, but only if the device is a GPU.
+
+    `words` is a format string with one `%s` for the reason. A CPU never has CUDA graphs, so nothing
+    is logged for it.
+    """
     if device.type == "cuda":
         logger.warning(words, reason)
 
@@ -192,13 +222,16 @@ def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> 
     now = _get_used_bytes(device)
     used, reserved = ((after - then) >> 20 for after, then in zip(now, before, strict=True))
     logger.info(
-        "CUDA graphs took %.1f s and %d MiB (%d MiB of that for tensors)",
+        "capturing CUDA graphs took %.1f s and %d MiB of GPU memory (%d MiB of it for tensors)",
         *(monotonic() - started, used, reserved),
     )
 
 
 def _get_used_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use on a device, and how many of them torch has reserved for tensors."""
+    """Return the bytes in use on a CUDA device, and the bytes that torch has reserved there.
+
+    The second number is part of the first one. Both are 0 for any other device.
+    """
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)

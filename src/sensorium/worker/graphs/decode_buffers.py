@@ -1,7 +1,8 @@
 """Holds the inputs of captured decode steps in fixed memory, which is filled anew for each step.
 
-A batch is padded to the size of its graph. A padding row has a slot below 0, so nothing is stored
-for it, and it reads one key of the null block, which is zero.
+A batch is padded to the batch size of its CUDA graph. A padding row has a slot (an index into the
+KV cache) below 0, so nothing is stored for it. It attends to one key of the null block, an unused
+block of zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from sensorium.worker.input_batch import Row, get_block_tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
-    """The part of the buffers that the graph of one batch size B reads."""
+    """A set of input tensors that the CUDA graph of one batch size B reads.
+
+    The tensors are views of the fixed memory of `DecodeBuffers`. The slots (where to store new keys
+    and values) and the block tables have one tensor for each group of layers with the same window.
+    """
 
     input_ids: torch.Tensor  # [B]
     positions: torch.Tensor  # [B], or [3, B] with M-RoPE
@@ -34,7 +39,10 @@ class DecodeInputs:
 
 
 class DecodeBuffers:
-    """The owner of the memory. All batch sizes share it, because only one step runs at a time."""
+    """An owner of the fixed device memory from which captured decode steps read their inputs.
+
+    All batch sizes share this memory, because only one step runs at a time.
+    """
 
     def __init__(
         self,
@@ -60,16 +68,19 @@ class DecodeBuffers:
         ]
 
     def fill(self, rows: Sequence[Row], size: int) -> DecodeInputs:
-        """Write the rows of a step, padded up to `size`, and return the tensors that hold them.
+        """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
-        For one size, these tensors have the same addresses each time.
+        A row is one request of the step. For the same `size`, the tensors have the same addresses
+        each time, as a CUDA graph requires.
         """
         arrays = self._make_arrays(rows, size)
         for index in range(self._num_groups):
             arrays[f"tables{index}"] = get_block_tables(rows, index)
         tensors = self._staging.upload(arrays)
         if self._staging.address != self._address:
-            raise InvariantError("the buffers of captured steps have moved")
+            raise InvariantError(
+                "the input buffers of the captured CUDA graphs have moved in memory"
+            )
         for index, static in enumerate(self._tables):
             table = tensors[f"tables{index}"]
             if table.numel():

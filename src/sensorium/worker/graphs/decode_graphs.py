@@ -1,9 +1,9 @@
-"""Replays a step in which every request decodes as a single CUDA graph.
+"""Replays a step in which every request decodes one token as a single CUDA graph.
 
-A graph has everything from token ids to logits and the likeliest token. It is captured once for
-each batch size at start, on padding alone, and its logits are compared with those of the same
-computation without a graph. A model that can't be captured runs without graphs, and the reason is
-returned.
+A graph contains everything from token ids to logits and the likeliest token. It is captured once
+for each batch size at start, with padding rows only, and its logits are compared with those of the
+same computation without a graph. A model that can't be captured runs without graphs, and the reason
+is returned.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ from sensorium.worker.sampling.sampler import mark_likeliest
 
 
 class DecodeKernels(Protocol):
-    """The kernels of attention over pages that a graph can replay.
+    """An interface of the kernels for paged attention that can be captured in a CUDA graph.
 
-    All that changes from step to step is passed in tensors.
+    Everything that changes from step to step is passed in tensors.
     """
 
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Store keys and values [1, K, B, D] in slots; rows with a slot below 0 are skipped."""
+        """Store the keys and values of one new token per request in the KV cache of a layer.
+
+        Keys and values are [1, K, B, D], with K key heads of size D and B requests. `slots` [B] has
+        the index in the cache for each request; requests with a slot below 0 are padding and are
+        skipped.
+        """
 
     def attend(
         self,
@@ -51,11 +56,16 @@ class DecodeKernels(Protocol):
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Return the attention output [B, H, D of values]."""
+        """Return the attention output [B, H, D of values] for B requests with one query token each.
+
+        There are H query heads of size D. Request i attends to its first `seq_lens[i]` tokens, or
+        only to the last `window` of them. Its keys and values are in the cache blocks of
+        `block_tables[i]`. A `scaling` of None means one over the root of D.
+        """
 
 
 class TritonKernels:
-    """The Triton kernels of `layers.kernels`."""
+    """An implementation of `DecodeKernels` with the Triton kernels of `layers.kernels`."""
 
     def __init__(self) -> None:
         from sensorium.layers.kernels.decoding import attend_decoding, store_new_tokens
@@ -85,7 +95,10 @@ class TritonKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeResult:
-    """The results of a replay for the rows of a step, valid until the next replay."""
+    """A set of views of the logits and likeliest tokens that a replayed decode step computed.
+
+    The next replay overwrites both tensors.
+    """
 
     logits: torch.Tensor  # float32 [rows, vocabulary]
     likeliest: torch.Tensor  # int64 [rows], the result of `mark_likeliest`
@@ -96,14 +109,17 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """The graph of one batch size."""
+    """A captured CUDA graph of one batch size, with the tensors that hold its results."""
 
     recording: Recording
     results: DecodeResult  # the memory that a replay writes its results to
 
 
 class DecodeGraphs:
-    """One graph for each captured batch size of steps that decode."""
+    """A set of CUDA graphs for decode steps, one for each captured batch size.
+
+    `capture` captures them at start, `find_size` selects one for a step, and `replay` runs it.
+    """
 
     def __init__(
         self,
@@ -129,7 +145,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture all sizes. Return why that is not possible, or `None` if it was done."""
+        """Capture a CUDA graph for each batch size, and return None if all of them work.
+
+        Otherwise return the reason why one can't be captured; then no graph is kept. `use_tqdm`
+        shows a progress bar on a terminal.
+        """
         reason = capture_sizes(self._sizes, self._capture_size, what="graphs", use_tqdm=use_tqdm)
         if reason is not None:
             self._captured.clear()
@@ -158,7 +178,11 @@ class DecodeGraphs:
         return None
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
-        """Return the size of a graph that can compute these rows, if there is one."""
+        """Return the smallest captured batch size that fits a step, or None if no graph fits.
+
+        None is returned if a row does more than decode one token, or if there are more rows than in
+        the largest graph.
+        """
         is_decoding = all(_is_decoding(row) for row in rows)
         return find_size(self._sizes, len(rows)) if is_decoding else None
 
@@ -169,7 +193,7 @@ class DecodeGraphs:
         return captured.results.get_front(len(rows))
 
     def _compute(self, inputs: DecodeInputs) -> DecodeResult:
-        """Compute a step, from token ids to logits and the likeliest tokens."""
+        """Return the logits and the likeliest tokens of a decode step, computed from its inputs."""
         adapter = self._adapter
         embeds, extra = adapter.embed(inputs.input_ids, None, None)
         is_long = None if inputs.is_long is None else inputs.is_long.bool()
@@ -182,7 +206,11 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeCall:
-    """The attention of a decode step, which the decoder calls instead of its own."""
+    """An implementation of `AttentionCall` that computes the attention of one decode step.
+
+    The decoder calls it in every layer instead of its own attention. It stores the new keys and
+    values in the KV cache and attends to the cached ones.
+    """
 
     kv_cache: KVCache
     kernels: DecodeKernels
@@ -216,7 +244,10 @@ class _DecodeCall:
 
 
 def _is_decoding(row: Row) -> bool:
-    """Return whether a row computes one output token and samples the next."""
+    """Return whether a request of a step only decodes one token.
+
+    That is the case if the step computes one token of its output and samples the next.
+    """
     scheduled, state = row
     return (
         scheduled.num_new_tokens == 1

@@ -1,7 +1,8 @@
-"""Records the work of a function on the device, so that a few launches can repeat it.
+"""Captures the work of a function on the device as CUDA graphs, so that it can be replayed.
 
-A recording may have breaks, at which something runs that can't be recorded. `capture_sizes` records
-a function for all sizes of an engine.
+A recording is such a captured function. It may be split into several graphs: at each break between
+two of them, something runs that can't be captured. `capture_sizes` captures a function for all
+sizes of an engine.
 """
 
 from __future__ import annotations
@@ -16,27 +17,39 @@ import torch
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
-Break = Callable[[int], None]  # it is called at each break with the number of the break
+Break = Callable[[int], None]  # called with the index of a break (see `Recording`)
 
 
 def ignore_break(_: int) -> None:
-    """Do nothing at a break."""
+    """Do nothing at a break; this is the default callback of `Recording.replay`."""
 
 
 class Recording(Protocol):
-    """The recorded work of a function on the device, in segments between its breaks."""
+    """A function's work on the device that was captured, for example as CUDA graphs.
+
+    A break is a point at which the capture is split into two graphs, because something that can't
+    be captured has to run in between.
+    """
 
     def replay(self, at_break: Break = ignore_break) -> None:
-        """Repeat the work on the same memory, with its present content."""
+        """Repeat the captured work on the same memory, with the present content of that memory.
+
+        At each break, `at_break` is called with the index of the break, starting at 0.
+        """
 
 
 class Recorder(Protocol):
-    """A way to record functions; tests have one that needs no GPU."""
+    """An interface for capturing the work of a function on the device so that it can be replayed.
+
+    Tests have an implementation that needs no GPU.
+    """
 
     def record(self, function: Callable[[Break], None]) -> Recording:
-        """Record a function that reads and writes fixed memory and never waits for the device.
+        """Run a function once, and return a recording of the work that it started on the device.
 
-        Its argument is a callback that it calls at each break.
+        The function must read and write fixed memory only, and must never wait for the device. It
+        gets a callback, and calls it with the index of the break wherever the capture has to be
+        split.
         """
 
 
@@ -44,8 +57,8 @@ class CudaRecorder:
     """A recorder that captures one CUDA graph for each segment between two breaks.
 
     The graphs share one pool of memory, since only one of them runs at a time. Capture the largest
-    first: the others then fit into its memory. That works only if no tensor that was made in a
-    capture is kept.
+    size first: the others then fit into its memory. That works only if no tensor that was made
+    during a capture is kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,7 +86,7 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class _CudaRecording:
-    """A graph for each segment, in their order."""
+    """A recording that consists of CUDA graphs, one for each segment, in the order of replay."""
 
     graphs: Sequence[torch.cuda.CUDAGraph]
 
@@ -88,10 +101,11 @@ class _CudaRecording:
 def capture_sizes(
     sizes: Sequence[int], capture: Callable[[int], str | None], *, what: str, use_tqdm: bool
 ) -> str | None:
-    """Capture ascending sizes, the largest first. Return why that is not possible, or `None`.
+    """Call `capture` for each size, the largest first, and return None if all sizes work.
 
-    `capture` captures one size. If it can't, it returns the reason or raises an error. `what` is
-    the text of the progress bar.
+    Otherwise stop at the first size that can't be captured, and return the reason. `sizes` are in
+    ascending order. `capture` returns a reason or raises an error if it fails, and returns None if
+    it succeeds. `what` is the text of the progress bar, which `use_tqdm` shows on a terminal.
     """
     for size in tqdm(
         sizes[::-1],
@@ -112,7 +126,12 @@ def capture_sizes(
 
 
 def find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Return how far a replay is from what was expected, or `None` if rounding explains it."""
+    """Return the largest difference between two results as a text, or None if it is only rounding.
+
+    `found` is the result of a replay, and `expected` the result of the same computation without a
+    graph. `dtype` is the type that the model computes in; it decides how large rounding errors may
+    be.
+    """
     scale = max(float(expected.abs().max()), 1.0)
     distance = float((found - expected).abs().max())
     is_near = distance <= 64 * torch.finfo(dtype).eps * scale  # false for NaN
@@ -120,6 +139,9 @@ def find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 
 
 def find_size(sizes: Sequence[int], number: int) -> int | None:
-    """Return the smallest of the ascending sizes that is at least `number`, if there is one."""
+    """Return the smallest of the sizes that is at least `number`, or None if all are smaller.
+
+    `sizes` must be in ascending order.
+    """
     index = bisect_left(sizes, number)
     return sizes[index] if index < len(sizes) else None

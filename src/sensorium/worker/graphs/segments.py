@@ -1,14 +1,15 @@
-"""Replays steps with tokens of prompts as CUDA graphs that are broken at attention.
+"""Replays steps that contain prompt tokens as CUDA graphs that are split at attention.
 
 Of all that a decoder computes, only attention depends on which requests a step has. So the work
 between two attention layers is captured for a number of tokens, including the storing of keys and
 values. Attention runs between the replays as it does without graphs.
 
-Steps are padded to the next number of tokens that was captured. Padding changes no result: it has
-no slot, so nothing is stored for it, and outside of attention no row reads another one.
+Steps are padded to the next number of tokens that was captured. Padding changes no result: its
+slots (indices into the KV cache) are below 0, so nothing is stored for it, and outside of attention
+no row reads another one.
 
-Tensors that cross a break lie in fixed memory that all layers and sizes share. Nothing else of a
-capture is kept, so that the next one can use its memory again.
+Tensors that are passed from a graph to attention, or back, lie in fixed memory that all layers and
+sizes share. Nothing else of a capture is kept, so that the next capture can use its memory again.
 """
 
 from __future__ import annotations
@@ -34,17 +35,25 @@ from sensorium.worker.kv_cache import KVCache
 
 
 class StoreKernel(Protocol):
-    """The kernel that stores new keys and values."""
+    """An interface of the kernel that stores new keys and values in the KV cache."""
 
     def store(
         self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Store keys and values [1, K, N, D] in slots; rows with a slot below 0 are skipped."""
+        """Store the keys and values of N new tokens in the KV cache of a layer.
+
+        Keys and values are [1, K, N, D], with K key heads of size D. `slots` [N] has the index in
+        the cache for each token; tokens with a slot below 0 are padding and are skipped.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Crossing:
-    """The tensors that are passed across a break. All layers of one shape share them."""
+    """A set of fixed tensors that a CUDA graph and the attention after it exchange.
+
+    The graph writes query, key and value. Attention writes the output, which the next graph reads.
+    All layers of one shape share these tensors.
+    """
 
     query: torch.Tensor  # [1, H, n, D]
     key: torch.Tensor
@@ -62,7 +71,7 @@ class _Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Break:
-    """A place in a recording where attention runs."""
+    """A point where a CUDA graph capture is split, because attention runs outside of the graph."""
 
     layer_index: int
     scaling: float | None
@@ -71,14 +80,17 @@ class _Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """The recording of one number of tokens, and its breaks."""
+    """The captured CUDA graphs for one number of tokens, and the points where they are split."""
 
     breaks: Sequence[_Break]
     recording: Recording
 
 
 class Attend(Protocol):
-    """The attention of a step, which runs without graphs on keys and values already stored."""
+    """A function that computes the attention of one layer in a step, outside of CUDA graphs.
+
+    The new keys and values are already in the KV cache when it is called.
+    """
 
     def __call__(
         self,
@@ -92,7 +104,11 @@ class Attend(Protocol):
 
 
 class SegmentGraphs:
-    """One recording for each captured number of tokens."""
+    """A set of CUDA graphs for steps that contain prompt tokens, split at each attention layer.
+
+    There is one series of graphs for each captured number of tokens. `capture` captures them at
+    start, `find_size` selects one for a step, and `replay` runs it.
+    """
 
     def __init__(
         self,
@@ -119,7 +135,11 @@ class SegmentGraphs:
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture all sizes. Return why that is not possible, or `None` if it was done."""
+        """Capture CUDA graphs for each number of tokens, and return None if all of them work.
+
+        Otherwise return the reason why one can't be captured; then no graph is kept. `use_tqdm`
+        shows a progress bar on a terminal.
+        """
         reason = capture_sizes(
             self._sizes, self._capture_size, what="graphs of prompts", use_tqdm=use_tqdm
         )
@@ -168,7 +188,11 @@ class SegmentGraphs:
         return None
 
     def _compute(self, size: int, breaks: list[_Break], break_here: Break) -> None:
-        """Run the decoder, from embeddings to hidden states, all in fixed memory."""
+        """Run the decoder on the first `size` rows of fixed memory, and store the hidden states.
+
+        At each attention layer a new entry is appended to `breaks`, and `break_here` is called with
+        its index.
+        """
         adapter, memory = self._adapter, self._memory
         extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
         positions = memory.get("positions", size)
@@ -186,7 +210,11 @@ class SegmentGraphs:
     # ---- in a step
 
     def find_size(self, num_tokens: int, extra: Mapping[str, Any]) -> int | StepMode:
-        """Return the captured size that fits a step, or the reason to run it without graphs."""
+        """Return the smallest captured number of tokens that fits a step, or why none can be used.
+
+        The reason is a `StepMode`: the step has more tokens than were captured, or the decoder gets
+        other extra arguments in `extra` than at capture.
+        """
         shapes = {
             name: tensor.shape[2:] if isinstance(tensor, torch.Tensor) else None
             for name, tensor in extra.items()
@@ -206,7 +234,13 @@ class SegmentGraphs:
         slots: Sequence[torch.Tensor],  # per group: [N]
         attend: Attend,
     ) -> torch.Tensor:
-        """Return the hidden states [N, hidden] of a step, valid until the next replay."""
+        """Replay the graphs of `size` tokens for a step, and return its hidden states [N, hidden].
+
+        `attend` computes attention between two graphs. `slots` are the indices in the KV cache at
+        which the graphs store new keys and values. `is_long` [N] marks tokens that use the long
+        rotary factors; None means that the model has only one set. The next replay overwrites the
+        result.
+        """
         num_tokens = embeds.shape[1]
         self._fill(size, embeds, positions, extra, is_long=is_long, slots=slots)
         captured = self._captured[size]
@@ -253,18 +287,28 @@ def _name_slots(group_index: int) -> str:
 
 
 class _FixedMemory:
-    """A set of named tensors, each with a row for every token of the largest size."""
+    """A set of named tensors that stay at fixed addresses, as CUDA graphs require.
+
+    Each tensor has `num_rows` rows, one for every token of the largest captured step.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._tensors: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows to the front of a tensor, and return that part of it."""
+        """Copy rows into the first rows of the named tensor, and return that part of the tensor.
+
+        The tensor is allocated if it does not exist yet.
+        """
         return self.make(name, rows).copy_(rows)
 
     def make(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return as many first rows of a tensor as `like` has. The first call allocates it."""
+        """Return as many first rows of the named tensor as `like` has, without writing to them.
+
+        The tensor is allocated at the first call, with the dtype, the device and the row shape of
+        `like`.
+        """
         if name not in self._tensors:
             shape = (self._num_rows, *like.shape[1:])
             self._tensors[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -276,9 +320,11 @@ class _FixedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentCall:
-    """The attention that the decoder calls during a capture.
+    """An implementation of `AttentionCall` that splits a CUDA graph capture at each attention.
 
-    It stores keys and values, and breaks the recording where attention has to run.
+    The decoder calls it in every layer instead of its own attention. It stores the new keys and
+    values in the KV cache, ends the present graph with `break_here`, and returns the fixed tensor
+    into which attention will write its output.
     """
 
     memory: _FixedMemory

@@ -1,6 +1,7 @@
 """Draws a token for each row from its distribution, after temperature and filters.
 
-Each draw uses one random number, which depends only on the request's seed and the token's index.
+Each draw uses one random number, which depends only on the request's seed and the token's index in
+the output.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from sensorium.worker.sampling.sampling_row import SamplingRow
 
 
 def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Return the arrays that `draw` needs, or nothing if all rows are greedy.
+    """Return the arrays that `draw` needs, or an empty dictionary if all rows are greedy.
 
-    `top_k` and `top_p` are included only if some row uses one of them, `min_p` only if some row
-    uses it.
+    Each row describes how the next token of one request is chosen. The arrays `top_k` and `top_p`
+    are included only if some row uses one of them, and `min_p` only if some row uses it.
     """
     random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not random:
@@ -43,7 +44,10 @@ def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a token for each row of the logits that `random_rows` names."""
+    """Return a random token id for each row of the logits that is listed in `random_rows`.
+
+    `logits` are [B, vocabulary]. `tensors` are the arrays of `prepare_draw`, on the device.
+    """
     scaled = logits.index_select(0, tensors["random_rows"])
     probs = (scaled / tensors["temperature"].float()[:, None]).softmax(-1)
     weights = probs
@@ -56,9 +60,10 @@ def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Return numbers in [0, 1), each a hash of a seed and an index.
+    """Return one number in [0, 1) for each pair of a seed and an index, computed as their hash.
 
-    The hash is the finaliser of SplitMix64, applied twice.
+    The same pair always gives the same number. The hash is the finaliser of SplitMix64, applied
+    twice.
     """
     words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -77,9 +82,10 @@ def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Return the probabilities with zeros for the tokens that `top_k` and `top_p` remove.
 
-    First only the `top_k` likeliest tokens are kept; then the fewest of these that hold `top_p` of
-    their mass. Tokens keep their places, so that an unfiltered row draws the same token whether or
-    not a neighbour is filtered.
+    First only the `top_k` likeliest tokens of each row are kept. Of these, as few as possible are
+    kept, the likeliest first, until they hold the share `top_p` of their total probability. The
+    order of tokens is not changed, so that an unfiltered row draws the same token whether or not
+    another row is filtered.
     """
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     is_kept = torch.arange(probs.shape[-1], device=probs.device) < top_k[:, None]
@@ -91,7 +97,9 @@ def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> to
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the index in each row at which the cumulative weight first exceeds `uniform`.
 
-    The cumulative weight is counted as a share of the row's total.
+    `uniform` [rows] has numbers in [0, 1), and the cumulative weight is taken as a share of the
+    row's total. So uniform random numbers give each index with a probability in proportion to its
+    weight.
     """
     cumulative = weights.double().cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]

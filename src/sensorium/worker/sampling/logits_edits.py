@@ -1,8 +1,8 @@
 """Changes single logits of a batch: bias, penalties, masks and bans, each for all rows at once.
 
-`prepare_edits` builds index arrays on the host, row by row; `apply_edits` works on the device.
-An index is a place in the flat logits: row * vocabulary + token id. Ids outside the vocabulary are
-skipped, because they can't be chosen anyway.
+`prepare_edits` builds index arrays on the host, row by row; `apply_edits` works on the device. An
+index is a place in the flattened logits: row * vocabulary size + token id. Ids outside the
+vocabulary are skipped, because they can't be chosen anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _Edited = Sequence[tuple[int, SamplingRow]]  # the rows that have edits, with th
 
 
 def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Return the arrays that `apply_edits` needs, or nothing if no row has edits."""
+    """Return the arrays that `apply_edits` needs, or an empty dictionary if no logit is changed.
+
+    The arrays are on the host, and describe the bias, penalties, masks and bans of all rows.
+    """
     edited = [(index, row) for index, row in enumerate(rows) if row.is_edited]
     if not edited:
         return {}
@@ -42,7 +45,10 @@ def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the float32 logits [B, vocabulary] with bias, penalties and bans applied."""
+    """Return a copy of the float32 logits [B, vocabulary] with bias, penalties and bans applied.
+
+    `tensors` are the arrays of `prepare_edits`, on the device. The logit of a banned token is -inf.
+    """
     edited = logits.clone(memory_format=torch.contiguous_format)
     flat = edited.view(-1)
     if "bias_at" in tensors:
@@ -70,10 +76,11 @@ def _keep_allowed(logits: torch.Tensor, rows: torch.Tensor, allowed_at: torch.Te
 
 
 def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Ban the tokens that the masks of some rows leave out.
+    """Set the logits of the tokens that the grammar masks of some rows forbid to -inf, in place.
 
-    The masks [rows, words of 64 bits] are read as bytes. The lowest bit of the first byte is token
-    0, and a bit that is set allows its token.
+    `rows` are the indices of the rows that have a mask. The masks `words` [rows, words of 64 bits]
+    are read as bytes: the lowest bit of the first byte is token 0, and a bit that is set allows its
+    token.
     """
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = torch.bitwise_left_shift(torch.ones_like(places), places)
@@ -118,9 +125,9 @@ def _prepare_penalties(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
-    """Return the rows with a list of allowed tokens, and the places of these tokens.
+    """Return arrays with the rows that have `allowed_token_ids`, and the places of these tokens.
 
-    The places `allowed_at` count only the rows that have such a list.
+    `allowed_at` are indices into the flattened logits of only the rows in `allowed_rows`.
     """
     allowed = [
         (index, row.params.allowed_token_ids)
@@ -134,9 +141,10 @@ def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_masks(edited: _Edited, vocab_size: int) -> Arrays:
-    """Return the rows that have a mask, and their masks cut or padded to the vocabulary.
+    """Return arrays with the rows that have a grammar mask, and the masks as 64-bit words.
 
-    A mask may have fewer bits than the model has logits, or more. Tokens without a bit are banned.
+    The masks are cut or padded with zeros to the vocabulary, because a mask may have fewer bits
+    than the model has logits, or more. Tokens without a bit are banned.
     """
     masks = [(index, row.mask) for index, row in edited if row.mask is not None]
     words = np.zeros((len(masks), -(-vocab_size // 64)), dtype=np.int64)

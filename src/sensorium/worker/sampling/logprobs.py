@@ -13,7 +13,11 @@ from sensorium.types.sampling import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsTensors:
-    """The log-probabilities at B positions, as tensors on the device."""
+    """The log-probabilities at B positions, as tensors on the device.
+
+    For each position they have the log-probability and the rank of one given token, and the ids and
+    log-probabilities of the k likeliest tokens.
+    """
 
     chosen: torch.Tensor  # [B], those of the given tokens
     ranks: torch.Tensor  # [B], those of the given tokens; the likeliest token has rank 1
@@ -24,9 +28,10 @@ class LogprobsTensors:
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, has_top: bool
 ) -> LogprobsTensors:
-    """Return the log-probabilities of token ids [B] in the logits [B, vocabulary].
+    """Return the log-probabilities and ranks of token ids [B] in the logits [B, vocabulary].
 
-    Some placeholders have an id outside the vocabulary. Such an id has the probability 0.
+    With `has_top`, the `MAX_LOGPROBS` likeliest tokens of each position are included. Some media
+    placeholders have an id outside the vocabulary; their log-probability is -inf.
     """
     # The number is the same for all rows: it decides which tokens of a tie come first, and that
     # must not depend on what other requests ask for.
@@ -45,7 +50,10 @@ def compute_logprobs(
 
 
 def to_entries(parts: Sequence[LogprobsTensors], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the rows of all parts, each with as many of the likeliest tokens as it asked for."""
+    """Copy log-probabilities from the device, and return one entry for each position of all parts.
+
+    `counts` has the number of likeliest tokens to include for each position.
+    """
     columns = zip(
         torch.cat([part.chosen for part in parts]).tolist(),
         torch.cat([part.ranks for part in parts]).tolist(),

@@ -36,15 +36,19 @@ from sensorium.worker.sampling.sampling_row import SamplingRow
 
 # Marks that stand in place of a token in a row that has none -> the reason in the error.
 _FAILURES = {
-    -1: "the model's output for it is not a finite number",
-    -2: "no token is left to choose from: its allowed_token_ids, structured_outputs, bad_words, "
-    "min_tokens and the model's generation config ban all of them",
+    -1: "the model's output for this request is not a finite number",
+    -2: "no token is left to choose from: the request's allowed_token_ids, structured_outputs, "
+    "bad_words and min_tokens, and the model's generation config, ban all of them",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """The tokens that were chosen, one for each row."""
+    """The result of a sampling call, with one token for each row (a request of the batch).
+
+    A row without a usable token has None as its token id, and the reason is in `failures`. The
+    entry in `logprobs` is None for a row that did not ask for log-probabilities.
+    """
 
     token_ids: tuple[int | None, ...]  # None for a row in `failures`
     logprobs: tuple[TokenLogprobs | None, ...]  # None for a row that does not want them
@@ -52,7 +56,10 @@ class SamplerOutput:
 
 
 class Sampler:
-    """A sampler with the buffer in which its arrays go to the device."""
+    """A sampler that chooses the next token of each request in a batch.
+
+    It keeps the buffer through which its arrays are copied to the device.
+    """
 
     def __init__(self, *, device: torch.device) -> None:
         self._staging = StagingBuffer(device=device, num_words=1 << 10)
@@ -63,10 +70,11 @@ class Sampler:
         rows: Sequence[SamplingRow],
         likeliest: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Choose a token for each row of float32 logits [B, vocabulary].
+        """Return a token for each row of float32 logits [B, vocabulary].
 
-        Rows that want log-probabilities get them as well. `likeliest` is the result of
-        `mark_likeliest` for these logits, if the caller already has it.
+        `rows` has the sampling parameters and state of each request. Rows that ask for
+        log-probabilities get them as well. `likeliest` is the result of `mark_likeliest` for these
+        logits if the caller already has it; None makes the sampler compute what it needs.
         """
         edits = prepare_edits(rows, logits.shape[-1])
         arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
@@ -85,9 +93,9 @@ class Sampler:
 
 
 def mark_likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest token of each row [B], or -1 if its logit is not a finite number.
+    """Return the id of the likeliest token of each row [B], or -1 if its logit is not finite.
 
-    A NaN anywhere in a row counts as its highest logit.
+    A row that contains a NaN gets -1 as well.
     """
     return _mark(*logits.max(dim=-1))
 

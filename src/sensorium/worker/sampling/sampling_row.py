@@ -2,7 +2,7 @@
 
 Which tokens are penalised and which are banned follows from the tokens of the request so far. That
 state is kept for each request and updated token by token, so that a step does not have to read the
-whole text again. It lies on the host; `worker.sampling.logits_edits` makes tensors of it.
+whole text again. It lies in host memory; `worker.sampling.logits_edits` makes tensors of it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from sensorium.utils.arrays import GrowingArray, IntArray
 
 
 class TokenCounts:
-    """The distinct tokens of a request, and how often each occurs in its output.
+    """A counter of how often each distinct token of a request occurs in its output.
 
-    With a repetition penalty they include the tokens of the prompt, also the placeholders of media.
+    With a repetition penalty the tokens of the prompt are listed too, including the placeholders of
+    media. A token that occurs only in the prompt has the count 0.
     """
 
     def __init__(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
@@ -42,7 +43,7 @@ class TokenCounts:
         return self._num_in_output.values
 
     def add(self, token_id: int) -> None:
-        """Count a token that was appended to the output."""
+        """Increase the count of a token that was appended to the output."""
         place = self._place_of.setdefault(token_id, len(self._token_ids))
         if place == len(self._token_ids):
             self._token_ids.extend((token_id,))
@@ -51,7 +52,7 @@ class TokenCounts:
 
 
 class SequenceBans:
-    """A set of banned token sequences that finds the tokens that would complete one."""
+    """A set of banned token sequences that finds the tokens that would complete one of them."""
 
     def __init__(self, bans: TokenBans) -> None:
         self._first = bans.first_token_ids  # banned as the first token of the output
@@ -64,7 +65,11 @@ class SequenceBans:
                 self._after.setdefault(sequence[-2], []).append(entry)
 
     def get_banned(self, token_ids: IntArray, *, num_output_tokens: int) -> tuple[int, ...]:
-        """Return the tokens that must not follow the prompt and the output so far."""
+        """Return the ids of the tokens that must not come next.
+
+        `token_ids` are those of the prompt and of the output so far. Some tokens are banned only as
+        the first of the output, when `num_output_tokens` is 0.
+        """
         banned = self._always
         if num_output_tokens == 0:
             banned += self._first
@@ -76,7 +81,7 @@ class SequenceBans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """The input of the sampler for one request."""
+    """The sampling parameters and state of one request, from which its next token is chosen."""
 
     params: SamplingParams
     num_output_tokens: int
@@ -88,7 +93,10 @@ class SamplingRow:
 
     @property
     def is_edited(self) -> bool:
-        """Return whether some logits of this row are changed before a token is chosen."""
+        """Return whether some logits of this row are changed before a token is chosen.
+
+        That is the case with a bias, penalties, banned or allowed tokens, or a grammar.
+        """
         return bool(
             self.banned_token_ids
             or self.counts is not None

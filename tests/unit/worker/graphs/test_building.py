@@ -108,22 +108,22 @@ class _WrongSegments(AgainRecorder):
     [
         (
             Recorders(decoding=_FailingRecorder()),
-            "decoding not (RuntimeError: operation not permitted when stream is capturing)",
+            "decoding not captured (RuntimeError: operation not permitted when stream is",
             {"segment_graphs": 5},
         ),
         (
             Recorders(decoding=_WrongRecorder()),
-            "decoding not (a replay of 8 rows gave logits that are off by nan)",
+            "decoding not captured (a replay of 8 rows gave logits that are off by nan)",
             {"segment_graphs": 5},
         ),
         (
             Recorders(segments=_FailingSegments()),
-            "prompts not (RuntimeError: operation not permitted when stream is capturing)",
+            "prompts not captured (RuntimeError: operation not permitted when stream is capturing)",
             {"eager_no_graphs": 1, "decode_graph": 4},
         ),
         (
             Recorders(segments=_WrongSegments()),
-            "prompts not (a replay of 2048 tokens is off by",
+            "prompts not captured (a replay of 2048 tokens is off by",
             {"eager_no_graphs": 1, "decode_graph": 4},
         ),
     ],
@@ -161,4 +161,4 @@ def test_what_no_kernel_can_do_is_no_error(
         directory, load_config(directory), dtype=torch.float32, device=torch.device("cpu")
     )
     found = building.find_graph_parts(adapter, adapter.probe_layers(), block_size=16)
-    assert found == "a trial failed: RuntimeError: no compiler"
+    assert found == "a trial of the decode kernels failed: RuntimeError: no compiler"
