@@ -213,8 +213,9 @@ class HttpClient:
     async def fetch(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes:
         """Return the media at `url`, from the cache or from its host.
 
-        Requests that ask for the same URL and modality at the same time share one fetch. Raise
-        `RefusedMediaError` if the media can't or may not be fetched.
+        `fetch` holds the deadline and the byte account of this fetch. Requests that ask for the
+        same URL and modality at the same time share one fetch. Raise `RefusedMediaError` if the
+        media can't or may not be fetched.
         """
         return await self.shared.get(
             (str(url), modality), lambda: self._follow(url, modality, fetch)
@@ -243,7 +244,8 @@ class HttpClient:
     async def _ask(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes | httpx.URL:
         """Return the media at `url`, or the URL that the host redirects to.
 
-        The cache is used if its response is still fresh, or if the host confirms it.
+        A cached response is returned if it is still fresh, or if the host confirms it. Otherwise
+        the host is asked for the media, within the limits in `fetch`.
         """
         cached = self.cache.get(str(url))
         if cached is not None and cached.fresh_until > self.clock():

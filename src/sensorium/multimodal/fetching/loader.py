@@ -189,7 +189,7 @@ class MediaLoader:
     def _load_here(self, source: MediaSource, modality: str) -> list[LoadedMedia]:
         """Load one media item in this thread, and return a list of one result.
 
-        The result holds the bytes of the item, or the `RequestError` that says why it can't be
+        The result holds the bytes of the item, or the `RequestError` for which it can't be
         loaded.
         """
         began = time.monotonic()

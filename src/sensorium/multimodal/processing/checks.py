@@ -48,9 +48,13 @@ def check_media(
     is_scaled_already: bool,
     limits: MediaLimits,
 ) -> tuple[object, Metadata | None]:
-    """Return the item in a form that processors understand, and the metadata of a video's frames.
+    """Check decoded media from a caller in this process, and convert it for the model's processor.
 
-    `is_scaled_already` is True for pixel values that the processor does not divide by 255.
+    Return the media item and, for a video, the metadata of its frames (otherwise `None`). Images,
+    arrays and tensors are accepted, in pairs with a sampling rate (audio) or with metadata (video).
+    Audio becomes mono float32 at `sampling_rate`, in Hz. `is_scaled_already` is True if the
+    processor does not divide pixel values by 255. Raise `RequestError` for media that no processor
+    would understand, or that exceeds `limits`.
     """
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None
@@ -66,7 +70,10 @@ def check_media(
 
 
 def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
-    """Raise `RequestError` for a form or a size that can be refused before any value is read."""
+    """Raise `RequestError` for decoded media of a wrong form or size, without reading its values.
+
+    This is a quick check before the full one of `check_media`, which also reads pixels and samples.
+    """
     if isinstance(media, tuple) and len(media) == 2:
         media = media[0]  # the second entry is a rate, or the metadata of frames
     if isinstance(media, list | tuple) and modality == "video":
@@ -85,7 +92,10 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
 
 
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
-    """Return the frames of a video, and their metadata if the media is a pair with a mapping."""
+    """Return the frames of a video, and their metadata or `None`.
+
+    There is metadata if `media` is a pair of frames and a mapping.
+    """
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
     return media if is_pair else (media, None)  # type: ignore[return-value]
 
@@ -127,9 +137,11 @@ def _is_number(value: object) -> bool:
 def _check_audio(
     media: object, sampling_rate: int | None, limits: MediaLimits
 ) -> np.ndarray[Any, Any]:
-    """Return mono samples as float32 at the model's rate, from samples or a pair with their rate.
+    """Return a sound as mono float32 samples at `sampling_rate`, in Hz.
 
-    If there are two dimensions, the smaller one has the channels, or the first if they are equal.
+    `media` is an array of samples, or a pair of such an array and its own sampling rate. If the
+    array has two dimensions, the smaller one is the channels, or the first one if they are equal.
+    Raise `RequestError` if it is no such sound, or too long.
     """
     rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:
@@ -209,7 +221,10 @@ def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any
 
 
 def get_array_shape(modality: str, media: np.ndarray[Any, Any] | torch.Tensor) -> tuple[int, ...]:
-    """Return height and width of a picture; number, height and width of a video's frames."""
+    """Return the height and width of an image array, or (frames, height, width) of a video.
+
+    The colours may be the first or the last dimension of an image or frame.
+    """
     frame = tuple(media.shape[1:] if modality == "video" else media.shape)
     # The colours are the first or the last dimension.
     size = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
@@ -238,10 +253,10 @@ def _check_shape(modality: str, media: Any) -> None:
 
 
 def _check_pixels(media: object, *, is_scaled_already: bool) -> None:
-    """Raise `RequestError` for pixel values that a processor would misunderstand.
+    """Raise `RequestError` if an array's pixel values are in a range that processors misread.
 
-    Processors divide by 255: values from 0 to 1 would be seen as black and those above 255 as
-    white, without an error.
+    Processors divide by 255, unless `is_scaled_already`. Values from 0 to 1 would become black, and
+    those above 255 white, without an error.
     """
     if not isinstance(media, np.ndarray | torch.Tensor):
         return

@@ -25,7 +25,10 @@ _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
-    """What one tensor of an item must look like."""
+    """A rule for one tensor of a processed media item: its dtype, its shape, and its values.
+
+    A mask may hold only zeros and ones, and a tensor of positions only valid ones.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int | None, ...]  # of each dimension; None: any size from 1 on
@@ -60,7 +63,7 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemSpec:
-    """What the tensors of an item must look like together."""
+    """The rules for all tensors of a processed item of one modality, alone and together."""
 
     tensors: Mapping[str, TensorRule]
     links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions that must have equal sizes
@@ -96,9 +99,10 @@ class ItemSpec:
 
 
 class ItemSpecs:
-    """The specs of all modalities, which several threads may use.
+    """A thread-safe check of tensors that were processed elsewhere, for all modalities.
 
-    They hold for items that are processed with `processor_kwargs`.
+    The rules are learned by processing sample media with the model's processor and
+    `processor_kwargs`, when a modality is first checked.
     """
 
     def __init__(
@@ -110,9 +114,11 @@ class ItemSpecs:
         self._lock = Lock()
 
     def check(self, modality: str, kwargs: object, num_embeds: int | None = None) -> None:
-        """Raise `RequestError` with the name of a tensor that does not fit.
+        """Raise `RequestError` if tensors can't be those of a processed item of this modality.
 
-        `num_embeds` is the number of the item's placeholders, if that is known.
+        `kwargs` should map names to tensors; the error names the one that does not fit.
+        `num_embeds` is the number of placeholder tokens that the item has in its prompt, or `None`
+        if that is unknown.
         """
         if not isinstance(kwargs, Mapping):
             raise RequestError(f"tensors must be a map from names, not {type(kwargs).__name__}")
@@ -128,9 +134,10 @@ class ItemSpecs:
             return self._specs[modality]
 
     def _make_samples(self, modality: str) -> list[ProcessedItem]:
-        """Return items that the processor makes of different media.
+        """Process sample media of different sizes, and return the results.
 
-        A processor may refuse some media as too long or too thin, but not all.
+        A processor may refuse some of the media as too long or too thin. If it refuses all of them,
+        its last `RequestError` is raised.
         """
         samples: list[ProcessedItem] = []
         refusal: RequestError | None = None
@@ -147,7 +154,11 @@ class ItemSpecs:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """Return the rules that all samples fulfil. The samples are items of different sizes."""
+    """Derive rules from processed items of different sizes: what all of them share is required.
+
+    `samples` are of one modality. `merge_size` is the number of patches along an edge that the
+    model merges into one embedding, or 1 if it merges none.
+    """
     first = samples[0].kwargs
     tensors = {
         name: _make_rule(samples[0].modality, name, [s.kwargs[name] for s in samples])
@@ -186,7 +197,7 @@ def _make_rule(modality: str, name: str, tensors: Sequence[torch.Tensor]) -> Ten
 
 
 def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
-    """Return how many of the last dimensions do not depend on the size of an item.
+    """Return how many of the last dimensions do not depend on the size of the media item.
 
     These are the features of a patch, the colours, height and width of a tile, or the bands and
     frames of a window of sound. The dimensions before them count patches, tiles or windows.
@@ -203,7 +214,10 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
 def _find_links(
     samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
 ) -> tuple[tuple[_Dimension, _Dimension], ...]:
-    """Return pairs of equal dimensions, of a mask or positions and of the tensor they describe."""
+    """Return pairs of dimensions that must have equal sizes.
+
+    One belongs to a mask or to positions, and the other one to the tensor that these describe.
+    """
     described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
     return tuple(
         ((name, index), (other, other_index))
@@ -218,7 +232,11 @@ def _find_links(
 
 
 def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
-    """Return True if a tensor of integers counts the rows of another."""
+    """Return True if the tensor `name` holds sizes that give the number of rows of `rows`.
+
+    Such a grid is a small integer tensor, for example with the numbers of frames, rows and columns
+    of patches.
+    """
     grid, tensor = kwargs[name], kwargs[rows]
     is_sizes = grid.dtype in (torch.int32, torch.int64) and 1 <= grid.ndim <= 2
     if not is_sizes or grid.shape[-1] > 3 or name.endswith("mask") or not tensor.ndim:
@@ -227,19 +245,19 @@ def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
 
 
 def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if the grid counts the rows of the tensor.
+    """Return True if the products of the sizes in `grid` add up to the rows of `tensor`.
 
-    It is computed in floating point, because a product of large integers may overflow to any other
-    number.
+    They are computed in floating point, because a product of large integers may overflow.
     """
     sizes = grid.double()
     return bool((sizes >= 1).all()) and float(sizes.prod(-1).sum()) == len(tensor)
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
-    """Return the ratio of embeddings to numbers in the largest tensor, if all samples share it.
+    """Find how many embeddings the encoder makes of how many values in the largest tensor.
 
-    It exists for encoders that pack patches.
+    Return the name of that tensor with the two numbers. Return an empty mapping if the samples have
+    different ratios. Encoders that pack patches have the same ratio for all items.
     """
     first = samples[0]
     name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())
