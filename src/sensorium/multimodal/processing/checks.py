@@ -81,7 +81,7 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
             check_unread("image", frame, limits)
     if isinstance(media, Image.Image):
         if 0 in media.size:
-            raise RequestError("this image is empty")
+            raise RequestError("this image is empty: its width or height is 0")
         check_num_pixels(*media.size, limits)
     if isinstance(media, torch.Tensor):
         _check_plain(media)
@@ -104,7 +104,7 @@ def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metad
     unknown = sorted(map(str, set(metadata) - _VIDEO_FIELDS))
     if unknown:
         known = ", ".join(sorted(_VIDEO_FIELDS))
-        raise RequestError(f"unknown video metadata: {', '.join(unknown)} (known: {known})")
+        raise RequestError(f"unknown video metadata: {', '.join(unknown)} (known fields: {known})")
     fps = metadata.get("fps")
     if fps is not None and not (_is_number(fps) and float(fps) > 0):  # type: ignore[arg-type]
         raise RequestError(f"video metadata: fps must be a number above 0, not {fps!r}")
@@ -117,7 +117,10 @@ def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metad
     given = metadata.get("frames_indices")
     indices = list(range(num_frames)) if given is None else _as_list(given)
     if len(indices) != num_frames:
-        raise RequestError(f"{len(indices)} frames_indices for {num_frames} frames")
+        raise RequestError(
+            f"video metadata: there are {len(indices)} frames_indices for {num_frames} frames; "
+            "each frame must have one"
+        )
     return {**metadata, "total_num_frames": total, "frames_indices": indices}
 
 
@@ -151,20 +154,25 @@ def _check_audio(
         _check_plain(media)
         kind = str(media.dtype).removeprefix("torch.")
         if kind not in _PIXEL_TYPES:
-            raise RequestError(f"samples are numbers from -1 to 1, or signed integers, not {kind}")
+            raise RequestError(
+                f"samples must be floating-point numbers or signed integers, not {kind}"
+            )
         if media.dtype is torch.bfloat16:  # which numpy does not have
             media = media.float()
         media = media.detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
-        raise RequestError(f"expected an array of samples, not {type(media).__name__}")
+        raise RequestError(f"a sound must be an array of samples, not {type(media).__name__}")
     _check_shape("audio", media)
     channels = np.atleast_2d(media)
     channels = channels.T if channels.shape[0] > channels.shape[1] else channels
     if len(channels) > _MAX_CHANNELS:
-        raise RequestError(f"{media.shape} is no shape of a sound: one dimension is its channels")
+        raise RequestError(
+            f"{media.shape} is no shape of a sound: it must be samples, or samples and at most "
+            f"{_MAX_CHANNELS} channels"
+        )
     if media.dtype.kind not in "if":
         raise RequestError(
-            f"samples are numbers from -1 to 1, or signed integers, not {media.dtype}"
+            f"samples must be floating-point numbers or signed integers, not {media.dtype}"
         )
     if rate is not None:
         refuse_if_longer(channels.shape[1] / rate, limits.max_duration_s)
@@ -191,7 +199,9 @@ def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
         media = _stack(media, limits)
     if not isinstance(media, np.ndarray | torch.Tensor):
         kinds = (
-            "a PIL image, a numpy array or a torch tensor" if modality == "image" else "an array"
+            "a PIL image, a numpy array or a torch tensor"
+            if modality == "image"
+            else "an array or a list of frames that is not empty"
         )
         raise RequestError(f"expected {kinds}, not {type(media).__name__}")
     _check_shape(modality, media)
@@ -212,11 +222,13 @@ def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
 
 def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any]:
     if len(images) > limits.max_frames:
-        raise RequestError(f"{len(images)} frames, {limits.max_frames} is the limit")
+        raise RequestError(
+            f"the video has {len(images)} frames, but {limits.max_frames} is the limit"
+        )
     frames = [np.asarray(_check_visual("image", image, limits)) for image in images]
     sizes = sorted({frame.shape for frame in frames})
     if len(sizes) > 1:
-        raise RequestError(f"frames of different sizes: {', '.join(map(str, sizes))}")
+        raise RequestError(f"the video has frames of different sizes: {', '.join(map(str, sizes))}")
     return np.stack(frames)
 
 
@@ -241,7 +253,10 @@ def _check_size(modality: str, media: Any, limits: MediaLimits) -> None:
 def _check_plain(media: torch.Tensor) -> None:
     is_strided = media.layout is torch.strided and not media.is_nested
     if not is_strided or media.is_meta or media.is_quantized:
-        raise RequestError("expected a plain tensor that holds its values")
+        raise RequestError(
+            "expected a plain tensor that holds its values: dense, not nested, not quantized, and "
+            "not on the meta device"
+        )
 
 
 def _check_shape(modality: str, media: Any) -> None:
@@ -263,17 +278,17 @@ def _check_pixels(media: object, *, is_scaled_already: bool) -> None:
     dtype = media.dtype
     kind = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     if kind not in _PIXEL_TYPES:
-        raise RequestError(f"pixel values are bytes, or numbers from 0 to 255, not {kind}s")
+        raise RequestError(f"pixel values must be bytes, or numbers from 0 to 255, not {kind}s")
     if kind == "uint8" or (kind != "bool" and is_scaled_already):
         return
     least, most = float(media.min()), float(media.max())
     if not (np.isfinite(least) and np.isfinite(most)):
-        raise RequestError("some pixel values are not finite numbers")
+        raise RequestError("some pixel values are not finite numbers: they are NaN or infinite")
     is_scaled = "float" in kind and 0 < most <= 1
     if (kind == "bool" or is_scaled) and not is_scaled_already:
         raise RequestError(
-            f"pixel values go from 0 to 255, not from 0 to 1 ({kind}); for values that are scaled "
-            "already say mm_processor_kwargs={'do_rescale': False}"
+            f"pixel values must go from 0 to 255, not from 0 to 1 ({kind}); for values that are "
+            "scaled already set mm_processor_kwargs={'do_rescale': False}"
         )
     if not (is_scaled_already or (least >= 0 and most <= 255)):
-        raise RequestError(f"pixel values go from 0 to 255, not from {least:g} to {most:g}")
+        raise RequestError(f"pixel values must go from 0 to 255, not from {least:g} to {most:g}")

@@ -88,7 +88,7 @@ def check_processor_kwargs(
     known = processor.option_names
     for name, value in processor_kwargs.items():
         if not isinstance(name, str):
-            raise RequestError(f"names are text, not {name!r}", path=_PATH)
+            raise RequestError(f"option names are text, not {name!r}", path=_PATH)
         if name in _RESERVED or (known and name not in known):
             takes = ", ".join(sorted(known - _RESERVED))
             raise RequestError(f"unknown option {name!r} (known: {takes})", path=_PATH)
@@ -102,10 +102,12 @@ def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
     """Yield all numbers in the value of an option, each with a path such as `size.longest_edge`.
 
     `path` is the name of the option, and `depth` the number of levels above `value`. Raise
-    `RequestError` if the value is nested too deep.
+    `RequestError` if the value is nested too deeply.
     """
     if depth > _MAX_DEPTH:
-        raise RequestError(f"{path} is nested too deep", path=_PATH)
+        raise RequestError(
+            f"{path} is nested too deeply: at most {_MAX_DEPTH} levels are allowed", path=_PATH
+        )
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _walk(f"{path}.{key}", entry, depth=depth + 1)

@@ -110,7 +110,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 def _as_plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} can't be encoded as msgpack")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_as_plain)
@@ -145,7 +145,9 @@ def encode_plain(message: msgspec.Struct) -> bytes:
     try:
         return _encoder.encode(message)
     except (TypeError, UnicodeEncodeError, OverflowError) as error:
-        raise RequestError("options of media are plain numbers, texts, lists and maps") from error
+        raise RequestError(
+            "options of media must be plain values: numbers, strings, lists and maps"
+        ) from error
 
 
 def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
@@ -208,8 +210,12 @@ def _warm_up(worker: ItemWorker, own: OwnOptions, modalities: Collection[str]) -
         )
         try:
             worker.process(job, make_dummy_file(modality))
-        except Exception:  # a failed warm-up must not stop a worker, which can work without it
-            _logger.warning("a worker's warm-up failed for %s", modality, exc_info=True)
+        except Exception:  # a process of the pool can work without its warm-up
+            _logger.warning(
+                "the warm-up of a process of the media pool failed for %s; the process goes on",
+                modality,
+                exc_info=True,
+            )
 
 
 class ItemHandler:
@@ -236,7 +242,7 @@ class ItemHandler:
         except CostlyItemError as error:
             raise CostlyJobError(error.cost_s) from error
         if item.layout is None:
-            raise InvariantError("an item was processed and has no layout")
+            raise InvariantError("a media item was processed and has no layout")
         reference = None if self._store is None or not keep else self._store.put(item)
         reply = _encoder.encode(_ItemReply(layout=item.layout, reference=reference, times=times))
         if self._store is None or reference is None:
@@ -423,12 +429,19 @@ class EmbedsBackend:
 
     def _check(self, modality: str, tensor: torch.Tensor) -> None:
         if not self.is_enabled:
-            raise RequestError("embeddings are not taken here: start with enable_mm_embeds")
+            raise RequestError(
+                "this server takes no precomputed embeddings: start it with enable_mm_embeds"
+            )
         if modality not in self.modalities:
             raise RequestError(
-                f"this model takes no embeddings of {modality}: it needs more than their number"
+                f"this model takes no embeddings of {modality}: their number alone does not fix "
+                "their place in a prompt"
             )
         if tensor.shape[1] != self.width:
-            raise RequestError(f"embeddings have the width {self.width}, not {tensor.shape[1]}")
+            raise RequestError(
+                f"embeddings for this model must have the width {self.width}, not {tensor.shape[1]}"
+            )
         if not bool(torch.isfinite(tensor).all()):
-            raise RequestError("some of the embeddings are not finite numbers")
+            raise RequestError(
+                "some of the embeddings are not finite numbers: they are NaN or infinite"
+            )

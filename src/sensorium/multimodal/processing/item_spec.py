@@ -43,7 +43,7 @@ class TensorRule:
             raise RequestError(f"{name} must be a plain tensor that holds its values")
         if tensor.dtype != self.dtype or not self._fits(tuple(tensor.shape)):
             raise RequestError(
-                f"{name} must be {self.dtype} of shape {self._show()} (*: any from 1 on), not "
+                f"{name} must be {self.dtype} of shape {self._show()} (*: any size from 1 on), not "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             )
         if self.is_mask and not bool(((tensor == 0) | (tensor == 1)).all()):
@@ -76,20 +76,22 @@ class ItemSpec:
     def check(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int | None) -> None:
         if kwargs.keys() != self.tensors.keys():
             given, expected = (", ".join(sorted(map(str, k)))[:300] for k in (kwargs, self.tensors))
-            raise RequestError(f"the tensors of a {modality} are {expected}, not {given}")
+            raise RequestError(f"the tensors for {modality} must be {expected}, not {given}")
         for name, rule in self.tensors.items():
             rule.check(name, kwargs[name])
         for (name, index), (other, other_index) in self.links:
             if kwargs[name].shape[index] != kwargs[other].shape[other_index]:
                 raise RequestError(
-                    f"{name} of shape {tuple(kwargs[name].shape)} does not go with {other} of "
+                    f"{name} of shape {tuple(kwargs[name].shape)} does not fit {other} of "
                     f"shape {tuple(kwargs[other].shape)}"
                 )
         for name, rows in self.grids:
             if not _counts_rows(kwargs[name], kwargs[rows]):
-                raise RequestError(f"{name} does not count the rows of {rows}")
+                raise RequestError(f"the sizes in {name} do not give the number of rows of {rows}")
             if self.merge_size > 1 and bool((kwargs[name][..., 1:] % self.merge_size).any()):
-                raise RequestError(f"{name} must have sizes that {self.merge_size} divides")
+                raise RequestError(
+                    f"the heights and widths in {name} must be multiples of {self.merge_size}"
+                )
         for name, (embeds, numbers) in self.yields.items():
             if num_embeds is not None and kwargs[name].numel() * embeds != num_embeds * numbers:
                 raise RequestError(
@@ -121,7 +123,9 @@ class ItemSpecs:
         if that is unknown.
         """
         if not isinstance(kwargs, Mapping):
-            raise RequestError(f"tensors must be a map from names, not {type(kwargs).__name__}")
+            raise RequestError(
+                f"tensors must be a map from names to tensors, not {type(kwargs).__name__}"
+            )
         if modality not in self._processor.modalities:
             raise RequestError(f"this model takes no {modality}")
         self._get_spec(modality).check(modality, kwargs, num_embeds)

@@ -123,9 +123,9 @@ class Hearing:
             self._explore(window, num_samples)
         if num_needed <= window.heard:
             return
-        limit = "this model does not hear it to its end"
+        limit = "this model does not take it to its end"
         if window.is_exact:
-            limit = f"this model hears {window.heard / self._rate:.4g} s"
+            limit = f"this model takes at most {window.heard / self._rate:.4g} s"
         raise RequestError(
             f"the sound is {num_samples / self._rate:.4g} s long; {limit}: send it in pieces"
         )

@@ -118,8 +118,10 @@ class SizeLayouts:
             timeout_s = self._limits.flight_timeout_s
             finished = self._flights.get(key, start, timeout_s=timeout_s, cancelled=cancelled)
         except TimeoutError as error:  # the one at fault can't be seen from here
-            raise CapacityError("it could not be processed in time") from error
+            raise CapacityError(
+                "the layout of the image could not be computed in time: retry later"
+            ) from error
         result = finished.result
         if not isinstance(result, ProcessedItem) or result.layout is None:
-            raise InvariantError("a blank image was processed to no layout")
+            raise InvariantError("the result of processing a blank image has no layout")
         return result.layout

@@ -137,7 +137,9 @@ def call_voxtral(
     Raise `RequestError` if there are any options.
     """
     if processor_kwargs:
-        raise RequestError(f"Voxtral's processor has no options: {', '.join(processor_kwargs)}")
+        raise RequestError(
+            f"Voxtral's processor takes no options, but was given: {', '.join(processor_kwargs)}"
+        )
     extractor = processor.feature_extractor
     features = extractor(
         sound,
@@ -365,10 +367,14 @@ class MultiModalProcessor:
         marker = self.get_marker(modality)
         expanded = output["input_ids"][0].tolist()
         if not expanded:
-            raise RequestError(f"this {modality} is too short or too small: nothing is left of it")
+            raise RequestError(
+                f"this {modality} is too short or too small: the processor makes no tokens of it"
+            )
         if set(expanded) != {self.tokenizer.convert_tokens_to_ids(marker)}:
             kind = type(self.hf_processor).__name__
-            raise ModelError(f"{kind} does not return what stands for a {modality} in a prompt")
+            raise ModelError(
+                f"{kind} does not return the text that replaces the marker of {modality} in prompts"
+            )
         return marker * len(expanded)
 
     def check_media(
@@ -410,7 +416,7 @@ class MultiModalProcessor:
             # was checked can't cause errors of these kinds, so that they are bugs.
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
-            raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
+            raise RequestError(f"the media could not be processed: {str(error)[:300]}") from error
         layout = self._make_layout(modality, text)
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
 
@@ -463,4 +469,4 @@ class MultiModalProcessor:
             num_embeds = token_ids.count(token_id)
             if num_embeds:
                 return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
-        raise RequestError(f"this {modality} is too small: the model sees nothing of it")
+        raise RequestError(f"this {modality} is too small: it becomes no embeddings of the model")
