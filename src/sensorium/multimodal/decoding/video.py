@@ -48,9 +48,9 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
     The function takes a clip's metadata (number of frames, fps, size). It calls `sample_frames` of
     Transformers' video processor, with that processor's own settings and the `fps` or `num_frames`
-    in `options`. If that fails (for a clip of fewer frames than it needs, or because it can't have
-    both a rate and a number), it calls it again with a number of frames that the clip has. If that
-    fails too, the frames are spread evenly.
+    in `options`. If that fails (for a clip of fewer frames than the processor needs, or because it
+    can't have both a rate and a number), `sample_frames` is called again with a number of frames
+    that the clip has. If that fails too, the frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -61,7 +61,7 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
     def choose_frames(metadata: Mapping[str, Any]) -> Sequence[int]:
         num_frames = _count_frames(metadata, **(asked or own))
-        # A rule ignores arguments that it takes only as `**kwargs`.
+        # `sample_frames` ignores arguments that it takes only as `**kwargs`.
         if inspect.signature(video_processor.sample_frames).parameters.keys() >= asked.keys():
             for arguments in ({**own, **_limit(metadata, asked)}, {"num_frames": num_frames}):
                 indices = _ask(video_processor, metadata, arguments)

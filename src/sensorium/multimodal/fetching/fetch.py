@@ -266,7 +266,7 @@ class RequestShare:
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # the turn came together with the end
+            if turn.done() and not turn.cancelled():  # the turn came just before the cancellation
                 await self.__aexit__()
             raise
 

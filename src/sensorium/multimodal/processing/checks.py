@@ -50,11 +50,11 @@ def check_media(
 ) -> tuple[object, Metadata | None]:
     """Check decoded media from a caller in this process, and convert it for the model's processor.
 
-    Return the media item and, for a video, the metadata of its frames (otherwise `None`). Images,
-    arrays and tensors are accepted, in pairs with a sampling rate (audio) or with metadata (video).
-    Audio becomes mono float32 at `sampling_rate`, in Hz. `is_scaled_already` is True if the
-    processor does not divide pixel values by 255. Raise `RequestError` for media that no processor
-    would understand, or that exceeds `limits`.
+    Return the media item and, for a video, the metadata of its frames (otherwise `None`). The media
+    is an image, an array or a tensor, or a pair of it and its sampling rate (audio) or metadata
+    (video). Audio becomes mono float32 at `sampling_rate`, in Hz. `is_scaled_already` is True if
+    the processor does not divide pixel values by 255. Raise `RequestError` for media that no
+    processor would understand, or that exceeds `limits`.
     """
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None

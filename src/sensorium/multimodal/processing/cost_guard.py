@@ -243,7 +243,7 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
     def resolve(
         self, modality: str, *, is_encoded: bool
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return the options for the processor and for the decoder, if a request has none.
+        """Return the options for the processor and for the decoder if a request sets none itself.
 
         The decoder's options are `None` if the media item is decoded already (`is_encoded` is
         False).
@@ -256,8 +256,9 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
 class CostGuard:
     """A guard against requests with options that make media items too large.
 
-    A media item may be as large as the server's own options can make any item. Don't use the guard
-    in two threads at once, because it calls the model's processor, which is not thread-safe.
+    A media item may become as large as the server's own options (those that its operator set) can
+    make any item. Don't use the guard in two threads at once, because it calls the model's
+    processor, which is not thread-safe.
     """
 
     def __init__(
@@ -317,7 +318,10 @@ class CostGuard:
                 yield from _iter_video_shapes(num_frames, self._limits)
 
     def _count_frames(self) -> list[int]:
-        """Return how many frames the server's own options take from clips of different lengths."""
+        """Return the numbers of frames that are kept of clips of different lengths, sorted.
+
+        They follow from the server's own options, and from the limit on frames.
+        """
         _, options = self.own.resolve("video", is_encoded=True)
         choose_frames = make_frame_chooser(self.processor.video_processor, options or {})
         counts = set()
@@ -405,7 +409,11 @@ def _describe(cost: ItemCost) -> str:
 
 
 def _list_changes(given: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> list[str]:
-    """Return the sorted names of the options that differ from the server's own."""
+    """Return the sorted names of options that differ between a request and the server.
+
+    `given` are the options of the request, and `own` are those of the server. `None` means no
+    options.
+    """
     given, own = given or {}, own or {}
     # They are compared as text, because comparing arrays gives an array.
     changed = [name for name, value in given.items() if repr(value) != repr(own.get(name))]

@@ -98,12 +98,12 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     not `None`.
     """
 
-    directory: str  # of the model
+    directory: str  # in which the model is
     trust_remote_code: bool
     limits: MediaLimits
     shm_fd: int | None
     warm_modalities: tuple[str, ...]  # an item of each is processed before the first job
-    own_options: OwnOptions  # which the server gives to processor and decoders
+    own_options: OwnOptions  # the operator's options for the processor and the decoders
     allow_larger_media: bool  # a request may ask for more than these options make of an item
 
 
@@ -183,8 +183,9 @@ def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool
 def make_handler(settings: bytes) -> ItemHandler:
     """Return the function with which a process of the media pool handles its jobs.
 
-    `settings` are msgpack bytes of `PoolSettings`. This loads the model's processor, processes one
-    small item per modality to warm up, and then limits the memory of the process.
+    `settings` are msgpack bytes of `PoolSettings`. This loads the model's processor, processes a
+    small item of each modality that the settings name to warm up, and then limits the memory of the
+    process.
     """
     given = msgspec.msgpack.decode(settings, type=PoolSettings)
     config = load_config(given.directory, trust_remote_code=given.trust_remote_code)
@@ -247,7 +248,8 @@ class ItemHandler:
         reply = _encoder.encode(_ItemReply(layout=item.layout, reference=reference, times=times))
         if self._store is None or reference is None:
             return reply, item.kwargs
-        # It has no lease until it is used. If it is evicted before that, it is processed again.
+        # Until a request uses the item, no lease keeps it in shared memory. If it is evicted before
+        # that, it is processed again.
         self._store.release(reference)
         return reply, {}
 
@@ -292,9 +294,9 @@ def _count_values(media: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedItem:
-    """The result of processing a media item: its tensors or where they are, and the times.
+    """A media item that was processed, with the seconds that its stages took.
 
-    `result` is the processed item, or a reference to it in shared memory.
+    `result` is the processed item itself, or a reference to it in shared memory.
     """
 
     result: ProcessedItem | ShmReference
@@ -316,8 +318,8 @@ class ItemBackend(Protocol):
 class InProcessBackend:
     """A backend that processes media items in the caller's thread.
 
-    `start` returns when the item is done. Items of more than `max_cost_s` seconds of work are
-    refused.
+    `start` returns when the item is done. It raises `CostlyItemError` for an item that takes more
+    than `max_cost_s` seconds of work.
     """
 
     def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
@@ -379,10 +381,11 @@ class PoolBackend:
 class EarlyBackend:
     """A backend that works in the caller's thread until the media pool is ready, then in the pool.
 
-    It is for frontends that serve before their pool has a process, so that no request waits for the
-    imports of that process. Long work waits for the pool all the same. In the caller's thread
-    limits on size hold, but a deadline can't stop a processor that has begun, and a crash of a
-    decoder ends the frontend and not only a process of the pool.
+    `early` and `late` are the backends for these two times. This is for frontends that serve before
+    their pool has a process, so that no request waits for the imports of that process. Long work
+    waits for the pool all the same. In the caller's thread limits on size hold, but a deadline
+    can't stop a processor that has begun, and a crash of a decoder ends the frontend and not only a
+    process of the pool.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:

@@ -63,7 +63,11 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemSpec:
-    """The rules for all tensors of a processed item of one modality, alone and together."""
+    """The rules for all tensors of a processed media item, for one modality.
+
+    There are rules for each tensor, for dimensions that must be equal, for grids that count rows,
+    and for the number of embeddings.
+    """
 
     tensors: Mapping[str, TensorRule]
     links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions that must have equal sizes

@@ -40,7 +40,10 @@ from sensorium.utils.lru import LruCache
 
 
 class StageTimes:
-    """A stopwatch that sums up the seconds of each stage of one media item, for one thread."""
+    """A stopwatch that sums up how many seconds each stage of one media item takes.
+
+    Use it in one thread only.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -55,7 +58,10 @@ class StageTimes:
             self.add({stage: time.monotonic() - began})
 
     def add(self, times: ItemTimes) -> None:
-        """Add seconds by stage that were measured elsewhere."""
+        """Add the seconds of stages that were measured elsewhere.
+
+        `times` maps the name of each stage to its seconds.
+        """
         self._seconds = add_times(self._seconds, times)
 
     def get(self) -> ItemTimes:
@@ -63,7 +69,7 @@ class StageTimes:
 
 
 def add_times(first: ItemTimes, second: ItemTimes) -> dict[str, float]:
-    """Return the seconds of each stage, summed over both mappings."""
+    """Return the sum of two mappings from stages to seconds, stage by stage."""
     stages = {**first, **second}
     return {stage: first.get(stage, 0.0) + second.get(stage, 0.0) for stage in stages}
 

@@ -24,7 +24,7 @@ from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.multimodal import ItemLayout, ProcessedItem
 from sensorium.utils.lru import LruCache
 
-# Processors that were held against themselves over many sizes: tests/integration/test_layouts.py.
+# For these processors tests/integration/test_layouts.py compares layouts over many sizes.
 SIZED_PROCESSORS = frozenset(
     {
         "AyaVisionProcessor",
@@ -117,7 +117,7 @@ class SizeLayouts:
         try:
             timeout_s = self._limits.flight_timeout_s
             finished = self._flights.get(key, start, timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:  # the one at fault can't be seen from here
+        except TimeoutError as error:  # it is not known here what took so long
             raise CapacityError(
                 "the layout of the image could not be computed in time: retry later"
             ) from error
