@@ -362,7 +362,7 @@ def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | No
         is_plain = image.format != "PNG" or _is_plain_png(data)
         if image.format not in _SIZED_FORMATS or not is_plain:
             return None
-        # Not `image.getexif`, because that of a PNG decodes the file to read what follows the pixels.
+        # Not `image.getexif`, because that of a PNG decodes the file to read beyond the pixels.
         turn = _get_turn(lambda: Image.Image.getexif(image))
         width, height = image.size
         return (height, width) if turn in _SWAPPING else (width, height)
