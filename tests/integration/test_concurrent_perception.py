@@ -90,7 +90,7 @@ def test_concurrent_requests_fail_together_on_a_broken_image(
     errors = outcomes.wait()
     assert {type(error) for error in errors} == {RequestError}
     (message,) = {str(error) for error in errors}
-    assert message.startswith("multi_modal_data.image[0]: it could not be processed")
+    assert message.startswith("multi_modal_data.image[0]: the media could not be processed")
     assert len({id(error) for error in errors}) == 3
     assert_idle(llm)
     # A failure is not remembered: the next one tries again.

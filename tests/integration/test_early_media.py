@@ -100,7 +100,7 @@ def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) 
             media=MediaBytes(b"\x89PNG\r\n\x1a\n"),
         )
         with pytest.raises(
-            RequestError, match=r"image\[0\]: this is not an image that can be read"
+            RequestError, match=r"image\[0\]: this file can't be decoded as an image"
         ):
             perceive(perception.pipeline, damaged)
 

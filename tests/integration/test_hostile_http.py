@@ -74,23 +74,23 @@ def refuse(loader: BlockingLoader, url: str = f"http://{HOST}/", within_s: float
 @pytest.mark.parametrize(
     ("location", "text"),
     [
-        ("http://127.0.0.1/", "leads to no public address"),
-        ("http://127.0.0.1:8000/", "leads to no public address"),
-        ("http://169.254.169.254/latest/meta-data/", "leads to no public address"),
-        ("http://[::1]/", "leads to no public address"),
-        ("http://[::ffff:169.254.169.254]/", "leads to no public address"),
-        ("http://0x7f000001/", "leads to no public address"),
-        ("//2130706433/", "leads to no public address"),
-        ("http://0/", "leads to no public address"),
-        ("http://inside.example/", "leads to no public address"),
-        ("http://missing.example/", "leads to no public address"),
-        ("file:///etc/passwd", "leads to no http(s) address"),
-        ("data:image/png;base64,AAAA", "leads to no http(s) address"),
-        ("ftp://media.example/", "leads to no http(s) address"),
-        ("http://user:word@media.example/", "leads to no http(s) address"),
-        ("http://media.example:0/", "leads to no http(s) address"),
-        ("http://[broken/", "leads to no http(s) address"),
-        ("http://\xe9\xff/", "leads to no"),
+        ("http://127.0.0.1/", "to a non-public address"),
+        ("http://127.0.0.1:8000/", "to a non-public address"),
+        ("http://169.254.169.254/latest/meta-data/", "to a non-public address"),
+        ("http://[::1]/", "to a non-public address"),
+        ("http://[::ffff:169.254.169.254]/", "to a non-public address"),
+        ("http://0x7f000001/", "to a non-public address"),
+        ("//2130706433/", "to a non-public address"),
+        ("http://0/", "to a non-public address"),
+        ("http://inside.example/", "to a non-public address"),
+        ("http://missing.example/", "to a non-public address"),
+        ("file:///etc/passwd", "leads to no http(s) URL"),
+        ("data:image/png;base64,AAAA", "leads to no http(s) URL"),
+        ("ftp://media.example/", "leads to no http(s) URL"),
+        ("http://user:word@media.example/", "leads to no http(s) URL"),
+        ("http://media.example:0/", "leads to no http(s) URL"),
+        ("http://[broken/", "leads to no http(s) URL"),
+        ("http://\xe9\xff/", "leads to"),
     ],
 )
 def test_a_redirect_is_checked_like_the_first_address(
@@ -108,7 +108,7 @@ def test_a_redirect_without_a_place_is_refused(
     server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/", reply(301))
-    assert "leads to no http(s) address" in refuse(make_loader())
+    assert "leads to no http(s) URL" in refuse(make_loader())
 
 
 def test_a_redirect_out_of_the_allowed_domains_is_refused(
@@ -116,7 +116,9 @@ def test_a_redirect_out_of_the_allowed_domains_is_refused(
 ) -> None:
     server.on("/", reply(307, Location="http://other.example/"))
     loader = make_loader(allowed_domains=frozenset({HOST}))
-    assert refuse(loader) == f"media from {HOST}: leads to a domain that may not be asked"
+    assert refuse(loader) == (
+        f"media from {HOST}: the URL leads to a domain that is not among the allowed media domains"
+    )
     assert network.looked_up == [HOST]
 
 
@@ -170,7 +172,7 @@ def test_no_connection_is_made_to_what_is_not_public(server: MediaServer, url: s
     }
     network = Network(server, {name: [*answers] for name, answers in names.items()})
     loader = network.loader()
-    with pytest.raises(MediaFetchError, match="leads to no public address"):
+    with pytest.raises(MediaFetchError, match="to a non-public address"):
         loader.load(url, "image")
     assert network.connected == []
     loader.close()
@@ -185,7 +187,7 @@ def test_names_that_change_their_answer_are_connected_to_as_they_were_checked(
     loader = network.loader()
     assert loader.load(f"http://{HOST}/", "image").data == b"picture"
     assert (network.looked_up, network.connected) == ([HOST], [(PUBLIC, 80)])
-    with pytest.raises(MediaFetchError, match="leads to no public address"):
+    with pytest.raises(MediaFetchError, match="to a non-public address"):
         loader.load(f"http://{HOST}/", "image")
     assert network.connected == [(PUBLIC, 80)]
     loader.close()
@@ -195,7 +197,7 @@ def test_a_redirect_to_the_same_name_is_looked_up_and_checked_again(server: Medi
     network = Network(server, {HOST: [[PUBLIC], ["127.0.0.1"]]})
     server.on("/", reply(302, Location="/again"))
     loader = network.loader()
-    assert "leads to no public address" in refuse(loader)
+    assert "to a non-public address" in refuse(loader)
     assert network.connected == [(PUBLIC, 80)]
     loader.close()
 
@@ -331,9 +333,9 @@ def test_a_look_up_that_never_ends_is_given_up_at_the_deadline(server: MediaServ
 BROKEN = {
     "gzip bomb": (
         reply(200, gzip.compress(bytes(50 * MAX_BYTES)), Content_Encoding="gzip"),
-        "the answer is compressed",
+        "the response is compressed",
     ),
-    "brotli": (reply(200, b"x", Content_Encoding="identity, br"), "the answer is compressed"),
+    "brotli": (reply(200, b"x", Content_Encoding="identity, br"), "the response is compressed"),
     "gzip as transfer": (
         say(HEAD + b"Transfer-Encoding: gzip\r\n\r\n" + gzip.compress(b"x")),
         "not complete, valid HTTP",
@@ -376,7 +378,7 @@ BROKEN = {
     "another protocol": (say(b"220 mail.example ESMTP\r\n"), "not complete, valid HTTP"),
     "old HTTP": (say(b"\x89PNG\r\n\x1a\n"), "not complete, valid HTTP"),
     "header with a NUL": (say(HEAD + b"X: \0\r\n\r\nx"), "not complete, valid HTTP"),
-    "reset": (lambda visit: visit.reset(), "the connection broke"),
+    "reset": (lambda visit: visit.reset(), "the connection to the host broke"),
     "reset in the body": (
         lambda visit: (visit.send(HEAD + b"Content-Length: 9\r\n\r\nx"), visit.reset()),
         "media from",
@@ -418,7 +420,7 @@ def test_tls_with_a_port_that_speaks_none_is_refused(
 ) -> None:
     server.greeting = say(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     text = refuse(make_loader(), f"https://{HOST}/")
-    assert text == f"media from {HOST}: no TLS connection could be made"
+    assert text == f"media from {HOST}: no TLS connection to the host could be made"
 
 
 def test_a_host_that_nobody_listens_at_is_refused(server: MediaServer) -> None:
@@ -429,7 +431,7 @@ def test_a_host_that_nobody_listens_at_is_refused(server: MediaServer) -> None:
 
     network.connect = fail  # type: ignore[method-assign,assignment]
     loader = network.loader()
-    assert refuse(loader) == f"media from {HOST}: no connection could be made"
+    assert refuse(loader) == f"media from {HOST}: no connection to the host could be made"
     loader.close()
 
 

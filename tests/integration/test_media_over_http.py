@@ -382,8 +382,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("media.example", True, None),
         ("MEDIA.example.", True, None),
-        ("other.example", True, "its certificate can't be verified"),
-        ("media.example", False, "its certificate can't be verified"),
+        ("other.example", True, "the host's certificate can't be verified"),
+        ("media.example", False, "the host's certificate can't be verified"),
     ],
 )
 def test_tls_is_checked_against_the_name_and_not_the_address(
@@ -483,8 +483,8 @@ def test_the_items_of_a_request_have_one_deadline(network: Network, server: Medi
     loader = network.loader(deadline_s=3600.0, request_deadline_s=0.5)
     loaded = loader.load_all([(f"{URL}{index}", "image") for index in range(20)])
     assert {str(entry.outcome) for entry in loaded} == {
-        "media from media.example: not delivered within 0.5 s, the limit for all media of one "
-        "request together"
+        "media from media.example: the media was not delivered within 0.5 s, the limit for all "
+        "media of one request together"
     }
     assert loader.statistics().refusals == {"deadline": 20}
     loader.close()

@@ -168,7 +168,7 @@ def test_embeddings_that_the_model_can_not_take_are_refused(
 
 
 def test_they_are_refused_unless_an_operator_takes_them(llm_of: LlmOf) -> None:
-    with pytest.raises(RequestError, match=r"content\[0\]: .* start with enable_mm_embeds"):
+    with pytest.raises(RequestError, match=r"content\[0\]: .* start it with enable_mm_embeds"):
         ask(llm_of("lru"), "image_embeds", torch.zeros(4, 64))
 
 

@@ -51,7 +51,7 @@ def test_a_grid_that_is_not_that_of_the_pixels_is_refused_before_it_is_encoded(
     prompt = make_rendered(
         rendered, "image", mm_hashes={"image": ["other"]}, mm_kwargs={"image": [kwargs]}
     )
-    assert "image_grid_thw does not count the rows" in neighbours.fail(prompt)
+    assert "image_grid_thw do not give the number of rows" in neighbours.fail(prompt)
 
 
 def test_the_hash_of_an_image_is_not_taken_for_a_video(neighbours: Neighbours) -> None:

@@ -116,7 +116,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "another name": (
         set_first("mm_kwargs", {"pixels": torch.zeros(1, 3, 56, 56)}),
-        r"mm_kwargs.image\[0\]: the tensors of a image are pixel_values, not pixels",
+        r"mm_kwargs.image\[0\]: the tensors for image must be pixel_values, not pixels",
     ),
     "another dtype": (
         set_first("mm_kwargs", {"pixel_values": torch.zeros(1, 3, 56, 56).half()}),

@@ -208,8 +208,8 @@ def test_a_dummy_that_is_over_the_limits_switches_nothing_off(
     ) as half:
         lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert lines == [
-            f"{name} warmup failed for image: messages[0].content[0]: it has more than 1000 "
-            "pixels, which is the limit (this one: 168 x 112)"
+            f"{name} warmup failed for image: messages[0].content[0]: the image or frame has more "
+            "than 1000 pixels, which is the limit (this one: 168 x 112)"
             for name in ("Multi-modal", "Readonly multi-modal")
         ]
         assert half.engine.modalities == ("image",)

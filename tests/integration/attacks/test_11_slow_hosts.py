@@ -101,8 +101,8 @@ def test_the_media_of_a_request_has_one_deadline() -> None:
                 refused = ask_about(server, *(host.make_url() for _ in range(num_urls)))
                 assert refused.status == 422, refused
                 assert (
-                    "media from 127.0.0.1: not delivered within 2 s, the limit for all media of "
-                    "one request together" in refused.content
+                    "media from 127.0.0.1: the media was not delivered within 2 s, the limit for "
+                    "all media of one request together" in refused.content
                 )
                 assert refused.seconds < BOUND_S
     finally:

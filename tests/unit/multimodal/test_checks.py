@@ -72,8 +72,8 @@ def test_long_and_large_items_are_refused_by_the_limits() -> None:
         ("image", np.zeros((10, 11, 3), dtype=np.uint8), "more than 100 pixels"),
         ("image", np.zeros((3, 10, 11), dtype=np.uint8), "more than 100 pixels"),
         ("image", torch.zeros(10, 11), "more than 100 pixels"),
-        ("video", FRAMES, "4 frames would be used, 3 is the limit"),
-        ("video", list(FRAMES), "4 frames, 3 is the limit"),
+        ("video", FRAMES, "4 frames of this video would be used, but 3 is the limit"),
+        ("video", list(FRAMES), "has 4 frames, but 3 is the limit"),
         ("video", np.zeros((3, 10, 10, 3), dtype=np.uint8), "more than 250 pixels"),
         ("video", np.zeros((3, 3, 10, 10), dtype=np.uint8), "more than 250 pixels"),
     ]

@@ -53,7 +53,8 @@ def test_sound_beyond_the_window_is_refused_and_one_as_long_as_it_is_heard(
         with pytest.raises(RequestError) as caught:
             listen(worker, seconds)
         assert str(caught.value) == (
-            f"the sound is {seconds:.4g} s long; this model hears {window:g} s: send it in pieces"
+            f"the sound is {seconds:.4g} s long; this model takes at most {window:g} s: "
+            "send it in pieces"
         )
     assert listen(worker, window).layout is not None
     assert listen(worker, window + 0.04).layout is not None  # the padding of a coder
@@ -80,7 +81,7 @@ def test_processor_without_a_number_for_its_window_is_seen_through_all_the_same(
     monkeypatch.setattr(Hearing, "_iter_candidates", lambda _: iter(()))
     worker = ItemWorker(processor_of("qwen2_audio"), MediaLimits())
     assert listen(worker, 3.0).layout is not None
-    with pytest.raises(RequestError, match=r"3.2 s long; this model does not hear it to its end"):
+    with pytest.raises(RequestError, match=r"3.2 s long; this model does not take it to its end"):
         listen(worker, 3.2)
     assert listen(worker, 2.9).layout is not None
 

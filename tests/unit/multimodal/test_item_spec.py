@@ -75,7 +75,7 @@ BAD: dict[str, tuple[str, str, str, Change, str]] = {
     "fewer patches": (
         *("qwen2_5_omni", "image", "pixel_values"),
         lambda t: t[4:],
-        "does not count the rows",
+        "do not give the number of rows",
     ),
     "a grid of two images": (
         *("qwen2_5_omni", "image", "image_grid_thw"),
@@ -85,7 +85,7 @@ BAD: dict[str, tuple[str, str, str, Change, str]] = {
     "a grid that can't be merged": (
         *("qwen2_5_omni", "image", "image_grid_thw"),
         lambda t: torch.tensor([[1, 3, int(t.prod()) // 3]]),
-        "must have sizes that 2 divides",
+        "must be multiples of 2",
     ),
     "other bands": (
         *("qwen2_5_omni", "audio", "input_features"),
@@ -100,7 +100,7 @@ BAD: dict[str, tuple[str, str, str, Change, str]] = {
     "windows without a mask": (
         *("audioflamingo3", "audio", "input_features"),
         lambda t: t.repeat(2, 1, 1),
-        "does not go with",
+        "does not fit",
     ),
     "a place beyond the table": (
         *("gemma4", "image", "image_position_ids"),
@@ -110,7 +110,7 @@ BAD: dict[str, tuple[str, str, str, Change, str]] = {
     "more frames than are counted": (
         *("gemma4", "video", "num_frames_per_video"),
         lambda t: t + 1,
-        "does not count the rows",
+        "do not give the number of rows",
     ),
     "tiles of another size": (
         *("internvl", "image", "pixel_values"),

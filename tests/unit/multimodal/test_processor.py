@@ -116,7 +116,7 @@ def test_an_image_of_any_mode_is_what_its_colours_are(qwen: MultiModalProcessor,
         ("image", np.zeros(5), r"2 or 3 non-empty dimensions, not shape \(5,\)"),
         ("image", np.zeros((0, 5, 3)), r"not shape \(0, 5, 3\)"),
         ("video", np.zeros((5, 5, 3)), r"4 non-empty dimensions, not shape \(5, 5, 3\)"),
-        ("video", [], "expected an array, not list"),
+        ("video", [], "expected an array or a list of frames that is not empty, not list"),
         ("video", ["frame.png"], "not str"),
         ("video", [PIXELS, PIXELS[1:]], r"frames of different sizes: .*39, 60, 3.*40, 60, 3"),
     ],
@@ -133,7 +133,7 @@ def test_a_damaged_image_is_the_callers_fault(qwen: MultiModalProcessor, mode: s
     file = io.BytesIO()
     Image.fromarray(PIXELS).convert(mode).save(file, "PNG")
     damaged = Image.open(io.BytesIO(file.getvalue()[:-100]))
-    with pytest.raises(RequestError, match=r"it could not be processed: .*truncated"):
+    with pytest.raises(RequestError, match=r"the media could not be processed: .*truncated"):
         qwen.process_item("image", damaged, {})
 
 
@@ -151,8 +151,8 @@ def test_a_fault_of_our_own_code_is_not_the_callers(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": "large"}, "it could not be processed"),
-        ({"text": "no"}, "it could not be processed"),
+        ({"size": "large"}, "the media could not be processed"),
+        ({"text": "no"}, "the media could not be processed"),
     ],
 )
 def test_options_that_the_processor_can_not_take_are_refused(
@@ -182,7 +182,7 @@ def test_a_modality_that_the_model_lacks_has_no_token(qwen: MultiModalProcessor)
 def test_pixels_that_would_be_seen_as_black_are_refused(
     qwen: MultiModalProcessor, media: object
 ) -> None:
-    with pytest.raises(RequestError, match="pixel values go from 0 to 255"):
+    with pytest.raises(RequestError, match="pixel values must go from 0 to 255"):
         qwen.process_item("image", media, {})
 
 

@@ -31,17 +31,22 @@ if TYPE_CHECKING:
 
 Samples = npt.NDArray[np.float32]
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
-_COVER_PIXELS = 16_000_000  # of a cover picture in a sound file, which is not decoded here
+_COVER_PIXELS = 16_000_000  # the limit for a cover picture in a sound file, which is not decoded
 _PIECE = 1 << 16  # samples; short frames are joined, because each call of the resampler takes time
 
 
 def decode_audio(
     data: bytes, *, sampling_rate: int, limits: MediaLimits, budget: WorkBudget | None = None
 ) -> Samples:
-    """Return the samples of the first track."""
+    """Decode the first audio track of a file, and return mono float32 samples at `sampling_rate`.
+
+    `data` is the content of the whole file. Raise `RequestError` if the file can't be decoded, is
+    empty, or is longer than `limits` allow. Raise `CostlyItemError` if decoding is more work than
+    `budget` allows; without a `budget` decoding may take any time.
+    """
     budget = budget or WorkBudget()
     with open_container(data, "a sound", max_pixels=_COVER_PIXELS) as container:
-        stream = get_first_stream(container.streams.audio, "there is no sound in this file")
+        stream = get_first_stream(container.streams.audio, "this file has no audio track")
         budget.expect(estimate_sound_s(check_duration(container, stream, limits.max_duration_s)))
         check_rate(rate := stream.rate)
         mono = _read_mono(container.decode(stream), rate, limits.max_duration_s, budget)
@@ -54,24 +59,34 @@ def decode_audio(
 
 
 def check_rate(rate: object) -> None:
-    """Raise `RequestError` if this is not a usual number of samples a second."""
+    """Raise `RequestError` unless `rate` is an integer that is usual as a sampling rate in Hz.
+
+    Usual rates are those from 1,000 to 768,000 samples per second.
+    """
     is_rate = isinstance(rate, int) and not isinstance(rate, bool)
     if not is_rate or not _MIN_RATE <= rate <= _MAX_RATE:  # type: ignore[operator]
         raise RequestError(
-            f"a sound has from {_MIN_RATE} to {_MAX_RATE} samples a second, not {rate!r}"
+            f"a sampling rate must be from {_MIN_RATE} to {_MAX_RATE} samples a second, "
+            f"not {rate!r}"
         )
 
 
 def check_samples(samples: Samples) -> None:
-    """Raise `RequestError` for an empty sound, or one with samples that are not finite."""
+    """Raise `RequestError` if the sound has no samples, or a sample that is NaN or infinite."""
     if not samples.size:
-        raise RequestError("this sound is empty")
+        raise RequestError("this sound is empty: it has no samples")
     if not np.isfinite(samples).all():
-        raise RequestError("some samples are not finite numbers")
+        raise RequestError(
+            "some samples of this sound are not finite numbers: they are NaN or infinite"
+        )
 
 
 def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
-    """Return the samples at another rate, by soxr's high quality as librosa and Transformers do."""
+    """Return the mono samples converted from the sampling rate `rate` to `new_rate`, both in Hz.
+
+    The conversion is soxr's "HQ" quality, which librosa and Transformers use as well. Equal rates
+    leave the samples unchanged.
+    """
     return np.concatenate(list(_resample_pieces([samples], rate, new_rate)))
 
 
@@ -81,7 +96,9 @@ def _read_mono(
     num_samples = 0
     for frame in frames:
         if frame.sample_rate != rate:
-            raise RequestError("the sampling rate of this sound changes in the middle")
+            raise RequestError(
+                "the sampling rate of this sound changes in the middle: convert it to one rate"
+            )
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
         # The number of frames is not limited by the duration: one may have a single sample.
@@ -97,19 +114,22 @@ def _read_samples(frame: AudioFrame) -> npt.NDArray[Any]:
         return frame.to_ndarray()
     except ValueError as error:  # the only error here that depends on the file
         raise RequestError(
-            f"its samples have a format that can't be read: {frame.format.name}"
+            f"the samples of this sound have a format that is not supported: {frame.format.name}"
         ) from error
 
 
 def mix_down(channels: Samples) -> Samples:
-    """Return the mean of the channels, which come as rows."""
+    """Return mono samples: the mean over the channels, which are the rows of `channels`."""
     with np.errstate(over="ignore", invalid="ignore"):  # results that are not finite: refused later
         mixed: Samples = channels[0] if len(channels) == 1 else channels.mean(axis=0)
     return mixed
 
 
 def scale_samples(values: npt.NDArray[Any]) -> Samples:
-    """Return samples as float32. The full scale of an integer type becomes 1; floats stay."""
+    """Return audio samples as float32, with integer samples scaled to the range from -1 to 1.
+
+    The largest magnitude of the integer type becomes 1. Floating-point samples keep their values.
+    """
     if values.dtype == np.uint8:  # FFmpeg's only unsigned samples: silence is 128
         return (values.astype(np.float32) - 128) / np.float32(128)
     if values.dtype.kind == "i":
@@ -120,9 +140,11 @@ def scale_samples(values: npt.NDArray[Any]) -> Samples:
 
 
 def _trim_end(pieces: Iterator[Samples], length: Fraction | int) -> Iterator[Samples]:
-    """Yield the pieces without the samples behind the end of the sound.
+    """Yield the pieces of a sound, cut off after `length` samples in all.
 
-    The last packet of an Ogg file is always a whole one, and the sound may end inside it.
+    The last packet of an Ogg file is always decoded as a whole, although the sound may end inside
+    it. Nothing is cut off if another piece follows the one that crosses `length`, because then the
+    length in the header is wrong.
     """
     left = round(length)
     held = np.zeros(0, dtype=np.float32)

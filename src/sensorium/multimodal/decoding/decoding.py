@@ -27,10 +27,11 @@ DecodeOptions = dict[str, Any]
 def resolve_decode_options(
     modality: str, media_io_kwargs: Mapping[str, object] | None
 ) -> DecodeOptions:
-    """Return the complete options of the decoder for one modality.
+    """Return all decoder options for one modality: those of the request, completed by defaults.
 
-    `media_io_kwargs` maps each modality to the options of a request: `{"image": {"background": [r,
-    g, b]}, "video": {"fps": 2.0}}` (or `num_frames`).
+    `media_io_kwargs` are the options of the request by modality, for example `{"image":
+    {"background": [r, g, b]}, "video": {"fps": 2.0}}`. Raise `RequestError` for an unknown option
+    or a wrong value.
     """
     given = media_io_kwargs if media_io_kwargs is not None else {}
     if not isinstance(given, Mapping) or not given.keys() <= _CHECKS.keys():
@@ -61,7 +62,13 @@ def resolve_options(
     processor_kwargs: Mapping[str, Any],
     media_io_kwargs: Mapping[str, object] | None,
 ) -> tuple[dict[str, Any], DecodeOptions]:
-    """Return the complete options of the processor and of the decoder, for an encoded item."""
+    """Return all options of the model's processor and all options of the decoder, in this order.
+
+    They are meant for an encoded media item (the bytes of a file). `processor_kwargs` and
+    `media_io_kwargs` are what the request gives for the processor and for the decoder. For a video
+    the decoder samples the frames, so `fps` and `num_frames` of the processor become options of the
+    decoder, unless the decoder has options of this kind.
+    """
     decode_options = resolve_decode_options(modality, media_io_kwargs)
     if modality == "video":
         return _move_sampling(processor_kwargs, decode_options), decode_options
@@ -69,10 +76,10 @@ def resolve_options(
 
 
 def _move_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
-    """Return the options of the processor for a video that is sampled here.
+    """Return the processor's options for a video, without those by which frames are sampled.
 
-    The number of frames is decided before decoding, by `options`. If only the processor was given a
-    rate or a number of frames, these are moved to `options`.
+    The decoder samples the frames, by its own `options`. If only the processor was given `fps` or
+    `num_frames`, these are moved into `options`, which this function changes in place.
     """
     kwargs = dict(processor_kwargs)
     kwargs.pop("do_sample_frames", None)
@@ -98,13 +105,15 @@ def decode(
     choose_frames: ChooseFrames | None = None,
     budget: WorkBudget | None = None,
 ) -> tuple[object, dict[str, Any] | None]:
-    """Return the item, and for a video also the metadata of its frames.
+    """Return the decoded media item, and for a video also the metadata of its frames.
 
-    `options` come from `resolve_options`. A sound needs `sampling_rate`, a video `choose_frames`.
-    Without a `budget` decoding may take any time.
+    The metadata is `None` for images and sounds. `options` come from `resolve_options`. Audio needs
+    `sampling_rate` (in Hz), and a video needs `choose_frames`, a function that picks the frames to
+    keep. Raise `RequestError` if the file is damaged or exceeds `limits`. Raise `CostlyItemError`
+    if decoding is more work than `budget` allows; without a `budget` it may take any time.
     """
     if len(data) > limits.max_bytes:
-        raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
+        raise RequestError(f"the file has more than {limits.max_bytes} bytes, which is the limit")
     if modality == "image":
         background = cast("Colour", tuple(options["background"]))
         return decode_image(data, limits=limits, background=background, budget=budget), None
@@ -120,7 +129,7 @@ def _complete(modality: str, options: DecodeOptions) -> DecodeOptions:
     if modality == "image" and options["background"] is None:
         options["background"] = list(WHITE)
     if modality == "video" and None not in (options["fps"], options["num_frames"]):
-        raise RequestError("either fps or num_frames may be given, not both")
+        raise RequestError("either fps or num_frames may be given, but not both")
     return options
 
 

@@ -35,32 +35,37 @@ S = TypeVar("S", "AudioStream", "VideoStream")
 
 @contextmanager
 def refuse_damaged(kind: str, *decoder_errors: type[Exception]) -> Iterator[None]:
-    """Raise a `RequestError` if the block raises one of the errors that mean a damaged file.
+    """Turn errors that a damaged file causes inside the `with` block into a `RequestError`.
 
-    `kind` is what was expected, as in "an image". Errors of any other type pass through, because
-    they are bugs and not damaged files.
+    `decoder_errors` are the types that a decoder raises for damaged files; a `MemoryError` is
+    turned as well. `kind` names in the error text what was expected, as in "an image". Errors of
+    any other type pass through, because they are bugs and not damaged files.
     """
     try:
         yield
     except SensoriumError:
         raise
     except MemoryError as error:
-        raise RequestError("there is not enough memory to decode this file") from error
+        raise RequestError(
+            "there is not enough memory to decode this file: send a smaller one"
+        ) from error
     except decoder_errors as error:
-        raise RequestError(f"this is not {kind} that can be read: truncated or damaged") from error
+        raise RequestError(
+            f"this file can't be decoded as {kind}: it is truncated or damaged"
+        ) from error
 
 
 _STATUS = Path("/proc/self/status")
 
 
 def limit_memory_growth(num_bytes: int) -> None:
-    """Allow this process to take `num_bytes` more memory than it has now.
+    """Limit this process to `num_bytes` more memory than it uses now.
 
     Limits on pixels and seconds are checked before anything is allocated for them, but some
     containers need memory before that: a file of a kilobyte can list a hundred million samples, and
     FFmpeg makes a table of them. With a limit on memory, such a file is refused. Above the limit
-    every allocation fails, not only a decoder's, so this is for processes that only decode. It does
-    nothing on systems without Linux's /proc.
+    every allocation fails, not only that of a decoder, so call this only in processes that do
+    nothing but decode. It does nothing on systems without Linux's /proc.
     """
     if not _STATUS.exists():
         return
@@ -80,47 +85,73 @@ SOUND_FRAME_S = 100e-6  # the least time that a frame of a sound takes
 
 
 class CostlyItemError(SensoriumError):
-    """An item is more work than this attempt may do. The item may be processed elsewhere."""
+    """An error for a media item that takes more work than the current attempt may spend.
+
+    The item itself is not wrong: another process may have the time to process it. `cost_s` is the
+    estimated work in seconds.
+    """
 
     def __init__(self, cost_s: float) -> None:
-        super().__init__(f"about {cost_s:.1f} s of work")
+        super().__init__(
+            f"decoding takes about {cost_s:.1f} s of work, which is too much for this attempt"
+        )
         self.cost_s = cost_s
 
 
 class WorkBudget:
-    """The work and the time that one attempt to decode an item may take, for one thread."""
+    """A limit on the work and on the time of one attempt to decode a media item.
+
+    Work is estimated in seconds of one CPU core (`max_cost_s`). Time is measured by the clock
+    (`deadline_s`). An instance is used by one thread only.
+    """
 
     def __init__(self, *, max_cost_s: float = math.inf, deadline_s: float = math.inf) -> None:
-        """Start the clock: `deadline_s` counts from here."""
+        """Start the clock: `deadline_s` counts in seconds from this call."""
         self._max_cost_s = max_cost_s
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
         self._spent_s = 0.0
 
     def expect(self, cost_s: float) -> None:
-        """Raise `CostlyItemError` if this is more work than is left to this attempt."""
+        """Raise `CostlyItemError` if `cost_s` seconds of work in all exceed the budget.
+
+        A decoder calls this with its estimate for the whole item, before it begins.
+        """
         if cost_s > self._max_cost_s:
             raise CostlyItemError(cost_s)
 
     def spend(self, cost_s: float) -> None:
-        """Note work that was done. Raise `RequestError` if the deadline has passed."""
+        """Add `cost_s` seconds of finished work to the sum, and check both limits.
+
+        Raise `CostlyItemError` if the sum exceeds the budget, and `RequestError` if the deadline
+        has passed.
+        """
         self._spent_s += cost_s
         self.expect(self._spent_s)
         self.check_time()
 
     def check_time(self) -> None:
-        """Raise `RequestError` if the deadline has passed."""
+        """Raise `RequestError` if the deadline for decoding the item has passed."""
         if time.monotonic() > self._ends_at:
-            raise RequestError(f"it could not be decoded within {self._deadline_s:g} seconds")
+            raise RequestError(
+                f"the file could not be decoded within {self._deadline_s:g} seconds, "
+                "which is the limit"
+            )
 
 
 def estimate_frames_s(num_frames: int, width: int, height: int) -> float:
-    """Estimate the seconds that it takes to decode frames of this size, or one picture."""
+    """Return an estimate of the seconds it takes to decode frames of this size in pixels.
+
+    An image counts as one frame.
+    """
     return num_frames * (width * height / _PIXELS_PER_S + _FRAME_S)
 
 
 def estimate_sound_s(duration_s: float) -> float:
-    """Estimate the seconds that it takes to decode and process a sound of that length."""
+    """Return an estimate of the seconds it takes to decode and process a sound.
+
+    `duration_s` is the length of the sound in seconds.
+    """
     return duration_s / _SOUND_S_PER_S
 
 
@@ -134,7 +165,12 @@ _MAX_STREAMS = 32
 
 @contextmanager
 def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[InputContainer]:
-    """Open the file. Raise `RequestError` if FFmpeg can't read it, here or inside the block."""
+    """Open a media file with FFmpeg, and close it at the end of the `with` block.
+
+    `data` is the content of the file, and `kind` names in error texts what was expected, as in "a
+    video". Raise `RequestError` if FFmpeg can't read the file, either when it is opened or inside
+    the block. FFmpeg allocates no frame that is much larger than `max_pixels`.
+    """
     import av
 
     options = {
@@ -151,17 +187,18 @@ def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[Input
             )
         except av.error.FFmpegError as error:
             raise RequestError(
-                f"this is not {kind} that can be read: of an unsupported format, or damaged"
+                f"this file can't be opened as {kind}: its format is not supported, "
+                "or it is damaged"
             ) from error
         with container:
             yield container
 
 
 def _get_metadata_options() -> dict[str, Any]:
-    """Return what makes `av.open` accept titles and comments that are not UTF-8.
+    """Return arguments with which `av.open` accepts titles and comments that are not UTF-8.
 
-    PyAV 18 refuses such a file unless it is asked not to. PyAV 19 never does, and has no such
-    argument.
+    PyAV 18 refuses a file with such texts unless it gets this argument. PyAV 19 accepts them
+    always, and has no such argument.
     """
     import av
 
@@ -170,33 +207,33 @@ def _get_metadata_options() -> dict[str, Any]:
 
 
 def get_first_stream(streams: Sequence[S], missing: str) -> S:
-    """Return the first stream, which FFmpeg will decode in one thread.
+    """Return the first audio or video stream, set up so that FFmpeg decodes it in one thread.
 
-    Raise `RequestError`, with the text `missing` if there is none, or because FFmpeg has no decoder
-    for it.
+    Raise `RequestError` with the text `missing` if there is no stream. Raise it also if FFmpeg has
+    no decoder for the stream.
     """
     if not streams:
         raise RequestError(missing)
     stream = streams[0]
     if stream.codec_context is None:
-        raise RequestError("it is encoded in a way that can't be decoded here")
+        raise RequestError("this server has no decoder for the codec of this file")
     stream.codec_context.thread_count = 1  # processes decode several files at once
     return stream
 
 
 def get_decoder_options(max_pixels: int) -> dict[str, str]:
-    """Return options with which FFmpeg allocates no much larger frame.
+    """Return the FFmpeg options that keep a decoder from allocating huge frames.
 
-    Decoders round sizes up to whole blocks, so that the limit here is twice as large. The caller
-    checks the exact limit with each frame.
+    Decoders round sizes up to whole blocks, so FFmpeg's limit is set to twice `max_pixels`. The
+    caller checks the exact limit for each frame.
     """
     return {"max_pixels": str(2 * max_pixels)}
 
 
 def check_duration(container: InputContainer, stream: Stream, max_duration_s: float) -> float:
-    """Return the seconds that the header claims, which may be 0 or false.
+    """Return the length in seconds that the file's header gives, which may be 0 or wrong.
 
-    Raise `RequestError` if they are too many.
+    Raise `RequestError` if the length is above `max_duration_s`.
     """
     durations = [0.0]
     if container.duration is not None:
@@ -209,6 +246,8 @@ def check_duration(container: InputContainer, stream: Stream, max_duration_s: fl
 
 
 def refuse_if_longer(duration_s: float, max_duration_s: float) -> None:
-    """Raise `RequestError` for a sound or a video that is too long."""
+    """Raise `RequestError` if a sound or video of `duration_s` seconds is too long."""
     if duration_s > max_duration_s:
-        raise RequestError(f"it is longer than {max_duration_s:g} seconds, which is the limit")
+        raise RequestError(
+            f"the media is longer than {max_duration_s:g} seconds, which is the limit"
+        )

@@ -39,7 +39,12 @@ _TIFF_SHORT, _TIFF_LONG = 3, 4
 
 
 def read_header_size(data: bytes) -> Size | None:
-    """Return the size that the header claims, or `None` if it can't be found in a few steps."""
+    """Return the width and height in an image file's header, without decoding the file.
+
+    The header may be wrong, and the image is not turned upright by its EXIF data. Return `None` if
+    the format is unknown, the header is truncated, or the size is not found within a bounded number
+    of steps.
+    """
     try:
         return _read_size(data)
     except struct.error:  # the file ends within its header
@@ -65,7 +70,7 @@ def _read_size(data: bytes) -> Size | None:
 
 
 def _read_webp(data: bytes) -> Size | None:
-    """Return the size of the canvas that a WebP file claims, or `None` if it is truncated."""
+    """Return the canvas size in a WebP file's header, or `None` if the header is truncated."""
     kind, header = data[12:16], data[20:30]
     if len(header) < 10:
         return None
@@ -115,7 +120,10 @@ def _read_tiff(data: bytes) -> Size | None:
 
 
 def _read_avif(data: bytes) -> Size | None:
-    """Return the size of the largest image in the file, which may hold a thumbnail as well."""
+    """Return the size of the largest image in an AVIF file, or `None` if no size is found.
+
+    A file may hold a thumbnail beside its main image.
+    """
     prefix = data[:_AVIF_PREFIX_BYTES]
     sizes: list[Size] = []
     place = prefix.find(b"ispe")
@@ -169,7 +177,12 @@ def decode_image(
     background: Colour = WHITE,
     budget: WorkBudget | None = None,
 ) -> Image.Image:
-    """Return an RGB image of the first frame, turned as its EXIF data demands."""
+    """Decode an image file, and return its first frame in RGB, turned upright by its EXIF data.
+
+    `background` is the colour behind transparent parts. Raise `RequestError` if the file is
+    damaged, of an unsupported format, or larger than `limits` allow. Raise `CostlyItemError` if
+    decoding is more work than `budget` allows.
+    """
     with _open_checked(data, limits) as image:
         if budget is not None:
             budget.expect(estimate_frames_s(1, *image.size))
@@ -185,7 +198,10 @@ def decode_image(
 
 @contextmanager
 def _open_checked(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
-    """Open the image without decoding it. Raise `RequestError` if it is damaged or too large."""
+    """Open an image file without decoding its pixels, for the time of the `with` block.
+
+    Raise `RequestError` if the file is damaged, or has more pixels than `limits` allow.
+    """
     with refuse_damaged(_KIND, *DECODER_ERRORS):
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             # WebP's decoder allocates its canvas when it is made, so the header is read before.
@@ -199,7 +215,10 @@ def _open_checked(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
 
 
 def load_pixels(image: Image.Image) -> None:
-    """Decode an image that was opened. Errors are those in `DECODER_ERRORS`."""
+    """Decode the pixels of an image that Pillow has opened but not yet decoded.
+
+    Raise one of the types in `DECODER_ERRORS` if the file is damaged.
+    """
     try:
         image.load()
     except TypeError as error:  # Pillow computes with the tags of a TIFF, whatever type they have
@@ -208,20 +227,23 @@ def load_pixels(image: Image.Image) -> None:
 
 
 def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:
-    """Raise `RequestError` if a picture or a frame of that size is too large."""
+    """Raise `RequestError` if an image or a video frame of this size exceeds the limits.
+
+    There is a limit on the number of pixels, and one on width and height.
+    """
     if width * height > limits.max_pixels:
         raise RequestError(f"{_too_many_pixels(limits)} (this one: {width} x {height})")
     if max(width, height) > limits.max_edge:
         raise RequestError(
-            f"it is {width} x {height} pixels large, and {limits.max_edge} is the limit for its "
-            "width and for its height"
+            f"the image or frame is {width} x {height} pixels large, but {limits.max_edge} is the "
+            "limit for its width and for its height"
         )
 
 
 def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
-    """Return an RGB image. Transparent parts show the background.
+    """Convert an image of any colour mode to RGB, with `background` behind transparent parts.
 
-    Deep greys are scaled, because Pillow would clip them.
+    Grey values of more than 8 bits are scaled down, because Pillow alone would clip them.
     """
     if image.mode in _DEEP_GREY_MODES:
         image = _scale_deep_grey(image)
@@ -235,7 +257,11 @@ def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Return the image without decoding it."""
+    """Open an image file with Pillow, without decoding its pixels.
+
+    Raise `RequestError` if the file is of no supported format. Errors for a damaged header are
+    those in `DECODER_ERRORS`.
+    """
     Image.init()
     prefix = data[:_PREFIX_BYTES]
     for name in _FORMATS:
@@ -253,10 +279,10 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def _drop_texts(image: Image.Image) -> None:
-    """Remove texts of a PNG from where Pillow expects something else.
+    """Remove text chunks of a PNG that have a name under which Pillow stores other values.
 
-    A PNG may have texts of any name. Pillow stores them beside its own values, so that there can be
-    a text where it expects a transparent colour, or the bytes of EXIF data.
+    A PNG may have texts of any name. Pillow stores them beside its own values, so that it could
+    find a text where it expects a transparent colour or the bytes of EXIF data.
     """
     for name in ("transparency", "exif", "xmp"):
         if isinstance(image.info.get(name), str):
@@ -264,11 +290,15 @@ def _drop_texts(image: Image.Image) -> None:
 
 
 def _too_many_pixels(limits: MediaLimits) -> str:
-    return f"it has more than {limits.max_pixels} pixels, which is the limit"
+    return f"the image or frame has more than {limits.max_pixels} pixels, which is the limit"
 
 
 def _get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
-    """Return the transposition that makes an image upright, or `None` if it is upright."""
+    """Return how to flip or rotate an image to make it upright, or `None` if it already is.
+
+    `read_exif` returns the image's EXIF data, which holds the orientation. An image with damaged
+    EXIF data counts as upright.
+    """
     try:
         orientation = read_exif().get(ExifTags.Base.Orientation)
     except DECODER_ERRORS:  # damaged EXIF data beside good pixels
@@ -277,10 +307,11 @@ def _get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
 
 
 def _scale_deep_grey(image: Image.Image) -> Image.Image:
-    """Convert grey of 16 bits, of integers (I) and of fractions (F), to grey of 8 bits.
+    """Convert a grey image of more than 8 bits per pixel to grey of 8 bits.
 
-    I and F do not define which value is white. The largest value decides between 1 (only F), 255
-    and 65535.
+    Pillow's modes I (integers) and F (floating-point numbers) do not define which value is white.
+    The largest value in the image decides between 1 (only for F), 255 and 65535. If one grey is
+    declared transparent, the result has an alpha channel.
     """
     values: npt.NDArray[Any] = np.asarray(image)
     grey = Image.fromarray(_to_bytes(values, _find_white(image.mode, values)))
@@ -295,7 +326,9 @@ def _find_white(mode: str, values: npt.NDArray[Any]) -> int:
         return 65535
     least, most = float(values.min()), float(values.max())
     if not (least >= 0 and most <= 65535):  # NaN is refused, too
-        raise RequestError("its grey values are not between 0 and 65535")
+        raise RequestError(
+            "its grey values are not between 0 and 65535: convert the image to 8 or 16 bits"
+        )
     if mode == "F" and most <= 1:
         return 1
     return 255 if most <= 255 else 65535
@@ -317,24 +350,29 @@ _SWAPPING = [_TO_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)]  # width 
 
 
 def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | None:
-    """Return width and height of the upright image, or `None` if only decoding shows them.
+    """Return the width and height that the decoded, upright image will have.
 
-    Raise `RequestError` for what is no image, or too large.
+    Nothing is decoded. Return `None` if the size can't be found without decoding: for other formats
+    than PNG, JPEG and WebP, for animated PNGs, and where EXIF data may follow the pixels. Raise
+    `RequestError` if the file is no image, or larger than `limits` allow.
     """
     if len(data) > limits.max_bytes:
-        raise RequestError(f"it has more than {limits.max_bytes} bytes, which is the limit")
+        raise RequestError(f"the file has more than {limits.max_bytes} bytes, which is the limit")
     with _open_checked(data, limits) as image:
         is_plain = image.format != "PNG" or _is_plain_png(data)
         if image.format not in _SIZED_FORMATS or not is_plain:
             return None
-        # Not the image's own method, because a PNG decodes itself to look behind its pixels.
+        # Not `image.getexif`, because that of a PNG decodes the file to read beyond the pixels.
         turn = _get_turn(lambda: Image.Image.getexif(image))
         width, height = image.size
         return (height, width) if turn in _SWAPPING else (width, height)
 
 
 def _is_plain_png(data: bytes) -> bool:
-    """Return True if the file has one frame, and only pixels after the first of its pixels."""
+    """Return True if a PNG is not animated and has nothing but pixel data after its first pixels.
+
+    Then everything that decides about the size of the image comes before the pixels.
+    """
     position = _PNG_SIGNATURE_BYTES
     has_pixels = False
     while position + _PNG_HEADER.size <= len(data):

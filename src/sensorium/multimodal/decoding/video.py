@@ -44,12 +44,13 @@ _DEFAULT_NUM_FRAMES = 32
 
 
 def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
-    """Return a function that chooses the frames of a video for a request.
+    """Return a function that picks which frames of a video are kept, as indices of frames.
 
-    `options` may have the `fps` or `num_frames` of the request. The rule is called as the processor
-    itself calls it, with its own settings beside those of the request. If that fails (for a clip of
-    fewer frames than it needs, or because it can't have both a rate and a number), the rule is
-    asked for a number of frames that the clip has. If that fails too, the frames are spread evenly.
+    The function takes a clip's metadata (number of frames, fps, size). It calls `sample_frames` of
+    Transformers' video processor, with that processor's own settings and the `fps` or `num_frames`
+    in `options`. If that fails (for a clip of fewer frames than the processor needs, or because it
+    can't have both a rate and a number), `sample_frames` is called again with a number of frames
+    that the clip has. If that fails too, the frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -60,7 +61,7 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
     def choose_frames(metadata: Mapping[str, Any]) -> Sequence[int]:
         num_frames = _count_frames(metadata, **(asked or own))
-        # A rule ignores arguments that it takes only as `**kwargs`.
+        # `sample_frames` ignores arguments that it takes only as `**kwargs`.
         if inspect.signature(video_processor.sample_frames).parameters.keys() >= asked.keys():
             for arguments in ({**own, **_limit(metadata, asked)}, {"num_frames": num_frames}):
                 indices = _ask(video_processor, metadata, arguments)
@@ -72,7 +73,10 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
 
 def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Limit the request to the clip. Some rules would list as many frames as they are asked for."""
+    """Return the requested `fps` or `num_frames`, reduced to what the clip has.
+
+    Some processors would otherwise list as many frames as the request asks for.
+    """
     most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
     return {name: min(value, most[name]) for name, value in asked.items()}
 
@@ -80,7 +84,11 @@ def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
 def _ask(
     video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> list[int] | None:
-    """Return the frames that the rule chooses, or `None` if it fails with these arguments."""
+    """Return the frame indices that the video processor's `sample_frames` picks.
+
+    Return `None` if it fails with these arguments, or returns indices that are not in rising order
+    or not within the clip.
+    """
     from transformers.video_utils import VideoMetadata
 
     try:
@@ -112,7 +120,11 @@ ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
 
 
 def make_metadata(num_frames: int, fps: float, width: int, height: int) -> Metadata:
-    """Return the metadata of a clip before its frames are chosen."""
+    """Return the metadata of a clip, in the form in which a function that picks frames takes it.
+
+    The keys are the fields of Transformers' `VideoMetadata`. `frames_indices` is `None`, because no
+    frame has been picked yet. `num_frames` counts all frames of the clip.
+    """
     return {
         "total_num_frames": num_frames,
         "fps": fps,
@@ -131,7 +143,12 @@ def decode_video(
     limits: MediaLimits,
     budget: WorkBudget | None = None,
 ) -> tuple[Frames, Metadata]:
-    """Return the chosen frames of the first video track, and their metadata."""
+    """Decode the first video track of a file, and return the frames that are kept, with metadata.
+
+    `choose_frames` gets the clip's metadata before anything is decoded, and returns the indices of
+    the frames to keep. Raise `RequestError` if the file is damaged or exceeds `limits`. Raise
+    `CostlyItemError` if decoding is more work than `budget` allows.
+    """
     budget = budget or WorkBudget()
     metadata = _read_metadata(data, limits, budget)
     for _ in range(2):
@@ -146,7 +163,7 @@ def decode_video(
         metadata = make_metadata(
             num_decoded, metadata["fps"], metadata["width"], metadata["height"]
         )
-    raise RequestError("there are no frames in this video that can be read")
+    raise RequestError("no frame of this video can be decoded")
 
 
 def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Metadata:
@@ -154,8 +171,8 @@ def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Meta
         stream = _get_stream(container, limits)
         if not (stream.width and stream.height):
             raise RequestError(
-                f"its frames can't be read, or have more than {limits.max_pixels} pixels, "
-                "which is the limit"
+                "the frames of this video can't be decoded: they are damaged, or have more than "
+                f"{limits.max_pixels} pixels, which is the limit"
             )
         check_num_pixels(stream.width, stream.height, limits)
         check_duration(container, stream, limits.max_duration_s)
@@ -164,7 +181,7 @@ def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Meta
             num_frames += packet.size > 0 and not packet.is_discard
             budget.check_time()
         if not num_frames:
-            raise RequestError("there are no frames in this video")
+            raise RequestError("this video has no frames")
         rate = stream.average_rate or stream.guessed_rate
         fps = float(rate) if rate and rate > 0 else _UNKNOWN_FPS
         width, height = stream.width, stream.height
@@ -173,7 +190,7 @@ def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Meta
 
 
 def _get_stream(container: InputContainer, limits: MediaLimits) -> VideoStream:
-    stream = get_first_stream(container.streams.video, "there are no pictures in this file")
+    stream = get_first_stream(container.streams.video, "this file has no video track")
     stream.codec_context.options = get_decoder_options(limits.max_pixels)
     return stream
 
@@ -182,19 +199,27 @@ def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimit
     indices = [int(index) for index in chosen]
     total = metadata["total_num_frames"]
     if not indices or indices != sorted(indices) or indices[0] < 0 or indices[-1] >= total:
-        raise InvariantError(f"chosen of {total} frames, in order: {indices[:8]}")
+        raise InvariantError(
+            f"frames chosen of {total} must be in rising order and exist, not {indices[:8]}"
+        )
     check_num_frames(len(indices), metadata["width"], metadata["height"], limits)
     return indices
 
 
 def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
-    """Raise `RequestError` if `num_frames` frames of that size are too many to keep."""
+    """Raise `RequestError` if a video with this many kept frames exceeds the limits.
+
+    There is a limit on the number of frames, and one on their pixels together. `width` and `height`
+    are those of one frame.
+    """
     if num_frames > limits.max_frames:
-        raise RequestError(f"{num_frames} frames would be used, {limits.max_frames} is the limit")
+        raise RequestError(
+            f"{num_frames} frames of this video would be used, but {limits.max_frames} is the limit"
+        )
     if num_frames * width * height > limits.max_video_pixels:
         raise RequestError(
-            f"{num_frames} frames of {width} x {height} are more than "
-            f"{limits.max_video_pixels} pixels, which is the limit"
+            f"{num_frames} frames of {width} x {height} pixels have more than "
+            f"{limits.max_video_pixels} pixels in all, which is the limit"
         )
 
 
@@ -203,14 +228,15 @@ def _check_work(
 ) -> None:
     """Raise an error if decoding the first `num_frames` frames is too much work.
 
-    It is a `RequestError` if they have too many pixels in all, by the sizes in the container, and a
-    `CostlyItemError` if the budget does not allow the work.
+    It is a `RequestError` if these frames have too many pixels in all, by the size in the metadata.
+    It is a `CostlyItemError` if `budget` does not allow the work.
     """
     width, height = metadata["width"], metadata["height"]
     if num_frames * width * height > limits.max_decoded_pixels:
         raise RequestError(
-            f"{num_frames} frames of {width} x {height} would have to be decoded, which are "
-            f"{num_frames * width * height} pixels; {limits.max_decoded_pixels} is the limit"
+            f"{num_frames} frames of {width} x {height} would have to be decoded, which have "
+            f"{num_frames * width * height} pixels in all, but {limits.max_decoded_pixels} is the "
+            "limit"
         )
     budget.expect(estimate_frames_s(num_frames, width, height))
 
@@ -218,9 +244,11 @@ def _check_work(
 def _read_frames(
     data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
 ) -> tuple[Frames | None, int]:
-    """Return the frames with these indices, and how many were decoded.
+    """Decode a video up to its last wanted frame, and return the wanted frames.
 
-    The frames are `None` if the clip ended too early. Then all its frames were decoded.
+    `indices` are the wanted frames, in rising order. The second result is the number of frames that
+    were decoded. The frames are `None` if the clip ended before the last wanted one; then the
+    number is that of all frames in the clip.
     """
     kept: Frames | None = None
     num_kept = num_decoded = num_pixels = 0
@@ -231,8 +259,8 @@ def _read_frames(
             num_pixels += frame.width * frame.height
             if num_pixels > limits.max_decoded_pixels:
                 raise RequestError(
-                    f"its frames have more than {limits.max_decoded_pixels} pixels in all, "
-                    "which is the limit"
+                    f"the frames of this video have more than {limits.max_decoded_pixels} pixels "
+                    "in all, which is the limit"
                 )
             budget.spend(estimate_frames_s(1, frame.width, frame.height))
             if num_decoded == indices[num_kept]:
@@ -250,9 +278,10 @@ def _read_frames(
 
 
 def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
-    """Return the pixels of a frame, upright and of the size of the frames before it.
+    """Return the RGB pixels of a frame, turned upright and scaled to the size of earlier frames.
 
-    The frames of a clip may have different sizes.
+    `kept` holds the frames before this one, or is `None` for the first. The frames of a clip may
+    have different sizes.
     """
     # A matrix without an angle gives an integer beyond all angles, which one depends on the CPU.
     num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0

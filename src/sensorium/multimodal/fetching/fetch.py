@@ -1,13 +1,13 @@
-"""What the fetches of all requests share: refusals, counters, memory, turns and results.
+"""What the media fetches of all requests share: errors, counters, and limits on memory and number.
 
-All but the counters are used on one event loop only.
+The counters may be used by several threads, and everything else on one event loop only.
 
 Memory: the bodies that a request has received count until all its fetches have ended. When too many
 bytes are held, the request that holds most of them is refused. So a request with a small picture
 never suffers from one with a hundred large videos.
 
-Turns: a request can always run one fetch. Further fetches take turns from a number that all
-requests share. The server bounds the number of requests.
+Turns: a request can always run one fetch. Each further fetch needs a turn, a permission to begin.
+The number of turns is limited for all requests together. The server limits the number of requests.
 
 Texts of refusals may repeat what the client itself sent. They never contain a resolved address, the
 target of a redirect, a path on disk or the message of another library.
@@ -57,7 +57,10 @@ RefusalReason = Literal[
 
 
 class RefusedMediaError(MediaFetchError):
-    """A `MediaFetchError` with the reason under which it is counted."""
+    """An error for a media item that can't or may not be fetched, with a reason for the metrics.
+
+    `reason` is one of a few fixed names, under which refusals are counted.
+    """
 
     def __init__(self, message: str, reason: RefusalReason) -> None:
         super().__init__(message)
@@ -65,9 +68,11 @@ class RefusedMediaError(MediaFetchError):
 
 
 def refuse_above(max_bytes: int, num_bytes: int) -> None:
-    """Raise `RefusedMediaError` if media of `num_bytes` is larger than `max_bytes`."""
+    """Raise `RefusedMediaError` if a media item of `num_bytes` is larger than `max_bytes`."""
     if num_bytes > max_bytes:
-        raise RefusedMediaError(f"it is larger than {max_bytes} bytes, which is the limit", "size")
+        raise RefusedMediaError(
+            f"the media is larger than {max_bytes} bytes, which is the limit", "size"
+        )
 
 
 SourceKind = Literal["bytes", "data", "file", "http"]  # bytes in process, or the kind of a URL
@@ -76,7 +81,7 @@ _Event = Literal["fetch", "received_byte", "response_cache_hit", "revalidation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStatistics:
-    """Counts of what loading media cost since the start."""
+    """A snapshot of the counters of media loading, since the start of the process."""
 
     num_fetches: int  # requests to hosts, including those after redirects
     num_bytes: int  # of all bodies that were received
@@ -88,7 +93,7 @@ class FetchStatistics:
 
 
 class FetchCounters:
-    """Counters of loading media, which several threads may use."""
+    """Thread-safe counters of media loading: fetches, bytes, cache hits and refusals."""
 
     def __init__(self) -> None:
         self._events: Counter[_Event] = Counter()
@@ -121,7 +126,11 @@ class FetchCounters:
 
 
 class FetchMemory:
-    """The bytes that all requests hold while they fetch."""
+    """A limit on the response bytes that all requests together hold while they fetch media.
+
+    Each request has an account of its bytes (`RequestBytes`). When the sum exceeds `max_bytes`, the
+    requests with the most bytes are refused.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -129,18 +138,24 @@ class FetchMemory:
         self._requests: dict[RequestBytes, None] = {}
 
     def join(self, end: Callable[[], object]) -> RequestBytes:
-        """Return the account of a new request. `end` is called if the request is refused."""
+        """Open the account of a new request, which counts the bytes that it holds.
+
+        `end` is called if the request is refused, and has to stop its fetches.
+        """
         request = RequestBytes(self, end)
         self._requests[request] = None
         return request
 
     def leave(self, request: RequestBytes) -> None:
-        """Forget a request with all bytes that it held. Call this once for each request."""
+        """Close the account of a request, and subtract all bytes that it held.
+
+        Call this exactly once for each request, after its fetches have ended.
+        """
         del self._requests[request]
         self.num_bytes -= request.num_bytes
 
     def make_room(self) -> None:
-        """Refuse the largest requests until the others hold no more than `max_bytes`."""
+        """Refuse the requests with the most bytes, until the others hold at most `max_bytes`."""
         staying = [request for request in self._requests if not request.is_refused]
         num_bytes = sum(request.num_bytes for request in staying)
         for request in sorted(staying, key=lambda each: each.num_bytes, reverse=True):
@@ -153,7 +168,7 @@ class FetchMemory:
 
 @dataclass(eq=False)
 class RequestBytes:
-    """The bytes that one request holds."""
+    """An account of the response bytes that one request holds while it fetches media."""
 
     memory: FetchMemory
     end: Callable[[], object]  # ends the fetches of this request
@@ -161,7 +176,11 @@ class RequestBytes:
     is_refused: bool = False
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that this request has received."""
+        """Count `num_bytes` more that this request has received.
+
+        If all requests together then hold too many bytes, those that hold the most are refused.
+        This request may be one of them.
+        """
         self.num_bytes += num_bytes
         self.memory.num_bytes += num_bytes
         if self.memory.num_bytes > self.memory.max_bytes:
@@ -169,31 +188,39 @@ class RequestBytes:
 
 
 class Deadline:
-    """A time limit that starts when this object is made."""
+    """A time limit in seconds that starts when this object is created.
+
+    `scope` is appended to the error text, and explains what the limit applies to.
+    """
 
     def __init__(self, seconds: float, scope: str = "") -> None:
         self._ends_at = time.monotonic() + seconds
-        self._text = f"not delivered within {seconds:g} s{scope}"
+        self._text = f"the media was not delivered within {seconds:g} s{scope}"
 
     def remaining_s(self) -> float:
-        """Return the seconds that are left, or 0."""
+        """Return the seconds until the deadline, or 0 if it has passed."""
         return max(0.0, self._ends_at - time.monotonic())
 
     def expired(self) -> RefusedMediaError:
-        """Return the refusal of an item that was not received in time."""
+        """Return (do not raise) the error for media that was not received before the deadline."""
         return RefusedMediaError(self._text, "deadline")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What a fetch of one item may use, from the first look-up to the last byte."""
+    """The limits of one fetch: its deadline, and the account of bytes that its request holds."""
 
     deadline: Deadline
     held: RequestBytes  # what the whole request holds
 
 
 class FetchShares:
-    """The turns of all requests that fetch at this moment."""
+    """A limit on concurrent fetches, which shares them fairly between the requests.
+
+    A request may always run one fetch. Each further fetch needs a turn (a permission to begin). A
+    request has at most `max_per_request` fetches at a time, and all requests together have at most
+    `max_shared` beyond the first of each.
+    """
 
     def __init__(self, *, max_per_request: int = 8, max_shared: int = 256) -> None:
         self.max_per_request = max_per_request
@@ -202,20 +229,26 @@ class FetchShares:
         self.waiting: dict[RequestShare, None] = {}  # requests that wait, the longest first
 
     def may_begin(self, share: RequestShare) -> bool:
-        """Return True if the request may begin another fetch now."""
+        """Return True if the request that owns `share` may begin another fetch now."""
         if share.num_active == 0:
             return True
         return share.num_active < self.max_per_request and self.num_shared < self.max_shared
 
     def give_turns(self) -> None:
-        """Begin all waiting fetches that may begin now."""
+        """Let waiting fetches begin, until the limits allow no more of them.
+
+        The request with the fewest running fetches comes first.
+        """
         while ready := [share for share in self.waiting if self.may_begin(share)]:
             # `min` takes the first of equals, which has waited longest.
             min(ready, key=lambda share: share.num_active).begin_next()
 
 
 class RequestShare:
-    """The turns of one request. A fetch runs inside `async with share`."""
+    """The running and waiting fetches of one request, within the limits of `FetchShares`.
+
+    Each fetch runs inside `async with share`, which waits until the fetch may begin.
+    """
 
     def __init__(self, shares: FetchShares) -> None:
         self.num_active = 0
@@ -233,7 +266,7 @@ class RequestShare:
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # the turn came together with the end
+            if turn.done() and not turn.cancelled():  # the turn came just before the cancellation
                 await self.__aexit__()
             raise
 
@@ -242,7 +275,7 @@ class RequestShare:
         self._shares.give_turns()
 
     def begin_next(self) -> None:
-        """Give a turn to the fetch that has waited longest."""
+        """Start the fetch of this request that has waited longest for its turn."""
         turn = self._queue.popleft()
         del self._shares.waiting[self]
         if self._queue:  # behind the others, which come first when the next turn is free
@@ -261,11 +294,12 @@ Address = tuple[str, str]  # a URL and a modality
 
 
 class SharedFetches:
-    """The fetches that run at this moment: one per URL and modality.
+    """A table of the running fetches, by which requests for the same media share one fetch.
 
-    A request that comes while a fetch runs waits for its result. The fetch belongs to the request
-    that began it and ends with it. Then one of the requests that waited begins another fetch. So no
-    request is bound to the deadline of another. Used on one event loop only.
+    There is one fetch per URL and modality. A request that comes while it runs waits for its
+    result. The fetch belongs to the request that began it, and is cancelled with that request. Then
+    one of the waiting requests begins another fetch, so that no request depends on the deadline of
+    another. Use it on one event loop only.
     """
 
     def __init__(self) -> None:
@@ -273,7 +307,11 @@ class SharedFetches:
         self._running: dict[Address, asyncio.Future[MediaBytes]] = {}
 
     async def get(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
-        """Return the result of the running fetch of `key`, or that of `start` if none runs."""
+        """Return the media of `key`, a URL and a modality, from a fetch that may be shared.
+
+        If a fetch of `key` runs already, wait for its result. Otherwise call `start` to fetch it. A
+        `RequestError` of the fetch is raised for each caller that waits for it.
+        """
         self.num_waiting += 1
         try:
             while (running := self._running.get(key)) is not None:

@@ -39,9 +39,10 @@ _NUMBER = re.compile(r"\d+|0x[0-9a-f]*")
 
 
 def canonical_host(host: str) -> str:
-    """Return the canonical form of a host name or an address.
+    """Return the one spelling of a host name or IP address that all checks compare.
 
-    Raise `ValueError` for anything else.
+    The result is lower case and has no trailing dot. Every notation of an IPv4 address becomes four
+    decimal numbers. Raise `ValueError` if `host` is neither a host name in ASCII nor an IP address.
     """
     if ":" in host:
         if "%" in host:
@@ -60,10 +61,10 @@ def canonical_host(host: str) -> str:
 
 
 class AllowedDomains:
-    """The domains that may be asked for media.
+    """The hosts that media may be fetched from, as the operator has listed them.
 
-    `example.com` allows that host alone. `.example.com` or `*.example.com` allows every host below
-    it, but not itself. Without any entry all hosts are allowed.
+    An entry `example.com` allows that host alone. `.example.com` or `*.example.com` allows every
+    host below it, but not `example.com` itself. An empty list allows all hosts.
     """
 
     def __init__(self, domains: frozenset[str]) -> None:
@@ -72,7 +73,10 @@ class AllowedDomains:
         self._suffixes = tuple("." + _parse_domain(name[1:]) for name in names if name[:1] == ".")
 
     def has(self, host: str) -> bool:
-        """Return True if this host, in its canonical form, may be asked."""
+        """Return True if media may be fetched from this host.
+
+        `host` must be in the form that `canonical_host` returns.
+        """
         if not self._hosts and not self._suffixes:
             return True
         return host in self._hosts or host.endswith(self._suffixes)
@@ -83,7 +87,10 @@ def _parse_domain(domain: str) -> str:
         ascii_domain = domain.strip("[]").encode("idna").decode("ascii")
         return canonical_host(ascii_domain)
     except ValueError:
-        raise RequestError(f"an allowed media domain is a host alone, not {domain!r}") from None
+        raise RequestError(
+            "an allowed media domain must be a host such as example.com or *.example.com, without "
+            f"scheme, port and path, not {domain!r}"
+        ) from None
 
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -100,13 +107,21 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """Return all addresses that the system has for a name."""
+    """Return all IP addresses that the system's resolver finds for a host name.
+
+    This blocks until the resolver has answered, and raises `OSError` if it finds nothing.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def is_allowed(address: IPAddress, *, allow_private: bool) -> bool:
-    """Return True if a connection to this address may be made."""
+    """Return True if the server may connect to this IP address.
+
+    Multicast and unspecified addresses are never allowed. Other addresses that are not public are
+    allowed only if `allow_private` is True. An IPv4 address inside an IPv6 address is checked as
+    IPv4.
+    """
     address = _embedded_v4(address) or address
     if address.is_multicast or address.is_unspecified:
         return False
@@ -114,7 +129,7 @@ def is_allowed(address: IPAddress, *, allow_private: bool) -> bool:
 
 
 def _embedded_v4(address: IPAddress) -> ipaddress.IPv4Address | None:
-    """Return the IPv4 address inside an IPv6 address, if it is of a kind that has one."""
+    """Return the IPv4 address that a NAT64 or IPv4-mapped IPv6 address contains, or `None`."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -136,10 +151,11 @@ _MAX_LOOK_UPS = 1024
 
 
 class AddressGuard:
-    """A resolver that checks what it finds. It is used on one event loop.
+    """A resolver that returns the addresses of a host only if the server may connect to them.
 
-    The system's resolver blocks, may take half a minute for one name, and can't be interrupted. So
-    each look-up has a thread of its own, and a slow name delays no other one.
+    Use it on one event loop. The system's resolver blocks, may take half a minute for one name, and
+    can't be interrupted. So each look-up has a thread of its own, and a slow name delays no other
+    one.
     """
 
     def __init__(
@@ -151,9 +167,10 @@ class AddressGuard:
         self._places = asyncio.Semaphore(max_look_ups)
 
     async def look_up(self, host: str, port: int) -> list[str]:
-        """Return the checked addresses of `host`, in the order to try them.
+        """Return the addresses of `host`, all of them checked, in the order to try them.
 
-        Raise `RefusedMediaError` if there are none, or if one of them may not be asked.
+        Raise `RefusedMediaError` if the host has no address, or if the server may not connect to
+        one of them.
         """
         try:
             addresses = [ipaddress.ip_address(host)]
@@ -161,13 +178,24 @@ class AddressGuard:
             addresses = await self._find(host, port)
         # Both refusals have one text, so that a client can't find out which private names exist.
         if not addresses:
-            raise RefusedMediaError("leads to no public address", "dns")
+            raise RefusedMediaError(
+                "the URL leads to an unknown host or to a non-public address (allowed only with "
+                "--allow-private-media-addresses)",
+                "dns",
+            )
         if not all(is_allowed(one, allow_private=self._allow_private) for one in addresses):
-            raise RefusedMediaError("leads to no public address", "address")
+            raise RefusedMediaError(
+                "the URL leads to an unknown host or to a non-public address (allowed only with "
+                "--allow-private-media-addresses)",
+                "address",
+            )
         return [str(address) for address in addresses]
 
     async def _find(self, host: str, port: int) -> list[IPAddress]:
-        """Return the addresses of a name, or none if the resolver fails."""
+        """Return the addresses of a host name, or an empty list if the resolver fails.
+
+        The resolver runs in a new thread. Raise `CapacityError` if no thread can be started.
+        """
         loop = asyncio.get_running_loop()
         found: Future[Sequence[str]] = Future()
         found.set_running_or_notify_cancel()  # from here on it can't be cancelled, only ignored
@@ -186,7 +214,9 @@ class AddressGuard:
             threading.Thread(target=run, name="media-dns", daemon=True).start()
         except RuntimeError as error:  # the system has no more threads
             self._places.release()
-            raise CapacityError("no thread could be started to look up a media host") from error
+            raise CapacityError(
+                "no thread could be started to look up a media host: retry later"
+            ) from error
         try:
             return [ipaddress.ip_address(one) for one in await asyncio.wrap_future(found)]
         except (OSError, ValueError):  # ValueError: a name that has no encoding, or no address
@@ -200,9 +230,10 @@ _MAX_LIFETIME_S = 10 * 365 * 86400
 
 
 def _parse_cache_control(headers: Headers) -> dict[str, str]:
-    """Return directive -> value, `""` for one without a value.
+    """Return the directives of the `Cache-Control` header, by their names in lower case.
 
-    The first of each directive counts.
+    A directive without a value maps to an empty string. If a directive is repeated, the first one
+    counts.
     """
     directives: dict[str, str] = {}
     for name, quoted, plain in _DIRECTIVE.findall(headers.get("cache-control", "")):
@@ -211,13 +242,17 @@ def _parse_cache_control(headers: Headers) -> dict[str, str]:
 
 
 def is_storable(headers: Headers) -> bool:
-    """Return True if a shared cache may store the response."""
+    """Return True if these response headers allow a shared cache to store the response."""
     is_forbidden = {"no-store", "private"} & _parse_cache_control(headers).keys()
     return not is_forbidden and "*" not in headers.get("vary", "")
 
 
 def compute_fresh_until(headers: Headers, now: float) -> float:
-    """Return the time until which a response that came at `now` may be used without asking."""
+    """Return until when a response may be reused without asking its host again.
+
+    `now` is the time at which the response came. Both are Unix times in seconds. The result is not
+    later than `now` if the headers allow no reuse.
+    """
     directives = _parse_cache_control(headers)
     if "no-cache" in directives:
         return now
@@ -236,7 +271,7 @@ def _compute_lifetime_s(headers: Headers, directives: Mapping[str, str], sent_at
 
 
 def _parse_seconds(text: str) -> int:
-    """Return the number of seconds in the text, or 0 if it is no number."""
+    """Return a header's number of seconds, ten years at most, or 0 if it is no number."""
     text = text.strip()
     if not (text.isascii() and text.isdigit()):
         return 0
@@ -258,7 +293,7 @@ _CONTENT_HEADERS = ("cache-control", "content-type", "etag", "expires", "last-mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedResponse:
-    """A response to a media URL."""
+    """A response to a media URL, with the headers that decide how long it may be reused."""
 
     media: MediaBytes  # the same object for as long as the host confirms the content
     headers: Headers
@@ -266,19 +301,29 @@ class CachedResponse:
 
     @classmethod
     def receive(cls, media: MediaBytes, headers: Headers, now: float) -> CachedResponse:
-        """Return the response that came at `now`."""
+        """Return a response that came at the Unix time `now`, ready to be put into the cache.
+
+        Of `headers`, only those are kept that matter for caching and for the content type.
+        """
         names = (*_MESSAGE_HEADERS, *_CONTENT_HEADERS)
         kept = {name: headers[name] for name in names if name in headers}
         return cls(media=media, headers=kept, fresh_until=compute_fresh_until(kept, now))
 
     def confirm(self, headers: Headers, now: float) -> CachedResponse:
-        """Return the same content under the headers of a "not modified" response."""
+        """Return this response renewed by the headers of a "304 Not Modified" response.
+
+        The content stays the same. `now` is the Unix time at which the host confirmed it.
+        """
         lasting = {name: v for name, v in self.headers.items() if name not in _MESSAGE_HEADERS}
         return self.receive(self.media, {**lasting, **headers}, now)
 
     @property
     def validators(self) -> dict[str, str]:
-        """Return the request headers that ask whether the content is still the same."""
+        """Return the request headers that ask the host whether the content is still the same.
+
+        They are `If-None-Match` and `If-Modified-Since`. The result is empty if the response allows
+        neither.
+        """
         names = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
         return {ask: self.headers[name] for name, ask in names.items() if self.headers.get(name)}
 
@@ -288,13 +333,21 @@ class CachedResponse:
 
 
 class ResponseCache(LruCache[str, CachedResponse]):
-    """The responses to media URLs that may be kept, fresh or not, within a number of bytes."""
+    """A cache of responses by their media URLs, which evicts those that were not used for longest.
+
+    It holds at most `capacity_bytes`. A response that is no longer fresh stays, because its host
+    may confirm it.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes, lambda url, response: len(url) + response.num_bytes)
 
     def replace(self, url: str, response: CachedResponse, now: float) -> None:
-        """Forget what was kept for `url`, and keep `response` if that is allowed and it fits."""
+        """Store the newest response of `url` in place of an older one.
+
+        If the headers of the new response forbid to store it, or it could never be reused, the
+        older one is only removed. A response that does not fit into the cache is not stored.
+        """
         is_useful = response.fresh_until > now or response.validators
         if is_useful and is_storable(response.headers):
             self.put(url, response)
@@ -318,30 +371,38 @@ MODALITIES = frozenset(_TYPES_BY_MODALITY)
 
 
 def check_content_type(headers: Headers, modality: str) -> None:
-    """Raise a refusal if the headers name a type that is not of this modality."""
+    """Raise `RefusedMediaError` if the `Content-Type` header belongs to another modality.
+
+    A missing header and types for any binary data (`application/octet-stream`) are accepted.
+    """
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     allowed = _TYPES_BY_MODALITY[modality] | _ANY_MODALITY
     if content_type and not {content_type, content_type.partition("/")[0]} & allowed:
         raise RefusedMediaError(
-            f"the content type of the answer is not for {modality}", "content_type"
+            f"the content type of the response does not belong to {modality} media", "content_type"
         )
 
 
 def check_before_body(headers: Headers, max_bytes: int) -> None:
-    """Raise a refusal if the response is compressed or too large.
+    """Raise `RefusedMediaError` if the headers announce a body that is compressed or too large.
 
-    No compression was asked for, and a compressed body may have any size when it is unpacked.
+    A compressed body is refused because the client asks for none, and such a body may have any size
+    when it is unpacked.
     """
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
-        raise RefusedMediaError("the answer is compressed", "content_encoding")
+        raise RefusedMediaError(
+            "the response is compressed, which is not supported", "content_encoding"
+        )
     # httpcore accepts only plain digits here, 20 at most.
     refuse_above(max_bytes, int(headers.get("content-length", "0")))
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, held: RequestBytes) -> bytes:
-    """Return the whole body. Raise a refusal if it is too large or comes in tiny pieces.
+    """Read the chunks of a response, and return the whole body.
 
-    Tiny pieces would let a host keep a core busy at the cost of a few bytes each.
+    Each chunk is added to `held`, the account of bytes of the client's request. Raise
+    `RefusedMediaError` if the body has more than `max_bytes`, or comes in very many tiny chunks,
+    with which a host could keep a CPU core busy.
     """
     body = io.BytesIO()
     num_chunks = -1
@@ -351,5 +412,5 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, held: RequestB
         body.write(chunk)
         held.add(len(chunk))
         if num_chunks > _MIN_CHUNKS + body.tell() // _MIN_CHUNK_BYTES:
-            raise RefusedMediaError("the answer comes in too small pieces", "protocol")
+            raise RefusedMediaError("the response comes in too many too small pieces", "protocol")
     return body.getvalue()

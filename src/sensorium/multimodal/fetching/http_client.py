@@ -86,9 +86,9 @@ _NUM_LARGEST_ITEMS = 32
 
 
 def parse_media_url(source: str | httpx.URL) -> httpx.URL:
-    """Return an http(s) URL without a fragment and with a canonical host.
+    """Return an http(s) URL with its host in canonical form, and without its fragment.
 
-    Raise `RequestError` for anything else.
+    Raise `RequestError` if `source` is no valid http(s) URL, or contains a user name.
     """
     try:
         url = httpx.URL(source)
@@ -99,17 +99,23 @@ def parse_media_url(source: str | httpx.URL) -> httpx.URL:
         return url.copy_with(host=host, fragment=None)
     except (httpx.InvalidURL, ValueError):  # ValueError: also of idna and of encodings
         raise RequestError(
-            "the media URL is malformed: http(s)://host[:port]/path, without a user, is expected"
+            "the media URL is malformed: it must be http(s)://host[:port]/path, without a user name"
         ) from None
 
 
 async def connect_socket(address: str, port: int, timeout_s: float) -> httpcore.AsyncNetworkStream:
-    """Connect to an address. It is dialled as it is, and no name is looked up."""
+    """Open a TCP connection to an IP address, within `timeout_s` seconds.
+
+    `address` must be an IP address that was checked already: no host name is looked up.
+    """
     return await httpcore.AnyIOBackend().connect_tcp(address, port, timeout=timeout_s)
 
 
 class PinnedBackend(httpcore.AsyncNetworkBackend):
-    """The network of one exchange, which makes one connection at most."""
+    """A network backend for httpcore that connects only to addresses that `guard` allows.
+
+    It serves one HTTP exchange (a request and its response), and makes one connection at most.
+    """
 
     def __init__(self, guard: AddressGuard, connect: Connect, deadline: Deadline) -> None:
         self._guard = guard
@@ -122,7 +128,7 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         addresses = (await self._guard.look_up(host, port))[:_MAX_ADDRESSES]
         for index, address in enumerate(addresses):
-            # A dead address may not use up the time of those behind it.
+            # An address that does not answer must not use up the time of the next ones.
             timeout_s = self._deadline.remaining_s() / (len(addresses) - index)
             try:
                 self._stream = await self._connect(address, port, timeout_s)
@@ -131,7 +137,7 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
             return PinnedStream(self._stream)
         if not self._deadline.remaining_s():
             raise TimeoutError
-        raise RefusedMediaError("no connection could be made", "connection")
+        raise RefusedMediaError("no connection to the host could be made", "connection")
 
     async def close(self) -> None:
         """Close the connection, even if httpcore does not have it yet or has dropped it."""
@@ -140,9 +146,10 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
 
 
 class PinnedStream(httpcore.AsyncNetworkStream):
-    """A stream that gives a bounded number of bytes until `expect_body` is called.
+    """A connection that reads a bounded number of bytes until `expect_body` is called.
 
-    httpcore bounds the head of a response, but not the number of interim responses before it.
+    httpcore limits the head of a response, but not the number of interim responses before it. The
+    body is limited elsewhere.
     """
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
@@ -175,8 +182,8 @@ class PinnedStream(httpcore.AsyncNetworkStream):
         except (httpcore.ConnectError, OSError, ValueError) as error:
             # ValueError: a name that TLS can't carry.
             if isinstance(error.__cause__, ssl.SSLCertVerificationError):
-                raise RefusedMediaError("its certificate can't be verified", "tls") from None
-            raise RefusedMediaError("no TLS connection could be made", "tls") from None
+                raise RefusedMediaError("the host's certificate can't be verified", "tls") from None
+            raise RefusedMediaError("no TLS connection to the host could be made", "tls") from None
         return PinnedStream(encrypted)
 
     async def aclose(self) -> None:
@@ -188,7 +195,7 @@ class PinnedStream(httpcore.AsyncNetworkStream):
 
 @dataclass(kw_only=True, eq=False)
 class HttpClient:
-    """A client for media over http(s)."""
+    """An HTTP client that fetches media, with a response cache, redirects and checks of hosts."""
 
     limits: MediaLimits
     domains: AllowedDomains
@@ -204,7 +211,12 @@ class HttpClient:
         self._guard = AddressGuard(self.resolve, allow_private=self.limits.allow_private_addresses)
 
     async def fetch(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes:
-        """Return the media at `url`. Requests that ask for it at the same time share one fetch."""
+        """Return the media at `url`, from the cache or from its host.
+
+        `fetch` holds the deadline and the byte account of this fetch. Requests that ask for the
+        same URL and modality at the same time share one fetch. Raise `RefusedMediaError` if the
+        media can't or may not be fetched.
+        """
         return await self.shared.get(
             (str(url), modality), lambda: self._follow(url, modality, fetch)
         )
@@ -216,15 +228,25 @@ class HttpClient:
     async def _follow(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes:
         for _ in range(self.limits.max_redirects + 1):
             if not self.domains.has(url.raw_host.decode("ascii")):
-                raise RefusedMediaError("leads to a domain that may not be asked", "domain")
+                raise RefusedMediaError(
+                    "the URL leads to a domain that is not among the allowed media domains",
+                    "domain",
+                )
             found = await self._ask(url, modality, fetch)
             if isinstance(found, MediaBytes):
                 return found
             url = found
-        raise RefusedMediaError(f"more than {self.limits.max_redirects} redirects", "redirects")
+        raise RefusedMediaError(
+            f"the URL leads to more than {self.limits.max_redirects} redirects, which is the limit",
+            "redirects",
+        )
 
     async def _ask(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes | httpx.URL:
-        """Return the content of `url`, or the URL to ask instead."""
+        """Return the media at `url`, or the URL that the host redirects to.
+
+        A cached response is returned if it is still fresh, or if the host confirms it. Otherwise
+        the host is asked for the media, within the limits in `fetch`.
+        """
         cached = self.cache.get(str(url))
         if cached is not None and cached.fresh_until > self.clock():
             check_content_type(cached.headers, modality)
@@ -251,10 +273,11 @@ class HttpClient:
     async def _open_exchange(
         self, url: httpx.URL, validators: Mapping[str, str], deadline: Deadline
     ) -> AsyncIterator[httpcore.Response]:
-        """Send one request over a connection of its own, and give its response.
+        """Send one GET request over a new connection, and give its response to the `with` block.
 
-        Raise a refusal for what goes wrong on the wire, also while the body is read inside the
-        block.
+        `validators` are request headers that ask whether a cached response is still valid. Raise
+        `RefusedMediaError` if the connection or the protocol fails, also while the block reads the
+        body.
         """
         host, port = url.raw_host, url.port or _DEFAULT_PORTS[url.scheme]
         backend = PinnedBackend(self._guard, self.connect, deadline)
@@ -271,9 +294,11 @@ class HttpClient:
                 response.extensions["network_stream"].expect_body()
                 yield response
         except (httpcore.NetworkError, httpcore.TimeoutException):
-            raise RefusedMediaError("the connection broke", "connection") from None
+            raise RefusedMediaError("the connection to the host broke", "connection") from None
         except httpcore.ProtocolError:
-            raise RefusedMediaError("the answer is not complete, valid HTTP", "protocol") from None
+            raise RefusedMediaError(
+                "the response is not complete, valid HTTP", "protocol"
+            ) from None
         finally:
             await backend.close()
 
@@ -293,11 +318,13 @@ def _redirect(url: httpx.URL, headers: Headers) -> httpx.URL:
     try:
         return parse_media_url(url.join(headers["location"]))
     except (KeyError, httpx.InvalidURL, ValueError, RequestError):
-        raise RefusedMediaError("a redirect leads to no http(s) address", "scheme") from None
+        raise RefusedMediaError(
+            "a redirect of the host leads to no http(s) URL", "scheme"
+        ) from None
 
 
 class FetchLoop:
-    """A running event loop that takes coroutines from any thread."""
+    """An event loop in a thread of its own, to which any thread may submit coroutines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -311,18 +338,18 @@ class FetchLoop:
         self._loop = started.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start the coroutine on the loop. Cancelling the future cancels it there.
+        """Start a coroutine on the loop, and return a future of its result.
 
-        Raise `RuntimeError` if the loop was closed.
+        Cancelling the future cancels the coroutine. Raise `RuntimeError` if the loop was closed.
         """
         with self._lock:  # so that `close` cancels everything that was submitted before it
             if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
-        raise RuntimeError("the loop for fetches was closed")
+        raise RuntimeError("the event loop for media fetches was closed")
 
     def close(self) -> None:
-        """Cancel everything that runs on the loop, and wait until the thread has ended."""
+        """Cancel everything that runs on the loop, and wait until its thread has ended."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             if is_first and self._stop is not None:
@@ -336,7 +363,11 @@ class FetchLoop:
 
 
 class Fetcher:
-    """A thread with an event loop, on which `client` fetches for all requests."""
+    """The owner of the event loop on which `client` fetches the media of all requests.
+
+    `shares` limits how many fetches run at a time. The loop runs in a thread of its own, which
+    starts with this object and ends with `close`.
+    """
 
     def __init__(self, client: HttpClient, shares: FetchShares) -> None:
         self.client = client
@@ -346,14 +377,16 @@ class Fetcher:
         self._loop = FetchLoop()
 
     def start(self, addresses: Sequence[Address]) -> Future[list[LoadedMedia]]:
-        """Start to fetch all media of one request. The results are in the order of `addresses`.
+        """Start to fetch all media of one request, and return a future of the results.
 
-        Cancelling the future ends the fetches. Raise `RuntimeError` if the fetcher was closed.
+        The results are in the order of `addresses` (pairs of a URL and a modality). A media item
+        that can't be fetched has an error as its result. Cancelling the future ends the fetches.
+        Raise `RuntimeError` if the fetcher was closed.
         """
         return self._loop.submit(self._fetch_all(addresses))
 
     def close(self) -> None:
-        """End all fetches and the thread. Futures that are not done are cancelled."""
+        """End all fetches and the thread, and cancel all futures that are not done."""
         self._loop.close()
 
     async def _fetch_all(self, addresses: Sequence[Address]) -> list[LoadedMedia]:
@@ -386,7 +419,11 @@ class Fetcher:
     async def _try_to_fetch(
         self, address: Address, share: RequestShare, fetch: Fetch
     ) -> LoadedMedia:
-        """Fetch one item. The time of the result counts from the moment at which its turn came."""
+        """Fetch one media item, and return its bytes, or the error if it can't be fetched.
+
+        The item waits until `share` lets it begin. `fetch_s` of the result does not include that
+        wait.
+        """
         source, modality = address
         began = time.monotonic()
         outcome: MediaBytes | RequestError
@@ -408,7 +445,11 @@ class Fetcher:
         return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
 
     def _begin(self, fetch: Fetch, timer: asyncio.Timeout) -> Fetch:
-        """Start the item's own time, if that ends before the time of its request."""
+        """Return the limits of a fetch that begins now, with the earlier of two deadlines.
+
+        `fetch` has the deadline of the whole request. The other deadline is that of the single
+        media item, which starts now. If that is the earlier one, `timer` is set to it.
+        """
         own = Deadline(self._limits.deadline_s)
         if own.remaining_s() >= fetch.deadline.remaining_s():
             return fetch

@@ -61,11 +61,11 @@ _NUM_FILE_THREADS = 16
 
 
 class MediaLoader:
-    """A loader that several threads may use.
+    """A thread-safe loader of media items, from bytes or from `data:`, `http(s):` and `file:` URLs.
 
-    All network traffic goes through `resolve` and `connect`, and every address that is connected to
-    has been checked. An item has `limits.deadline_s` from the moment at which its turn comes,
-    within the time of its request.
+    All network traffic goes through `resolve` (which finds the addresses of a host) and `connect`,
+    and only checked addresses are connected to. An item must arrive within `limits.deadline_s` from
+    the moment at which its fetch may begin, and within the time limit of its request.
     """
 
     def __init__(
@@ -116,10 +116,12 @@ class MediaLoader:
         *,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[LoadedMedia]]:
-        """Load the items of one request, and pause while hosts and disks are waited for.
+        """Load the media items of one request, as a generator that pauses while it has to wait.
 
-        Return one result per item, in their order. A URL that is named twice is loaded once. Raise
-        `CancelledError` soon after `cancelled` completes, if anything is waited for.
+        `items` are pairs of a source (bytes or a URL) and a modality. The generator yields futures
+        to wait for, and returns one result per item, in their order: its bytes, or the error. A URL
+        that is named twice is loaded once. Raise `CancelledError` soon after `cancelled` completes,
+        if anything is waited for, and `StoppingError` if the loader was closed.
         """
         remote = [(s, m) for s, m in items if _is_remote(s) and m in MODALITIES]
         started = self._start(list(dict.fromkeys(remote)), cancelled)
@@ -146,14 +148,14 @@ class MediaLoader:
         ]
 
     def prepare(self) -> None:
-        """Make what fetching needs, before the first URL comes."""
+        """Create the HTTP client and its thread now, before the first URL needs them."""
         self._get_fetcher()
 
     def statistics(self) -> FetchStatistics:
         return self._counters.statistics()
 
     def close(self) -> None:
-        """End all fetches and threads. A file that is being read is not waited for."""
+        """End all fetches and threads, without waiting for a file that is being read."""
         self._file_threads.shutdown(wait=False, cancel_futures=True)
         with self._fetcher_lock:
             self._is_closed = True
@@ -164,7 +166,11 @@ class MediaLoader:
     def _start(
         self, remote: Sequence[Address], cancelled: Future[None] | None
     ) -> dict[tuple[Address, ...], Future[list[LoadedMedia]]]:
-        """Start to load what has to be waited for, and cancel it when `cancelled` completes."""
+        """Start to load the URLs that have to be waited for, and return a future for each group.
+
+        All http(s) URLs form one group, and each file is one of its own. All futures are cancelled
+        when `cancelled` completes. Raise `StoppingError` if the loader was closed.
+        """
         files = [address for address in remote if _get_scheme(address[0]) == "file"]
         urls = tuple(address for address in remote if _get_scheme(address[0]) != "file")
         started: dict[tuple[Address, ...], Future[list[LoadedMedia]]] = {}
@@ -181,7 +187,11 @@ class MediaLoader:
         return started
 
     def _load_here(self, source: MediaSource, modality: str) -> list[LoadedMedia]:
-        """Load one item in this thread. The list has one entry."""
+        """Load one media item in this thread, and return a list of one result.
+
+        The result holds the bytes of the item, or the `RequestError` for which it can't be
+        loaded.
+        """
         began = time.monotonic()
         outcome: MediaBytes | RequestError
         try:
@@ -191,10 +201,13 @@ class MediaLoader:
         return [LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)]
 
     def _account(self, source: MediaSource, loaded: LoadedMedia) -> LoadedMedia:
-        """Count what was loaded or refused. Media without a byte is refused here."""
+        """Count a loaded or refused media item in the statistics, and return its result.
+
+        If the item has no bytes, an error takes the place of its result.
+        """
         outcome = loaded.outcome
         if isinstance(outcome, MediaBytes) and not outcome.data:
-            outcome = RefusedMediaError("the media is empty", "empty")
+            outcome = RefusedMediaError("the media is empty: it has no bytes", "empty")
             loaded = LoadedMedia(outcome=outcome, fetch_s=loaded.fetch_s)
         if isinstance(outcome, MediaBytes):
             kind: SourceKind = "bytes"
@@ -209,23 +222,23 @@ class MediaLoader:
     def _read(self, source: MediaSource, modality: str) -> bytes:
         limits = self._limits
         if modality not in MODALITIES:
-            raise RequestError(f"media is an image, a video or audio, not {modality!r}")
+            raise RequestError(f"the modality must be image, video or audio, not {modality!r}")
         if isinstance(source, str):
             if _get_scheme(source) == "data":
                 return decode_data_url(source, limits.max_bytes)
             if _get_scheme(source) == "file":
                 return read_local_file(source, limits.allowed_local_path, limits.max_bytes)
             raise RequestError(
-                "media URLs start with data:, http:, https: or file: (for a path: give the file's "
-                "bytes, or a file: URL below allowed_local_media_path)"
+                "media URLs start with data:, http:, https: or file: (instead of a path, give the "
+                "file's bytes, or a file: URL below allowed_local_media_path)"
             )
         if not isinstance(source, bytes | bytearray | memoryview):
-            raise RequestError(f"media is bytes or a URL, not {type(source).__name__}")
+            raise RequestError(f"media must be bytes or a URL, not {type(source).__name__}")
         refuse_above(limits.max_bytes, memoryview(source).nbytes)
         return source if isinstance(source, bytes) else bytes(source)
 
     def _get_fetcher(self) -> Fetcher:
-        """Return the fetcher, which is made when it is first needed.
+        """Return the object that fetches over HTTP, and create it at the first call.
 
         Raise `RuntimeError` if the loader was closed.
         """
@@ -246,12 +259,15 @@ def _get_scheme(source: str) -> str:
 
 
 def _is_remote(source: MediaSource) -> TypeGuard[str]:
-    """Return True if loading the source may have to wait."""
+    """Return True if the source is a URL of a host or a file, so that loading may have to wait."""
     return isinstance(source, str) and _KINDS.get(_get_scheme(source)) in ("file", "http")
 
 
 def _make_cancel(future: Future[list[LoadedMedia]]) -> Callable[[object], None]:
-    """Return a callback that cancels the future, but does not keep its result alive."""
+    """Return a callback that cancels the future, without keeping its result in memory.
+
+    The callback ignores its argument, and holds the future only by a weak reference.
+    """
     reference = weakref.ref(future)
 
     def cancel(_: object) -> None:
@@ -271,10 +287,14 @@ _SPELLINGS = {b"\n": b"", b"\r": b"", b" ": b"", b"\t": b"", b"\f": b"", b"-": b
 
 
 def decode_data_url(source: str, max_bytes: int) -> bytes:
-    """Return the bytes of `data:[type][;parameters][;base64],payload`, for any type."""
+    """Return the decoded content of a URL `data:[type][;parameters][;base64],payload`.
+
+    Any media type is accepted. Raise `RequestError` if the URL is malformed, or if its content has
+    more than `max_bytes`.
+    """
     comma = source.find(",", 5, 5 + _MAX_HEADER_CHARACTERS)
     if comma < 0:
-        raise RequestError("the data URL has no comma between its type and its content")
+        raise RequestError("the data URL has no comma between its media type and its content")
     parameters = [word.strip().lower() for word in source[5:comma].split(";")[1:]]
     num_characters = len(source) - comma - 1
     if "base64" in parameters:
@@ -283,11 +303,15 @@ def decode_data_url(source: str, max_bytes: int) -> bytes:
     else:
         refuse_above(max_bytes, num_characters // 3)
         if num_characters > _MAX_PERCENT_ENCODED:
-            raise RefusedMediaError("a data URL of this size has to be base64", "size")
+            raise RefusedMediaError(
+                "a data URL of this size must be base64, not percent-encoded", "size"
+            )
         try:
             media = unquote_to_bytes(source[comma + 1 :])
         except UnicodeEncodeError:
-            raise RequestError("the content of the data URL is not valid text") from None
+            raise RequestError(
+                "the content of the data URL has characters that can't be encoded as UTF-8"
+            ) from None
     refuse_above(max_bytes, len(media))
     return media
 
@@ -300,7 +324,7 @@ def _decode_base64(payload: str) -> bytes:
     try:
         return pybase64.b64decode(_normalise(payload), validate=True)
     except ValueError:
-        raise RequestError("the content of the data URL is not base64") from None
+        raise RequestError("the content of the data URL is not valid base64") from None
 
 
 def _normalise(payload: str) -> bytes:
@@ -324,9 +348,16 @@ _UNREADABLE = (
 
 
 def read_local_file(source: str, allowed_path: Path | None, max_bytes: int) -> bytes:
-    """Return the content of a `file:` URL. No file is allowed if `allowed_path` is `None`."""
+    """Return the content of the file that a `file:` URL names.
+
+    Only regular files below the directory `allowed_path` may be read; `None` allows no file. Raise
+    `RequestError` if the file can't or may not be read, or has more than `max_bytes`.
+    """
     if allowed_path is None:
-        raise RefusedMediaError("this server reads no local files", "local_file")
+        raise RefusedMediaError(
+            "this server reads no local files, because allowed_local_media_path is not set",
+            "local_file",
+        )
     path = _parse_path(source)
     try:
         descriptor = _open_below(allowed_path, path)
@@ -346,9 +377,11 @@ def _parse_path(source: str) -> str:
         path = os.fsdecode(unquote_to_bytes(url.path))
         host = url.netloc.lower()
     except ValueError:
-        raise RequestError("the file URL is malformed") from None
+        raise RequestError(
+            "the file URL is malformed: it must look like file:///directory/name"
+        ) from None
     if host not in ("", "localhost") or not path.startswith("/"):
-        raise RequestError("a file URL looks like file:///directory/name, without a host")
+        raise RequestError("a file URL must look like file:///directory/name, without a host")
     return path
 
 

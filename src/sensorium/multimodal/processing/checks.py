@@ -48,9 +48,13 @@ def check_media(
     is_scaled_already: bool,
     limits: MediaLimits,
 ) -> tuple[object, Metadata | None]:
-    """Return the item in a form that processors understand, and the metadata of a video's frames.
+    """Check decoded media from a caller in this process, and convert it for the model's processor.
 
-    `is_scaled_already` is True for pixel values that the processor does not divide by 255.
+    Return the media item and, for a video, the metadata of its frames (otherwise `None`). The media
+    is an image, an array or a tensor, or a pair of it and its sampling rate (audio) or metadata
+    (video). Audio becomes mono float32 at `sampling_rate`, in Hz. `is_scaled_already` is True if
+    the processor does not divide pixel values by 255. Raise `RequestError` for media that no
+    processor would understand, or that exceeds `limits`.
     """
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None
@@ -66,7 +70,10 @@ def check_media(
 
 
 def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
-    """Raise `RequestError` for a form or a size that can be refused before any value is read."""
+    """Raise `RequestError` for decoded media of a wrong form or size, without reading its values.
+
+    This is a quick check before the full one of `check_media`, which also reads pixels and samples.
+    """
     if isinstance(media, tuple) and len(media) == 2:
         media = media[0]  # the second entry is a rate, or the metadata of frames
     if isinstance(media, list | tuple) and modality == "video":
@@ -74,7 +81,7 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
             check_unread("image", frame, limits)
     if isinstance(media, Image.Image):
         if 0 in media.size:
-            raise RequestError("this image is empty")
+            raise RequestError("this image is empty: its width or height is 0")
         check_num_pixels(*media.size, limits)
     if isinstance(media, torch.Tensor):
         _check_plain(media)
@@ -85,7 +92,10 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
 
 
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
-    """Return the frames of a video, and their metadata if the media is a pair with a mapping."""
+    """Return the frames of a video, and their metadata or `None`.
+
+    There is metadata if `media` is a pair of frames and a mapping.
+    """
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
     return media if is_pair else (media, None)  # type: ignore[return-value]
 
@@ -94,7 +104,7 @@ def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metad
     unknown = sorted(map(str, set(metadata) - _VIDEO_FIELDS))
     if unknown:
         known = ", ".join(sorted(_VIDEO_FIELDS))
-        raise RequestError(f"unknown video metadata: {', '.join(unknown)} (known: {known})")
+        raise RequestError(f"unknown video metadata: {', '.join(unknown)} (known fields: {known})")
     fps = metadata.get("fps")
     if fps is not None and not (_is_number(fps) and float(fps) > 0):  # type: ignore[arg-type]
         raise RequestError(f"video metadata: fps must be a number above 0, not {fps!r}")
@@ -107,7 +117,10 @@ def _complete_metadata(metadata: Mapping[str, object], num_frames: int) -> Metad
     given = metadata.get("frames_indices")
     indices = list(range(num_frames)) if given is None else _as_list(given)
     if len(indices) != num_frames:
-        raise RequestError(f"{len(indices)} frames_indices for {num_frames} frames")
+        raise RequestError(
+            f"video metadata: there are {len(indices)} frames_indices for {num_frames} frames; "
+            "each frame must have one"
+        )
     return {**metadata, "total_num_frames": total, "frames_indices": indices}
 
 
@@ -127,9 +140,11 @@ def _is_number(value: object) -> bool:
 def _check_audio(
     media: object, sampling_rate: int | None, limits: MediaLimits
 ) -> np.ndarray[Any, Any]:
-    """Return mono samples as float32 at the model's rate, from samples or a pair with their rate.
+    """Return a sound as mono float32 samples at `sampling_rate`, in Hz.
 
-    If there are two dimensions, the smaller one has the channels, or the first if they are equal.
+    `media` is an array of samples, or a pair of such an array and its own sampling rate. If the
+    array has two dimensions, the smaller one is the channels, or the first one if they are equal.
+    Raise `RequestError` if it is no such sound, or too long.
     """
     rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:
@@ -139,20 +154,25 @@ def _check_audio(
         _check_plain(media)
         kind = str(media.dtype).removeprefix("torch.")
         if kind not in _PIXEL_TYPES:
-            raise RequestError(f"samples are numbers from -1 to 1, or signed integers, not {kind}")
+            raise RequestError(
+                f"samples must be floating-point numbers or signed integers, not {kind}"
+            )
         if media.dtype is torch.bfloat16:  # which numpy does not have
             media = media.float()
         media = media.detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
-        raise RequestError(f"expected an array of samples, not {type(media).__name__}")
+        raise RequestError(f"a sound must be an array of samples, not {type(media).__name__}")
     _check_shape("audio", media)
     channels = np.atleast_2d(media)
     channels = channels.T if channels.shape[0] > channels.shape[1] else channels
     if len(channels) > _MAX_CHANNELS:
-        raise RequestError(f"{media.shape} is no shape of a sound: one dimension is its channels")
+        raise RequestError(
+            f"{media.shape} is no shape of a sound: it must be samples, or samples and at most "
+            f"{_MAX_CHANNELS} channels"
+        )
     if media.dtype.kind not in "if":
         raise RequestError(
-            f"samples are numbers from -1 to 1, or signed integers, not {media.dtype}"
+            f"samples must be floating-point numbers or signed integers, not {media.dtype}"
         )
     if rate is not None:
         refuse_if_longer(channels.shape[1] / rate, limits.max_duration_s)
@@ -179,7 +199,9 @@ def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
         media = _stack(media, limits)
     if not isinstance(media, np.ndarray | torch.Tensor):
         kinds = (
-            "a PIL image, a numpy array or a torch tensor" if modality == "image" else "an array"
+            "a PIL image, a numpy array or a torch tensor"
+            if modality == "image"
+            else "an array or a list of frames that is not empty"
         )
         raise RequestError(f"expected {kinds}, not {type(media).__name__}")
     _check_shape(modality, media)
@@ -200,16 +222,21 @@ def _check_visual(modality: str, media: object, limits: MediaLimits) -> object:
 
 def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any]:
     if len(images) > limits.max_frames:
-        raise RequestError(f"{len(images)} frames, {limits.max_frames} is the limit")
+        raise RequestError(
+            f"the video has {len(images)} frames, but {limits.max_frames} is the limit"
+        )
     frames = [np.asarray(_check_visual("image", image, limits)) for image in images]
     sizes = sorted({frame.shape for frame in frames})
     if len(sizes) > 1:
-        raise RequestError(f"frames of different sizes: {', '.join(map(str, sizes))}")
+        raise RequestError(f"the video has frames of different sizes: {', '.join(map(str, sizes))}")
     return np.stack(frames)
 
 
 def get_array_shape(modality: str, media: np.ndarray[Any, Any] | torch.Tensor) -> tuple[int, ...]:
-    """Return height and width of a picture; number, height and width of a video's frames."""
+    """Return the height and width of an image array, or (frames, height, width) of a video.
+
+    The colours may be the first or the last dimension of an image or frame.
+    """
     frame = tuple(media.shape[1:] if modality == "video" else media.shape)
     # The colours are the first or the last dimension.
     size = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]
@@ -226,7 +253,10 @@ def _check_size(modality: str, media: Any, limits: MediaLimits) -> None:
 def _check_plain(media: torch.Tensor) -> None:
     is_strided = media.layout is torch.strided and not media.is_nested
     if not is_strided or media.is_meta or media.is_quantized:
-        raise RequestError("expected a plain tensor that holds its values")
+        raise RequestError(
+            "expected a plain tensor that holds its values: dense, not nested, not quantized, and "
+            "not on the meta device"
+        )
 
 
 def _check_shape(modality: str, media: Any) -> None:
@@ -238,27 +268,27 @@ def _check_shape(modality: str, media: Any) -> None:
 
 
 def _check_pixels(media: object, *, is_scaled_already: bool) -> None:
-    """Raise `RequestError` for pixel values that a processor would misunderstand.
+    """Raise `RequestError` if an array's pixel values are in a range that processors misread.
 
-    Processors divide by 255: values from 0 to 1 would be seen as black and those above 255 as
-    white, without an error.
+    Processors divide by 255, unless `is_scaled_already`. Values from 0 to 1 would become black, and
+    those above 255 white, without an error.
     """
     if not isinstance(media, np.ndarray | torch.Tensor):
         return
     dtype = media.dtype
     kind = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     if kind not in _PIXEL_TYPES:
-        raise RequestError(f"pixel values are bytes, or numbers from 0 to 255, not {kind}s")
+        raise RequestError(f"pixel values must be bytes, or numbers from 0 to 255, not {kind}s")
     if kind == "uint8" or (kind != "bool" and is_scaled_already):
         return
     least, most = float(media.min()), float(media.max())
     if not (np.isfinite(least) and np.isfinite(most)):
-        raise RequestError("some pixel values are not finite numbers")
+        raise RequestError("some pixel values are not finite numbers: they are NaN or infinite")
     is_scaled = "float" in kind and 0 < most <= 1
     if (kind == "bool" or is_scaled) and not is_scaled_already:
         raise RequestError(
-            f"pixel values go from 0 to 255, not from 0 to 1 ({kind}); for values that are scaled "
-            "already say mm_processor_kwargs={'do_rescale': False}"
+            f"pixel values must go from 0 to 255, not from 0 to 1 ({kind}); for values that are "
+            "scaled already set mm_processor_kwargs={'do_rescale': False}"
         )
     if not (is_scaled_already or (least >= 0 and most <= 255)):
-        raise RequestError(f"pixel values go from 0 to 255, not from {least:g} to {most:g}")
+        raise RequestError(f"pixel values must go from 0 to 255, not from {least:g} to {most:g}")

@@ -81,11 +81,14 @@ _PATH = ("mm_processor_kwargs",)
 def check_processor_kwargs(
     processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise `RequestError` if the processor has no such option, or an option asks for too much."""
+    """Raise `RequestError` if a request's processor options are unknown or have too large numbers.
+
+    Options that the server itself sets, such as the media, count as unknown.
+    """
     known = processor.option_names
     for name, value in processor_kwargs.items():
         if not isinstance(name, str):
-            raise RequestError(f"names are text, not {name!r}", path=_PATH)
+            raise RequestError(f"option names are text, not {name!r}", path=_PATH)
         if name in _RESERVED or (known and name not in known):
             takes = ", ".join(sorted(known - _RESERVED))
             raise RequestError(f"unknown option {name!r} (known: {takes})", path=_PATH)
@@ -96,9 +99,15 @@ def check_processor_kwargs(
 
 
 def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
-    """Yield all numbers in the value of an option, each with its path: `size.longest_edge`."""
+    """Yield all numbers in the value of an option, each with a path such as `size.longest_edge`.
+
+    `path` is the name of the option, and `depth` the number of levels above `value`. Raise
+    `RequestError` if the value is nested too deeply.
+    """
     if depth > _MAX_DEPTH:
-        raise RequestError(f"{path} is nested too deep", path=_PATH)
+        raise RequestError(
+            f"{path} is nested too deeply: at most {_MAX_DEPTH} levels are allowed", path=_PATH
+        )
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _walk(f"{path}.{key}", entry, depth=depth + 1)
@@ -129,7 +138,11 @@ _FPS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCost:
-    """The size of an item: its embeddings in a prompt, and the values that an encoder reads."""
+    """The size of a processed media item, which decides how much memory and work it takes.
+
+    It is the number of embeddings that the item takes in a prompt, and the number of values that
+    the encoder reads.
+    """
 
     num_embeds: int = 0
     num_values: int = 0  # in all tensors of the item together
@@ -138,7 +151,7 @@ class ItemCost:
         return self.num_embeds <= limit.num_embeds and self.num_values <= limit.num_values
 
     def join(self, other: ItemCost) -> ItemCost:
-        """Return the larger of both, number by number."""
+        """Return the maximum of both costs, separately for embeddings and values."""
         return ItemCost(
             num_embeds=max(self.num_embeds, other.num_embeds),
             num_values=max(self.num_values, other.num_values),
@@ -146,7 +159,7 @@ class ItemCost:
 
 
 def get_cost(item: ProcessedItem) -> ItemCost:
-    """Return the cost of an item that was processed."""
+    """Return the size of a processed item: its embeddings, and the values in its tensors."""
     return ItemCost(
         num_embeds=0 if item.layout is None else item.layout.num_embeds,
         num_values=sum(tensor.numel() for tensor in item.kwargs.values()),
@@ -156,10 +169,12 @@ def get_cost(item: ProcessedItem) -> ItemCost:
 def measure(
     processor: MultiModalProcessor, modality: str, shape: Shape, processor_kwargs: Mapping[str, Any]
 ) -> ItemCost | None:
-    """Return what a picture or video of this shape would cost with these options.
+    """Estimate the cost of an image or a video from its shape, without its content.
 
-    Return `None` if the processor fails: its options may be wrong, the item may be too thin, or a
-    processor that reads values would have to read too many.
+    `shape` is (height, width) or (frames, height, width). The model's processor runs with
+    `processor_kwargs` on an empty item of this shape. Return `None` if the processor fails: the
+    options may be wrong, the item may be too thin, or the processor reads values and the item is
+    too large for that.
     """
     *frames, height, width = shape
     metadata: Metadata | None = None
@@ -183,9 +198,10 @@ def measure(
 
 
 def _iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
-    """Yield small, usual and the largest sizes of images, flat and tall.
+    """Yield image shapes to measure: small, usual, and the largest that `limits` allow.
 
-    One of them is the most costly of all sizes.
+    The largest ones have several ratios of height to width. The most costly image that the server
+    accepts is assumed to be as costly as one of them.
     """
     for edge in _USUAL_EDGES:
         if edge**2 <= limits.max_pixels:
@@ -194,7 +210,10 @@ def _iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
 
 
 def _iter_video_shapes(num_frames: int, limits: MediaLimits) -> Iterator[Shape]:
-    """Yield small and the largest sizes of frames, for videos with this number of frames."""
+    """Yield shapes of videos to measure, with small frames and with the largest allowed ones.
+
+    All of them have `num_frames` frames.
+    """
     most = max(1, min(limits.max_pixels, limits.max_video_pixels // num_frames))
     edge = min(336, math.isqrt(most))
     yield num_frames, edge, edge
@@ -213,7 +232,10 @@ ProcessOwn = Callable[[Mapping[str, Any]], ProcessedItem]
 
 
 class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that the server itself gives to processor and decoders."""
+    """The options that the operator of the server sets for the model's processor and decoders.
+
+    They apply to every media item, unless a request overrides them.
+    """
 
     processor_kwargs: dict[str, Any] = {}
     media_io_kwargs: dict[str, dict[str, Any]] = {}
@@ -221,16 +243,22 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
     def resolve(
         self, modality: str, *, is_encoded: bool
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return the options of a job without options of its own, for processor and decoder."""
+        """Return the options for the processor and for the decoder if a request sets none itself.
+
+        The decoder's options are `None` if the media item is decoded already (`is_encoded` is
+        False).
+        """
         if not is_encoded:
             return dict(self.processor_kwargs), None
         return resolve_options(modality, self.processor_kwargs, self.media_io_kwargs)
 
 
 class CostGuard:
-    """A guard that compares items with what the server's own options can make of any item.
+    """A guard against requests with options that make media items too large.
 
-    It must not be used from two threads at once, because the processor must not.
+    A media item may become as large as the server's own options (those that its operator set) can
+    make any item. Don't use the guard in two threads at once, because it calls the model's
+    processor, which is not thread-safe.
     """
 
     def __init__(
@@ -247,7 +275,11 @@ class CostGuard:
         processor_kwargs: Mapping[str, Any],
         decode_options: Mapping[str, Any] | None,
     ) -> CostCheck | None:
-        """Return the check that an item needs; `None` if its options are the server's own."""
+        """Return the check for a media item with these options, or `None` if it needs none.
+
+        It needs none if its options are the server's own. `decode_options` is `None` for an item
+        that is decoded already.
+        """
         is_encoded = decode_options is not None
         own_kwargs, own_decode = self.own.resolve(modality, is_encoded=is_encoded)
         names = _list_changes(processor_kwargs, own_kwargs)
@@ -264,10 +296,10 @@ class CostGuard:
         )
 
     def get_ceiling(self, modality: str) -> ItemCost:
-        """Return the most that the server's own options make of any item. It is computed once.
+        """Return the largest cost that any item can have with the server's own options.
 
-        It is nothing for a sound, because processors of sounds read values, and the longest sound
-        has hours.
+        It is measured once per modality, over a set of shapes. It is zero for audio, because audio
+        processors read values and the longest sound lasts hours, so that it can't be measured.
         """
         if modality not in self._ceilings:
             own_kwargs, _ = self.own.resolve(modality, is_encoded=True)
@@ -286,7 +318,10 @@ class CostGuard:
                 yield from _iter_video_shapes(num_frames, self._limits)
 
     def _count_frames(self) -> list[int]:
-        """Return how many frames are taken of clips of different lengths."""
+        """Return the numbers of frames that are kept of clips of different lengths, sorted.
+
+        They follow from the server's own options, and from the limit on frames.
+        """
         _, options = self.own.resolve("video", is_encoded=True)
         choose_frames = make_frame_chooser(self.processor.video_processor, options or {})
         counts = set()
@@ -299,10 +334,10 @@ class CostGuard:
 
 @dataclass(slots=True, kw_only=True)
 class CostCheck:
-    """The check of one item with options of its own.
+    """The check of one media item with options that differ from the server's own.
 
-    The shape of the item is checked as soon as it is found. A `RequestError` names the options and
-    the numbers.
+    The item is checked as soon as its shape is known, and again after processing. If it is too
+    large, a `RequestError` names the options and the numbers.
     """
 
     guard: CostGuard
@@ -314,10 +349,10 @@ class CostCheck:
     own_cost: ItemCost | None = None  # what the server's own options make of this item
 
     def check_shape(self, shape: Shape, own_shape: Shape | None = None) -> None:
-        """Refuse an item of this shape before it is decoded or processed.
+        """Raise `RequestError` if an item of this shape would become too large.
 
-        `own_shape` is the shape that it would have with the server's own options, which may choose
-        other frames.
+        Call this before the item is decoded or processed. `own_shape` is the shape with the
+        server's own options, if that differs: they may take another number of frames.
         """
         processor = self.guard.processor
         self.own_cost = measure(processor, self.modality, own_shape or shape, self.own_kwargs)
@@ -326,9 +361,10 @@ class CostCheck:
             self._refuse_if_beyond(cost, self.own_cost or ItemCost())
 
     def check_frames(self, choose_frames: ChooseFrames, lock: Lock) -> ChooseFrames:
-        """Return the same choice of frames, checked before any of them is decoded.
+        """Return a function that picks the same frames, but checks their number before decoding.
 
-        The processor is used under `lock`.
+        The returned function raises `RequestError` if the frames would make the item too large. It
+        calls the model's processor while it holds `lock`.
         """
         own_choice = make_frame_chooser(self.guard.processor.video_processor, self.own_decode)
 
@@ -343,10 +379,10 @@ class CostCheck:
         return choose
 
     def check_result(self, item: ProcessedItem, process_own: ProcessOwn) -> None:
-        """Refuse an item that is too large after processing.
+        """Raise `RequestError` if a processed item is too large.
 
-        `process_own` processes it with other options, for processors that could not be measured
-        before.
+        `process_own` processes the same item with other options. It is called if the cost with the
+        server's own options could not be estimated before.
         """
         if self.own_cost is None:
             try:
@@ -373,7 +409,11 @@ def _describe(cost: ItemCost) -> str:
 
 
 def _list_changes(given: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> list[str]:
-    """Return the names of options that differ from the server's own."""
+    """Return the sorted names of options that differ between a request and the server.
+
+    `given` are the options of the request, and `own` are those of the server. `None` means no
+    options.
+    """
     given, own = given or {}, own or {}
     # They are compared as text, because comparing arrays gives an array.
     changed = [name for name, value in given.items() if repr(value) != repr(own.get(name))]

@@ -18,7 +18,10 @@ _NUM_FRAMES = 4  # the same for all, because some processors stack the frames of
 
 
 def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> object:
-    """Return a small item. Those of index 0 and 1 differ in content and size."""
+    """Return a small decoded media item of random content, as an array.
+
+    `sampling_rate` (in Hz) is for audio. The items of `index` 0 and 1 differ in content and size.
+    """
     generator = np.random.default_rng(index)
     if modality == "audio":
         num_samples = int(_DURATIONS_S[index] * sampling_rate)
@@ -29,10 +32,11 @@ def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> ob
 
 
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
-    """Yield items of different lengths and shapes.
+    """Yield decoded media items of random content, with different lengths and shapes.
 
-    What is equal in the results for all of them is taken to be equal for every item. One sound is
-    longer than the usual window of an encoder.
+    They are for trials: what is equal in the processor's results for all of them is taken to be
+    equal for every item. One sound is longer than the usual window of an encoder (the length that
+    it reads at once).
     """
     generator = np.random.default_rng(0)
     if modality == "audio":
@@ -51,7 +55,7 @@ _FPS = 4
 
 
 def make_dummy_file(modality: str) -> bytes:
-    """Return the bytes of a small PNG, WAV or MP4, as a client would send it."""
+    """Return the bytes of a small image, audio or video file (PNG, WAV or MP4)."""
     media: Any = make_dummy_media(modality, _RATE)
     file = io.BytesIO()
     _WRITERS[modality](file, media)
@@ -59,7 +63,10 @@ def make_dummy_file(modality: str) -> bytes:
 
 
 def exceeds_limits(modality: str, limits: MediaLimits) -> bool:
-    """Return True if limits on media refuse the dummy. Then its failure is no sign of a problem."""
+    """Return True if the limits refuse the file that `make_dummy_file` makes.
+
+    Then a failure to process this file does not mean that the model or the server has a problem.
+    """
     media: Any = make_dummy_media(modality, _RATE)
     if len(make_dummy_file(modality)) > limits.max_bytes:
         return True

@@ -65,7 +65,10 @@ _UNKNOWN_RATE = 16_000  # samples a second; the exact rate does not matter for a
 
 
 class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A job for a process of the pool. Its block has the media."""
+    """The message that sends a job (one media item to process) to a process of the media pool.
+
+    The media itself travels beside the message, as a block of raw memory.
+    """
 
     job: ItemJob
     keep: bool  # put the result into shared memory
@@ -77,7 +80,11 @@ class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a job. Its tensors may be sent beside it."""
+    """The reply of a process of the media pool: the layout of the item, and where its tensors are.
+
+    The layout is the text that stands for the item in a prompt. The tensors travel beside the
+    reply, or are in shared memory.
+    """
 
     layout: ItemLayout
     reference: ShmReference | None  # where the tensors are, if they are not beside it
@@ -85,21 +92,25 @@ class _ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of the pool needs to process items."""
+    """The settings that a process of the media pool gets when it starts.
 
-    directory: str  # of the model
+    With them it loads the model's processor, and attaches to the shared memory `shm_fd` if that is
+    not `None`.
+    """
+
+    directory: str  # in which the model is
     trust_remote_code: bool
     limits: MediaLimits
     shm_fd: int | None
     warm_modalities: tuple[str, ...]  # an item of each is processed before the first job
-    own_options: OwnOptions  # which the server gives to processor and decoders
+    own_options: OwnOptions  # the operator's options for the processor and the decoders
     allow_larger_media: bool  # a request may ask for more than these options make of an item
 
 
 def _as_plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} can't be encoded as msgpack")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_as_plain)
@@ -110,9 +121,11 @@ _reply_decoder = msgspec.msgpack.Decoder(_ItemReply)
 def encode_job(
     job: ItemJob, media: object, *, processor: MultiModalProcessor, keep: bool
 ) -> tuple[bytes, list[Any]]:
-    """Return the message, and the blocks that go with it.
+    """Encode a job for a process of the media pool, and return the message and its memory blocks.
 
-    Raise `RequestError` for media in process that no processor understands.
+    `media` is the bytes of a file (`MediaBytes`), or decoded media from a caller in this process.
+    `keep` asks for the result to be put into shared memory. Raise `RequestError` for decoded media
+    that no processor would understand.
     """
     if isinstance(media, MediaBytes):
         return encode_plain(_ItemMessage(job=job, keep=keep, form="bytes")), [media.data]
@@ -124,11 +137,17 @@ def encode_job(
 
 
 def encode_plain(message: msgspec.Struct) -> bytes:
-    """Return the bytes of a message, or raise a `RequestError` if an option in it is an object."""
+    """Return a message as msgpack bytes.
+
+    Raise `RequestError` if an option in it is no plain value (a number, string, list or map), so
+    that msgpack can't encode it.
+    """
     try:
         return _encoder.encode(message)
     except (TypeError, UnicodeEncodeError, OverflowError) as error:
-        raise RequestError("options of media are plain numbers, texts, lists and maps") from error
+        raise RequestError(
+            "options of media must be plain values: numbers, strings, lists and maps"
+        ) from error
 
 
 def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
@@ -142,7 +161,11 @@ def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
 
 
 def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool]:
-    """Return the job, its media, and whether to keep the result."""
+    """Return the job, its media, and whether to put the result into shared memory.
+
+    This is the inverse of `encode_job`, in a process of the media pool. `block` is the memory block
+    that came with the message.
+    """
     decoded = _message_decoder.decode(message)
     if decoded.form == "bytes":
         return decoded.job, bytes(block), decoded.keep
@@ -158,7 +181,12 @@ def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool
 
 
 def make_handler(settings: bytes) -> ItemHandler:
-    """Return the handler of a process of the pool, from encoded `PoolSettings`."""
+    """Return the function with which a process of the media pool handles its jobs.
+
+    `settings` are msgpack bytes of `PoolSettings`. This loads the model's processor, processes a
+    small item of each modality that the settings name to warm up, and then limits the memory of the
+    process.
+    """
     given = msgspec.msgpack.decode(settings, type=PoolSettings)
     config = load_config(given.directory, trust_remote_code=given.trust_remote_code)
     processor = MultiModalProcessor(
@@ -183,12 +211,19 @@ def _warm_up(worker: ItemWorker, own: OwnOptions, modalities: Collection[str]) -
         )
         try:
             worker.process(job, make_dummy_file(modality))
-        except Exception:  # a failed warm-up must not stop a worker, which can work without it
-            _logger.warning("a worker's warm-up failed for %s", modality, exc_info=True)
+        except Exception:  # a process of the pool can work without its warm-up
+            _logger.warning(
+                "the warm-up of a process of the media pool failed for %s; the process goes on",
+                modality,
+                exc_info=True,
+            )
 
 
 class ItemHandler:
-    """A function for the jobs of one process of the pool, with its parts."""
+    """A callable with which a process of the media pool handles jobs: decode, process, reply.
+
+    `store` is the shared memory for results, or `None` if all results are sent with the reply.
+    """
 
     def __init__(self, worker: ItemWorker, store: ShmStore | None) -> None:
         self._worker = worker
@@ -197,19 +232,24 @@ class ItemHandler:
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
-        """Return the reply to a job, and the tensors to send beside it."""
+        """Process a job, and return the encoded reply and the tensors to send beside it.
+
+        There are no tensors to send if they were put into shared memory. Raise `CostlyJobError` if
+        decoding is more work than `max_cost_s` seconds.
+        """
         item_job, media, keep = decode_job(job, block)
         try:
             item, times = self._worker.process(item_job, media, max_cost_s=max_cost_s)
         except CostlyItemError as error:
             raise CostlyJobError(error.cost_s) from error
         if item.layout is None:
-            raise InvariantError("an item was processed and has no layout")
+            raise InvariantError("a media item was processed and has no layout")
         reference = None if self._store is None or not keep else self._store.put(item)
         reply = _encoder.encode(_ItemReply(layout=item.layout, reference=reference, times=times))
         if self._store is None or reference is None:
             return reply, item.kwargs
-        # It has no lease until it is used. If it is evicted before that, it is processed again.
+        # Until a request uses the item, no lease keeps it in shared memory. If it is evicted before
+        # that, it is processed again.
         self._store.release(reference)
         return reply, {}
 
@@ -219,9 +259,11 @@ class ItemHandler:
 
 
 def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float | None:
-    """Return the seconds of work that an item will be, or `None` if only a decoder can find out.
+    """Return an estimate of the seconds it takes to decode and process a media item.
 
-    Raise `RequestError` for a picture that is larger than the limits allow, by its header.
+    Only a header or a shape is read. Return `None` if the estimate needs a decoder, as for the file
+    of a video or sound. Raise `RequestError` if an image is larger than `limits` allow, by its
+    header.
     """
     if isinstance(media, MediaBytes):
         size = read_header_size(media.data) if modality == "image" else None
@@ -238,7 +280,10 @@ def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float 
 
 
 def _count_values(media: Any) -> int:
-    """Return how many numbers decoded media consists of, or 0 if it is no such media."""
+    """Return how many numbers (pixel values or samples) decoded media consists of.
+
+    Return 0 if `media` has no known form.
+    """
     if isinstance(media, list | tuple):
         return sum(map(_count_values, media))
     if isinstance(media, Image.Image):
@@ -249,27 +294,32 @@ def _count_values(media: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedItem:
-    """An item that was processed."""
+    """A media item that was processed, with the seconds that its stages took.
+
+    `result` is the processed item itself, or a reference to it in shared memory.
+    """
 
     result: ProcessedItem | ShmReference
     times: ItemTimes  # how long its stages took, in any process
 
 
 class ItemBackend(Protocol):
-    """A place where items are processed."""
+    """An interface for processing media items, in the caller's thread or in the media pool."""
 
     def start(self, job: ItemJob, media: object) -> Flight:
-        """Begin with an item. The result of the flight is a `FinishedItem`.
+        """Begin to process a media item, and return a future of a `FinishedItem`.
 
-        The media is `MediaBytes`, or decoded media of a caller in process.
+        The media is `MediaBytes` (the bytes of a file), or decoded media from a caller in this
+        process.
         """
         ...
 
 
 class InProcessBackend:
-    """A backend that processes items in the caller's thread.
+    """A backend that processes media items in the caller's thread.
 
-    `start` returns when the item is done.
+    `start` returns when the item is done. It raises `CostlyItemError` for an item that takes more
+    than `max_cost_s` seconds of work.
     """
 
     def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
@@ -277,7 +327,10 @@ class InProcessBackend:
         self._max_cost_s = max_cost_s
 
     def start(self, job: ItemJob, media: object) -> Flight:
-        """Raise `CostlyItemError` for an item that is more work than `max_cost_s`."""
+        """Process the item now, and return a future that is already done.
+
+        Raise `CostlyItemError` if the item is more work than `max_cost_s` seconds.
+        """
         cost_s = estimate_cost_s(job.modality, media, self._worker.limits)
         if cost_s is not None and cost_s > self._max_cost_s:
             raise CostlyItemError(cost_s)
@@ -287,9 +340,9 @@ class InProcessBackend:
 
 
 class PoolBackend:
-    """A backend that processes items in the pool.
+    """A backend that processes media items in the processes of the media pool.
 
-    With `keep` results are put into the store that is shared with the pool's processes.
+    If `keep` is True, the pool puts its results into shared memory instead of sending them back.
     """
 
     def __init__(
@@ -326,12 +379,13 @@ class PoolBackend:
 
 
 class EarlyBackend:
-    """A backend that works in the caller's thread until the pool is ready, and then in the pool.
+    """A backend that works in the caller's thread until the media pool is ready, then in the pool.
 
-    It is for frontends that serve before their pool has a worker, so that no request waits for the
-    worker's imports. Long work waits for the pool all the same. In the caller's thread limits on
-    size hold, but a deadline can't stop a processor that has begun, and a crash of a decoder ends
-    the frontend and not only a worker.
+    `early` and `late` are the backends for these two times. This is for frontends that serve before
+    their pool has a process, so that no request waits for the imports of that process. Long work
+    waits for the pool all the same. In the caller's thread limits on size hold, but a deadline
+    can't stop a processor that has begun, and a crash of a decoder ends the frontend and not only a
+    process of the pool.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -350,7 +404,11 @@ class EarlyBackend:
 
 @dataclass(frozen=True, slots=True)
 class EmbedsBackend:
-    """A backend that takes embeddings itself and passes other items to another backend."""
+    """A backend that accepts precomputed embeddings, and passes other media to another backend.
+
+    Precomputed embeddings are the output of an encoder, which a client sends instead of media. They
+    need no processing, only checks.
+    """
 
     backend: ItemBackend
     processor: MultiModalProcessor
@@ -374,12 +432,19 @@ class EmbedsBackend:
 
     def _check(self, modality: str, tensor: torch.Tensor) -> None:
         if not self.is_enabled:
-            raise RequestError("embeddings are not taken here: start with enable_mm_embeds")
+            raise RequestError(
+                "this server takes no precomputed embeddings: start it with enable_mm_embeds"
+            )
         if modality not in self.modalities:
             raise RequestError(
-                f"this model takes no embeddings of {modality}: it needs more than their number"
+                f"this model takes no embeddings of {modality}: their number alone does not fix "
+                "their place in a prompt"
             )
         if tensor.shape[1] != self.width:
-            raise RequestError(f"embeddings have the width {self.width}, not {tensor.shape[1]}")
+            raise RequestError(
+                f"embeddings for this model must have the width {self.width}, not {tensor.shape[1]}"
+            )
         if not bool(torch.isfinite(tensor).all()):
-            raise RequestError("some of the embeddings are not finite numbers")
+            raise RequestError(
+                "some of the embeddings are not finite numbers: they are NaN or infinite"
+            )

@@ -25,7 +25,10 @@ _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
-    """What one tensor of an item must look like."""
+    """A rule for one tensor of a processed media item: its dtype, its shape, and its values.
+
+    A mask may hold only zeros and ones, and a tensor of positions only valid ones.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int | None, ...]  # of each dimension; None: any size from 1 on
@@ -40,7 +43,7 @@ class TensorRule:
             raise RequestError(f"{name} must be a plain tensor that holds its values")
         if tensor.dtype != self.dtype or not self._fits(tuple(tensor.shape)):
             raise RequestError(
-                f"{name} must be {self.dtype} of shape {self._show()} (*: any from 1 on), not "
+                f"{name} must be {self.dtype} of shape {self._show()} (*: any size from 1 on), not "
                 f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             )
         if self.is_mask and not bool(((tensor == 0) | (tensor == 1)).all()):
@@ -60,7 +63,11 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemSpec:
-    """What the tensors of an item must look like together."""
+    """The rules for all tensors of a processed media item, for one modality.
+
+    There are rules for each tensor, for dimensions that must be equal, for grids that count rows,
+    and for the number of embeddings.
+    """
 
     tensors: Mapping[str, TensorRule]
     links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions that must have equal sizes
@@ -73,20 +80,22 @@ class ItemSpec:
     def check(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int | None) -> None:
         if kwargs.keys() != self.tensors.keys():
             given, expected = (", ".join(sorted(map(str, k)))[:300] for k in (kwargs, self.tensors))
-            raise RequestError(f"the tensors of a {modality} are {expected}, not {given}")
+            raise RequestError(f"the tensors for {modality} must be {expected}, not {given}")
         for name, rule in self.tensors.items():
             rule.check(name, kwargs[name])
         for (name, index), (other, other_index) in self.links:
             if kwargs[name].shape[index] != kwargs[other].shape[other_index]:
                 raise RequestError(
-                    f"{name} of shape {tuple(kwargs[name].shape)} does not go with {other} of "
+                    f"{name} of shape {tuple(kwargs[name].shape)} does not fit {other} of "
                     f"shape {tuple(kwargs[other].shape)}"
                 )
         for name, rows in self.grids:
             if not _counts_rows(kwargs[name], kwargs[rows]):
-                raise RequestError(f"{name} does not count the rows of {rows}")
+                raise RequestError(f"the sizes in {name} do not give the number of rows of {rows}")
             if self.merge_size > 1 and bool((kwargs[name][..., 1:] % self.merge_size).any()):
-                raise RequestError(f"{name} must have sizes that {self.merge_size} divides")
+                raise RequestError(
+                    f"the heights and widths in {name} must be multiples of {self.merge_size}"
+                )
         for name, (embeds, numbers) in self.yields.items():
             if num_embeds is not None and kwargs[name].numel() * embeds != num_embeds * numbers:
                 raise RequestError(
@@ -96,9 +105,10 @@ class ItemSpec:
 
 
 class ItemSpecs:
-    """The specs of all modalities, which several threads may use.
+    """A thread-safe check of tensors that were processed elsewhere, for all modalities.
 
-    They hold for items that are processed with `processor_kwargs`.
+    The rules are learned by processing sample media with the model's processor and
+    `processor_kwargs`, when a modality is first checked.
     """
 
     def __init__(
@@ -110,12 +120,16 @@ class ItemSpecs:
         self._lock = Lock()
 
     def check(self, modality: str, kwargs: object, num_embeds: int | None = None) -> None:
-        """Raise `RequestError` with the name of a tensor that does not fit.
+        """Raise `RequestError` if tensors can't be those of a processed item of this modality.
 
-        `num_embeds` is the number of the item's placeholders, if that is known.
+        `kwargs` should map names to tensors; the error names the one that does not fit.
+        `num_embeds` is the number of placeholder tokens that the item has in its prompt, or `None`
+        if that is unknown.
         """
         if not isinstance(kwargs, Mapping):
-            raise RequestError(f"tensors must be a map from names, not {type(kwargs).__name__}")
+            raise RequestError(
+                f"tensors must be a map from names to tensors, not {type(kwargs).__name__}"
+            )
         if modality not in self._processor.modalities:
             raise RequestError(f"this model takes no {modality}")
         self._get_spec(modality).check(modality, kwargs, num_embeds)
@@ -128,9 +142,10 @@ class ItemSpecs:
             return self._specs[modality]
 
     def _make_samples(self, modality: str) -> list[ProcessedItem]:
-        """Return items that the processor makes of different media.
+        """Process sample media of different sizes, and return the results.
 
-        A processor may refuse some media as too long or too thin, but not all.
+        A processor may refuse some of the media as too long or too thin. If it refuses all of them,
+        its last `RequestError` is raised.
         """
         samples: list[ProcessedItem] = []
         refusal: RequestError | None = None
@@ -147,7 +162,11 @@ class ItemSpecs:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """Return the rules that all samples fulfil. The samples are items of different sizes."""
+    """Derive rules from processed items of different sizes: what all of them share is required.
+
+    `samples` are of one modality. `merge_size` is the number of patches along an edge that the
+    model merges into one embedding, or 1 if it merges none.
+    """
     first = samples[0].kwargs
     tensors = {
         name: _make_rule(samples[0].modality, name, [s.kwargs[name] for s in samples])
@@ -186,7 +205,7 @@ def _make_rule(modality: str, name: str, tensors: Sequence[torch.Tensor]) -> Ten
 
 
 def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
-    """Return how many of the last dimensions do not depend on the size of an item.
+    """Return how many of the last dimensions do not depend on the size of the media item.
 
     These are the features of a patch, the colours, height and width of a tile, or the bands and
     frames of a window of sound. The dimensions before them count patches, tiles or windows.
@@ -203,7 +222,10 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
 def _find_links(
     samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
 ) -> tuple[tuple[_Dimension, _Dimension], ...]:
-    """Return pairs of equal dimensions, of a mask or positions and of the tensor they describe."""
+    """Return pairs of dimensions that must have equal sizes.
+
+    One belongs to a mask or to positions, and the other one to the tensor that these describe.
+    """
     described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
     return tuple(
         ((name, index), (other, other_index))
@@ -218,7 +240,11 @@ def _find_links(
 
 
 def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
-    """Return True if a tensor of integers counts the rows of another."""
+    """Return True if the tensor `name` holds sizes that give the number of rows of `rows`.
+
+    Such a grid is a small integer tensor, for example with the numbers of frames, rows and columns
+    of patches.
+    """
     grid, tensor = kwargs[name], kwargs[rows]
     is_sizes = grid.dtype in (torch.int32, torch.int64) and 1 <= grid.ndim <= 2
     if not is_sizes or grid.shape[-1] > 3 or name.endswith("mask") or not tensor.ndim:
@@ -227,19 +253,19 @@ def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
 
 
 def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if the grid counts the rows of the tensor.
+    """Return True if the products of the sizes in `grid` add up to the rows of `tensor`.
 
-    It is computed in floating point, because a product of large integers may overflow to any other
-    number.
+    They are computed in floating point, because a product of large integers may overflow.
     """
     sizes = grid.double()
     return bool((sizes >= 1).all()) and float(sizes.prod(-1).sum()) == len(tensor)
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
-    """Return the ratio of embeddings to numbers in the largest tensor, if all samples share it.
+    """Find how many embeddings the encoder makes of how many values in the largest tensor.
 
-    It exists for encoders that pack patches.
+    Return the name of that tensor with the two numbers. Return an empty mapping if the samples have
+    different ratios. Encoders that pack patches have the same ratio for all items.
     """
     first = samples[0]
     name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())

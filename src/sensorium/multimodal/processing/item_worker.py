@@ -40,14 +40,17 @@ from sensorium.utils.lru import LruCache
 
 
 class StageTimes:
-    """The seconds that the stages of one item took. It is not safe to use from several threads."""
+    """A stopwatch that sums up how many seconds each stage of one media item takes.
+
+    Use it in one thread only.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to the stage, even if the block fails."""
+        """Add the time that the `with` block takes to a stage, even if the block fails."""
         began = time.monotonic()
         try:
             yield
@@ -55,7 +58,10 @@ class StageTimes:
             self.add({stage: time.monotonic() - began})
 
     def add(self, times: ItemTimes) -> None:
-        """Add the times of stages that were measured elsewhere."""
+        """Add the seconds of stages that were measured elsewhere.
+
+        `times` maps the name of each stage to its seconds.
+        """
         self._seconds = add_times(self._seconds, times)
 
     def get(self) -> ItemTimes:
@@ -63,7 +69,7 @@ class StageTimes:
 
 
 def add_times(first: ItemTimes, second: ItemTimes) -> dict[str, float]:
-    """Return the sum of the seconds of each stage."""
+    """Return the sum of two mappings from stages to seconds, stage by stage."""
     stages = {**first, **second}
     return {stage: first.get(stage, 0.0) + second.get(stage, 0.0) for stage in stages}
 
@@ -76,7 +82,10 @@ _USUAL_WINDOW_S = 60
 
 @dataclass(slots=True)
 class _Window:
-    """What was found out about the window under one set of options, in samples."""
+    """What is known about the longest sound that a processor takes whole, under some options.
+
+    Lengths are in samples. A processor cuts off what is longer than its window.
+    """
 
     processor_kwargs: Mapping[str, Any]
     heard: int = 0  # the longest sound that was taken to its end
@@ -84,14 +93,18 @@ class _Window:
     is_exact: bool = False  # no longer sound is taken to its end, apart from the tolerance
 
     def excludes(self, num_samples: int) -> bool:
-        """Return True if it is certain that a sound of this length is cut off."""
+        """Return True if a processor certainly cuts off a sound of this length.
+
+        Call this only for lengths above `heard`.
+        """
         return self.is_exact or (self.unheard is not None and num_samples >= self.unheard)
 
 
 class Hearing:
-    """A memory of how long a sound may be.
+    """A check whether the model's processor would cut off the end of a sound.
 
-    It must not be used from two threads at once, because the processor must not.
+    It remembers what trials with the processor have shown. Don't use it in two threads at once,
+    because the processor is not thread-safe.
     """
 
     def __init__(self, processor: MultiModalProcessor) -> None:
@@ -101,7 +114,11 @@ class Hearing:
         self._windows: LruCache[str, _Window] = LruCache(_MAX_OPTION_SETS)  # by options
 
     def check(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> None:
-        """Raise `RequestError` if the end of a sound of this length would be cut off."""
+        """Raise `RequestError` if the processor would cut off the end of a sound.
+
+        `num_samples` is the length of the sound at the model's sampling rate. The last 0.05 s may
+        be cut off.
+        """
         if self._processor.takes_whole_sounds:
             return
         key = repr(sorted(processor_kwargs.items()))
@@ -112,19 +129,19 @@ class Hearing:
             self._explore(window, num_samples)
         if num_needed <= window.heard:
             return
-        limit = "this model does not hear it to its end"
+        limit = "this model does not take it to its end"
         if window.is_exact:
-            limit = f"this model hears {window.heard / self._rate:.4g} s"
+            limit = f"this model takes at most {window.heard / self._rate:.4g} s"
         raise RequestError(
             f"the sound is {num_samples / self._rate:.4g} s long; {limit}: send it in pieces"
         )
 
     def _explore(self, window: _Window, num_samples: int) -> None:
-        """Find out whether a sound of this length is taken whole, and where the window ends.
+        """Find out by trials if the processor takes sounds of this length, and where its limit is.
 
-        The window is usually short, and one of the numbers that the processor has. So the longest
-        usual candidate is tried first: most sounds then need no trial of their own, and very long
-        ones no trial at their length.
+        The limit is usually short, and one of the numbers among the processor's settings. So the
+        longest usual candidate is tried first: most sounds then need no trial of their own, and
+        very long ones no trial at their length. The results are noted in `window`.
         """
         usual = _USUAL_WINDOW_S * self._rate
         candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
@@ -145,7 +162,10 @@ class Hearing:
         return False
 
     def _is_heard(self, window: _Window, num_samples: int) -> bool:
-        """Return True if a sound of this length is taken to its end, and note it in `window`."""
+        """Return True if the processor takes a sound of this length to its end.
+
+        If `window` does not decide that yet, a trial is run, and its result is noted in `window`.
+        """
         if num_samples > window.heard and not window.excludes(num_samples):
             if self._ask(num_samples, window.processor_kwargs):
                 window.heard = num_samples
@@ -154,9 +174,10 @@ class Hearing:
         return num_samples <= window.heard
 
     def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the last part of a sound of this length changes the result.
+        """Return True if the processor's result depends on the last part of a sound of this length.
 
-        Return True also if the processor fails, because the item itself will fail in the same way.
+        This processes two sounds that differ only at their end. Return True also if the processor
+        fails, because the client's sound will then fail in the same way.
         """
         num_changed = min(num_samples, self._num_tolerated)
         silence = np.zeros(num_samples, dtype=np.float32)
@@ -172,7 +193,11 @@ class Hearing:
         return any(not torch.equal(first[name], second[name]) for name in first)
 
     def _iter_candidates(self) -> Iterator[int]:
-        """Yield all numbers of the processor, read as samples and as seconds."""
+        """Yield lengths in samples at which the processor may cut sounds off.
+
+        They are all positive numbers among its settings and defaults, each read as samples and as
+        seconds.
+        """
         processor = self._processor.hf_processor
         part = getattr(processor, "feature_extractor", None)
         values = [*vars(processor).values()]
@@ -187,7 +212,10 @@ class Hearing:
 
 
 class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
-    """How an item is to be processed. Its media is passed beside it."""
+    """The instructions for processing one media item: its hash, its modality and all options.
+
+    The media is passed separately.
+    """
 
     mm_hash: str
     modality: str
@@ -196,10 +224,11 @@ class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemWorker:
-    """A worker that processes items.
+    """A worker that decodes and processes media items with the model's processor.
 
-    With the server's `own_options`, the options of a request may not make an item larger than these
-    can. Without them a request may use any options that the processor takes.
+    With `own_options` (the server's options) it refuses an item if the options of its request make
+    it larger than the server's options can. Without them a request may use any options that the
+    processor takes.
     """
 
     def __init__(
@@ -217,11 +246,11 @@ class ItemWorker:
     def process(
         self, job: ItemJob, media: object, *, max_cost_s: float = math.inf
     ) -> tuple[ProcessedItem, ItemTimes]:
-        """Return the item, and how long its stages took.
+        """Return the processed item, and the seconds that its stages took.
 
-        `media` is the bytes of a file, or decoded media of a caller in process. Raise
+        `media` is the bytes of a file, or decoded media from a caller in this process. Raise
         `RequestError` if it can't be processed, and `CostlyItemError` as soon as decoding turns out
-        to be more work than `max_cost_s`.
+        to be more work than `max_cost_s` seconds.
         """
         times = StageTimes()
         check = None
@@ -282,7 +311,10 @@ class ItemWorker:
 
 
 def _get_shape(modality: str, media: object) -> Shape | None:
-    """Return the shape of decoded pictures, or `None` if it can't be read without a check."""
+    """Return (height, width) of a decoded image, or (frames, height, width) of a video.
+
+    Return `None` for audio, and for media of an unknown form, which a later check refuses.
+    """
     if isinstance(media, tuple) and len(media) == 2:
         media = media[0]  # the second entry is the metadata of its frames
     if modality == "image" and isinstance(media, Image.Image):

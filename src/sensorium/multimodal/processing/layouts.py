@@ -24,7 +24,7 @@ from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.multimodal import ItemLayout, ProcessedItem
 from sensorium.utils.lru import LruCache
 
-# Processors that were held against themselves over many sizes: tests/integration/test_layouts.py.
+# For these processors tests/integration/test_layouts.py compares layouts over many sizes.
 SIZED_PROCESSORS = frozenset(
     {
         "AyaVisionProcessor",
@@ -49,14 +49,23 @@ _MAX_CHARACTERS = 2**25  # of all layouts that are kept
 
 
 def has_sized_images(processor: MultiModalProcessor) -> bool:
-    """Return True if the size of an image fixes its layout."""
+    """Return True if the layout of an image depends only on its size and the options.
+
+    The layout is the text that stands for the image in a prompt. This is known for some processors
+    of Transformers.
+    """
     kind = type(processor.hf_processor)
     is_known = kind.__name__ in SIZED_PROCESSORS and kind.__module__.startswith(_OWN_MODULES)
     return is_known and "image" in processor.modalities
 
 
 class SizeLayouts:
-    """Layouts by size. Blank images are processed by `backend`, where it processes others."""
+    """A cache of image layouts by image size, for requests that need no tensors.
+
+    A layout is the text that stands for an image in a prompt. For a size that is new, `backend`
+    processes a blank image of that size, so that the client's own image is neither decoded nor
+    processed. Several threads may use it.
+    """
 
     def __init__(self, *, hasher: MediaHasher, backend: ItemBackend, limits: MediaLimits) -> None:
         self._hasher = hasher
@@ -70,9 +79,11 @@ class SizeLayouts:
     def get(
         self, job: ItemJob, source: object, *, cancelled: Future[None] | None = None
     ) -> ItemLayout | None:
-        """Return the layout that the item would have, or `None` if only processing shows it.
+        """Return the layout of an image without decoding it, or `None` if that is not possible.
 
-        Raise `RequestError` for what can't be an image, or is none that the processor takes.
+        It is possible for the bytes of an image file that shows its size in the header. Raise
+        `RequestError` if the file is no image, or if the processor refuses images of this size.
+        Waiting for the processor ends when `cancelled` completes.
         """
         if job.modality != "image" or not isinstance(source, MediaBytes):
             return None
@@ -87,7 +98,7 @@ class SizeLayouts:
         return layout
 
     def _name(self, size: tuple[int, int], job: ItemJob) -> str:
-        """Return the name of all that the layout depends on."""
+        """Return a hash of everything that the layout depends on, as the key in the cache."""
         return self._hasher.name_item(
             self._hasher.digest_source(f"{size[0]} x {size[1]}"),
             modality=job.modality,
@@ -106,9 +117,11 @@ class SizeLayouts:
         try:
             timeout_s = self._limits.flight_timeout_s
             finished = self._flights.get(key, start, timeout_s=timeout_s, cancelled=cancelled)
-        except TimeoutError as error:  # the one at fault can't be seen from here
-            raise CapacityError("it could not be processed in time") from error
+        except TimeoutError as error:  # it is not known here what took so long
+            raise CapacityError(
+                "the layout of the image could not be computed in time: retry later"
+            ) from error
         result = finished.result
         if not isinstance(result, ProcessedItem) or result.layout is None:
-            raise InvariantError("a blank image was processed to no layout")
+            raise InvariantError("the result of processing a blank image has no layout")
         return result.layout

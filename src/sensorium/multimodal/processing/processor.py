@@ -36,7 +36,10 @@ FindToken = Callable[[int], int | None]
 def tokenize(
     tokenizer: Any, text: str, *, add_special_tokens: bool = True
 ) -> tuple[list[int], FindToken]:
-    """Return the token ids of a text, and a function that finds the token of a character."""
+    """Return the token ids of a text, and a function from a character's index to its token's index.
+
+    The function returns `None` for a character that the tokenizer has dropped.
+    """
     if getattr(tokenizer, "is_fast", False):
         # Masks are not needed. Making their lists element by element would hold Python's lock.
         encoding = tokenizer(
@@ -50,16 +53,18 @@ def tokenize(
 
 
 def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text, with nothing added in front or behind."""
+    """Return the token ids of a text, without special tokens at its start or end."""
     if getattr(tokenizer, "is_fast", False):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return [token_id for _, ids in _split(tokenizer, text) for token_id in ids]
 
 
 def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
-    """Tokenise with a tokenizer that reads control tokens as plain text (Mistral's).
+    """Tokenize a text with a tokenizer that would read control tokens as plain text (Mistral's).
 
-    It has no offsets, so that only the characters of control tokens can be found.
+    The text is split at its control tokens, and each piece is tokenized. Return the token ids, and
+    a function from a character's index to a token's index. That is exact only for control tokens;
+    for other characters it is the first token of their piece.
     """
     token_ids: list[int] = []
     if not text.startswith(tokenizer.bos_token):
@@ -73,7 +78,10 @@ def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken
 
 
 def _split(tokenizer: Any, text: str) -> list[tuple[int, list[int]]]:
-    """Split a text at control tokens. Return the first character and the tokens of each piece."""
+    """Split a text at control tokens, and tokenize each piece.
+
+    Return for each piece the index of its first character and its token ids.
+    """
     pattern, id_of = _get_control_tokens(tokenizer)
     pieces = []
     start = 0
@@ -122,13 +130,16 @@ ProcessorResult = tuple[MultiModalKwargsItem, str]  # tensors, and what a marker
 def call_voxtral(
     processor: Any, sound: object, processor_kwargs: Mapping[str, object]
 ) -> ProcessorResult:
-    """Process a sound with the parts of Voxtral's processor, which itself takes only conversations.
+    """Process a sound for Voxtral, and return its tensors and its text in a prompt.
 
-    Sounds are padded to whole windows of the encoder, which gives each window the same number of
-    embeddings.
+    Voxtral's own processor takes only whole conversations, so this calls its parts. Sounds are
+    padded to whole windows of the encoder, and each window becomes the same number of embeddings.
+    Raise `RequestError` if there are any options.
     """
     if processor_kwargs:
-        raise RequestError(f"Voxtral's processor has no options: {', '.join(processor_kwargs)}")
+        raise RequestError(
+            f"Voxtral's processor takes no options, but was given: {', '.join(processor_kwargs)}"
+        )
     extractor = processor.feature_extractor
     features = extractor(
         sound,
@@ -150,7 +161,10 @@ PROCESSOR_CALLS: dict[str, Callable[[Any, object, Mapping[str, object]], Process
 
 
 def _get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
-    """Return what a processor made of an item. Lists of numbers become tensors."""
+    """Return the tensors for the encoder from a processor's output, by name.
+
+    Lists of numbers become tensors. Token ids and other results about the text are left out.
+    """
     tensors = {}
     for name, value in output.items():
         if name in _TEXT_KEYS:
@@ -163,7 +177,10 @@ def _get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
 
 
 class MultiModalProcessor:
-    """The processor and the tokenizer of a model. A model for text alone has only a tokenizer."""
+    """The Hugging Face processor and tokenizer of a model, which process one media item at a time.
+
+    A text-only model has no processor, only a tokenizer. Calls are not thread-safe.
+    """
 
     def __init__(
         self,
@@ -193,7 +210,11 @@ class MultiModalProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text of all that the result for an item depends on, apart from its options."""
+        """Return a text that changes if the processor would give other results for the same item.
+
+        It has the version of Transformers and the processor's class and settings, but not the
+        options of a request. It is empty for a text-only model.
+        """
         if self.hf_processor is None:
             return ""
         name = type(self.hf_processor).__name__
@@ -201,7 +222,10 @@ class MultiModalProcessor:
 
     @cached_property
     def option_names(self) -> frozenset[str]:
-        """Return the names of the options for media; empty if the processor lists none."""
+        """Return the names of the processor's options for media.
+
+        The result is empty if the processor does not declare its options.
+        """
         if self.hf_processor is None:
             return frozenset()
         kinds: Any = getattr(type(self.hf_processor), "valid_processor_kwargs", None)
@@ -211,9 +235,10 @@ class MultiModalProcessor:
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
     def get_option_default(self, path: str) -> float | None:
-        """Return a number among the processor's own settings, for example `size.longest_edge`.
+        """Return a number from the processor's own settings.
 
-        It is the largest one if the parts of the processor differ, and `None` if none has it.
+        `path` is a name such as `size.longest_edge`. If the parts of the processor have different
+        values, the largest one is returned. Return `None` if no part has this number.
         """
         name, _, key = path.partition(".")
         found = [getattr(part, name, None) for part in self._get_parts(*MODALITIES)]
@@ -227,7 +252,7 @@ class MultiModalProcessor:
 
     @property
     def video_processor(self) -> Any:
-        """Return Transformers' video processor, which chooses frames; `None` if there is none."""
+        """Return the part of the Transformers processor that handles videos, or `None`."""
         return getattr(self.hf_processor, "video_processor", None)
 
     def _has_modality(self, modality: str) -> bool:
@@ -235,14 +260,13 @@ class MultiModalProcessor:
         return has_marker and bool(self._get_parts(modality) and self.get_token_ids(modality))
 
     def get_marker(self, modality: str) -> str:
-        """Return the text that stands for an item of the modality in a prompt."""
+        """Return the text that marks the place of a media item in a prompt, such as `<image>`."""
         return str(getattr(self.hf_processor, f"{modality}_token"))
 
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
-        """Return the tokens that the encoder's outputs replace.
+        """Return the ids of the placeholder tokens that encoder outputs replace.
 
-        For a video that includes the token of pictures, because some models treat frames as
-        pictures.
+        For a video they include the token of images, because some models treat frames as images.
         """
         names = ("video", "image") if modality == "video" else (modality,)
         ids = [self._token_ids[name] for name in names]
@@ -250,14 +274,14 @@ class MultiModalProcessor:
 
     @property
     def sampling_rate(self) -> int | None:
-        """Return the samples a second that a sound must have; `None` for a model without sounds."""
+        """Return the sampling rate in Hz that the model needs, or `None` if it takes no audio."""
         return next((int(part.sampling_rate) for part in self._get_parts("audio")), None)
 
     def make_trial_text(self, modality: str | None, texts: Sequence[str]) -> str:
-        """Return a prompt with an item between each two texts.
+        """Return a prompt for trials, with one media item between each two of the texts.
 
-        It is made by the chat template if there is one, because that adds what belongs around an
-        item.
+        The chat template writes the prompt if it can, because it adds what belongs around an item.
+        If `modality` is `None`, there are no items, and the texts are joined.
         """
         if modality is None:
             return "".join(texts)
@@ -276,7 +300,11 @@ class MultiModalProcessor:
     def call_whole(
         self, text: str, modality: str | None, media: Sequence[object]
     ) -> Mapping[str, torch.Tensor]:
-        """Return all that the model's own call takes, for a prompt with items of one modality."""
+        """Return all inputs of the model for a prompt with several media items of one modality.
+
+        This is the plain call of Transformers' processor for trials, not one item at a time. If
+        `modality` is `None`, only the text is tokenized.
+        """
         if modality is None:
             return {"input_ids": torch.tensor([tokenize(self.tokenizer, text)[0]])}
         checked = [self.check_media(modality, item, {}) for item in media]
@@ -291,7 +319,11 @@ class MultiModalProcessor:
         metadata: Sequence[Mapping[str, object] | None],
         processor_kwargs: Mapping[str, object],
     ) -> Mapping[str, Any]:
-        """Return all that the model's processor makes of a prompt with items of one modality."""
+        """Call Transformers' processor for a prompt with media items, and return its output.
+
+        `text` has one marker for each item in `media`. `metadata` has one entry per item, which is
+        `None` unless the item is a video with metadata.
+        """
         options = dict(processor_kwargs)
         if modality == "audio":
             options.setdefault("sampling_rate", self.sampling_rate)
@@ -312,7 +344,11 @@ class MultiModalProcessor:
         metadata: Mapping[str, object] | None,
         processor_kwargs: Mapping[str, object],
     ) -> ProcessorResult:
-        """Return the tensors for the item's encoder, and what its marker becomes in a prompt."""
+        """Process one media item, and return its tensors and the text that replaces its marker.
+
+        The tensors are the input of the encoder. The marker is the text at the item's place in a
+        prompt.
+        """
         if self._call_own is not None:
             return self._call_own(self.hf_processor, media, processor_kwargs)
         options = {**processor_kwargs, "return_text_replacement_offsets": True}
@@ -320,26 +356,35 @@ class MultiModalProcessor:
         return _get_tensors(output), self._get_replacement(modality, output)
 
     def _get_replacement(self, modality: str, output: Mapping[str, Any]) -> str:
-        """Return the text that the marker becomes in a prompt.
+        """Return the text that replaces the marker of a media item in a prompt.
 
-        Processors with a `__call__` of their own may not return it. Then it is read from the token
-        ids of a prompt of nothing but the marker, if these are the marker repeated.
+        `output` is that of the processor, for a prompt of nothing but the marker. Some processors
+        do not return this text. Then it is read from the token ids, if they are the marker
+        repeated. Raise `ModelError` if they are not, and `RequestError` if there are none.
         """
         if "text_replacement_offsets" in output:
             return str(output["text_replacement_offsets"][0][0]["replacement"])
         marker = self.get_marker(modality)
         expanded = output["input_ids"][0].tolist()
         if not expanded:
-            raise RequestError(f"this {modality} is too short or too small: nothing is left of it")
+            raise RequestError(
+                f"this {modality} is too short or too small: the processor makes no tokens of it"
+            )
         if set(expanded) != {self.tokenizer.convert_tokens_to_ids(marker)}:
             kind = type(self.hf_processor).__name__
-            raise ModelError(f"{kind} does not return what stands for a {modality} in a prompt")
+            raise ModelError(
+                f"{kind} does not return the text that replaces the marker of {modality} in prompts"
+            )
         return marker * len(expanded)
 
     def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
     ) -> tuple[object, Metadata | None]:
-        """Return media in process in a form that the processor understands, and its metadata."""
+        """Check decoded media, and return it in a form that the processor understands.
+
+        The second result is the metadata of a video's frames, or `None`. Raise `RequestError` if
+        the media is wrong or too large.
+        """
         return check_media(
             modality,
             media,
@@ -356,7 +401,11 @@ class MultiModalProcessor:
         *,
         mm_hash: str = "",
     ) -> ProcessedItem:
-        """Process one item. Raise `RequestError` if the item or its options are at fault."""
+        """Process one decoded media item, and return its tensors and its layout.
+
+        The layout is the text that stands for the item in a prompt. Raise `RequestError` if the
+        item or its options are at fault.
+        """
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
             tensors, text = self._call(modality, checked, metadata, processor_kwargs)
@@ -367,7 +416,7 @@ class MultiModalProcessor:
             # was checked can't cause errors of these kinds, so that they are bugs.
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
-            raise RequestError(f"it could not be processed: {str(error)[:300]}") from error
+            raise RequestError(f"the media could not be processed: {str(error)[:300]}") from error
         layout = self._make_layout(modality, text)
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
 
@@ -378,9 +427,10 @@ class MultiModalProcessor:
         metadata: Metadata | None,
         processor_kwargs: Mapping[str, object],
     ) -> tuple[int, int]:
-        """Return the number of embeddings, and of values in all tensors, for media on any device.
+        """Return how many embeddings an item becomes, and how many values its tensors have.
 
-        That may be the meta device. All errors of the processor are raised as they are.
+        `media` may be on PyTorch's meta device, where tensors have a shape but no values. All
+        errors of the processor are raised unchanged.
         """
         tensors, text = self._call(modality, media, metadata, processor_kwargs)
         tokens = self.tokenizer.convert_ids_to_tokens(list(self.get_token_ids(modality)))
@@ -388,7 +438,11 @@ class MultiModalProcessor:
         return num_embeds, sum(tensor.numel() for tensor in tensors.values())
 
     def check_layout(self, modality: str, layout: ItemLayout) -> None:
-        """Raise `RequestError` for a layout that no item of this model can have."""
+        """Raise `RequestError` if no item of this modality can have the given layout.
+
+        A layout is the text that stands for an item in a prompt. This checks layouts that were made
+        elsewhere.
+        """
         if len(layout.text) > _MAX_CHARACTERS + _MAX_CHARACTERS_PER_EMBED * layout.num_embeds:
             raise RequestError(
                 f"the layout of a {modality} has {len(layout.text)} characters of text, which is "
@@ -403,7 +457,10 @@ class MultiModalProcessor:
             )
 
     def make_plain_layout(self, modality: str, num_embeds: int) -> ItemLayout:
-        """Return the layout of an item that is in a prompt as its embeddings alone."""
+        """Return the layout of an item that appears in a prompt as placeholder tokens alone.
+
+        There is one placeholder for each of its `num_embeds` embeddings, and no other text.
+        """
         return self._make_layout(modality, self.get_marker(modality) * num_embeds)
 
     def _make_layout(self, modality: str, text: str) -> ItemLayout:
@@ -412,4 +469,4 @@ class MultiModalProcessor:
             num_embeds = token_ids.count(token_id)
             if num_embeds:
                 return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
-        raise RequestError(f"this {modality} is too small: the model sees nothing of it")
+        raise RequestError(f"this {modality} is too small: it becomes no embeddings of the model")

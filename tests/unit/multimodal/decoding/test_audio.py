@@ -122,7 +122,7 @@ def test_the_sound_of_a_video_is_heard_and_a_silent_one_refused() -> None:
     decoded = decode(file.getvalue())
     assert 3000 <= len(decoded) <= 4096
     assert np.abs(decoded).max() > 0.4
-    with pytest.raises(RequestError, match="no sound in this file"):
+    with pytest.raises(RequestError, match="no audio track"):
         decode(write_video(make_clip(3)))
 
 
@@ -167,7 +167,7 @@ def test_a_sound_that_is_longer_than_it_says_is_refused_on_the_way() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"RIFF", make_images()["png"]])
 def test_what_is_no_sound_is_refused(data: bytes) -> None:
-    with pytest.raises(RequestError, match="not a sound that can be read: of an unsupported"):
+    with pytest.raises(RequestError, match="can't be opened as a sound: its format is not"):
         decode(data)
 
 
@@ -182,6 +182,6 @@ def test_files_that_name_other_files_are_not_followed(tmp_path: Path) -> None:
         f"<Representation><BaseURL>{target}</BaseURL></Representation></AdaptationSet></Period></MPD>",
     ]
     for playlist in playlists:
-        with pytest.raises(RequestError, match="not a sound that can be read") as caught:
+        with pytest.raises(RequestError, match=r"can't be (opened|decoded) as a sound") as caught:
             decode(playlist.encode())
         assert "secret" not in str(caught.value)

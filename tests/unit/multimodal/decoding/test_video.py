@@ -198,7 +198,7 @@ def test_a_clip_may_change_its_size_on_its_way() -> None:
     ("limits", "message"),
     [
         (MediaLimits(max_pixels=32 * 48 - 1), "more than 1535 pixels"),
-        (MediaLimits(max_frames=5), "6 frames would be used, 5 is the limit"),
+        (MediaLimits(max_frames=5), "6 frames of this video would be used, but 5 is the limit"),
         (MediaLimits(max_video_pixels=6 * 32 * 48 - 1), "more than 9215 pixels"),
         (MediaLimits(max_duration_s=0.59), "longer than 0.59 seconds"),
     ],
@@ -217,13 +217,13 @@ def test_limits_count_what_is_kept_and_not_what_there_is() -> None:
 
 @pytest.mark.parametrize("indices", [[], [6], [-1, 2], [3, 1]])
 def test_a_choice_that_can_not_be_is_our_fault(indices: list[int]) -> None:
-    with pytest.raises(InvariantError, match="chosen of 6 frames"):
+    with pytest.raises(InvariantError, match="frames chosen of 6"):
         decode(make_videos()["mp4 mpeg4"], lambda _: indices)
 
 
 def test_what_is_no_video_is_refused() -> None:
-    with pytest.raises(RequestError, match="no pictures in this file"):
+    with pytest.raises(RequestError, match="no video track"):
         decode(write_sound(make_melody(400), "WAV", "PCM_16"))
     for data in (b"", b"hello", b"\0\0\0\x18ftypmp42"):
-        with pytest.raises(RequestError, match="not a video that can be read"):
+        with pytest.raises(RequestError, match=r"can't be (opened|decoded) as a video"):
             decode(data)

@@ -17,6 +17,10 @@ from sensorium.multimodal.fetching.hosts import (
     resolve_host,
 )
 
+NOT_PUBLIC = (
+    "the URL leads to an unknown host or to a non-public address (allowed only with "
+    "--allow-private-media-addresses)"
+)
 PUBLIC = ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "2a00:1450:4001:80b::200e"]
 # Public IPv4 hosts as IPv6-only networks see them.
 PUBLIC += ["64:ff9b::8.8.8.8", "::ffff:8.8.8.8"]
@@ -77,7 +81,7 @@ def test_one_bad_address_refuses_the_name(addresses: Sequence[str], reason: str)
     with pytest.raises(RefusedMediaError) as caught:
         look_up(find(*addresses))
     assert caught.value.reason == reason
-    assert str(caught.value) == "leads to no public address"
+    assert str(caught.value) == NOT_PUBLIC
 
 
 def test_addresses_keep_the_order_of_the_resolver() -> None:
@@ -87,7 +91,7 @@ def test_addresses_keep_the_order_of_the_resolver() -> None:
 
 def test_an_address_is_not_looked_up() -> None:
     assert look_up(pytest.fail, "8.8.8.8") == ["8.8.8.8"]
-    with pytest.raises(RefusedMediaError, match="no public address"):
+    with pytest.raises(RefusedMediaError, match="non-public address"):
         look_up(pytest.fail, "::1")
 
 
@@ -98,7 +102,7 @@ def test_a_look_up_that_fails_says_no_more_than_that(error: Exception) -> None:
 
     with pytest.raises(RefusedMediaError) as caught:
         look_up(fail)
-    assert str(caught.value) == "leads to no public address"
+    assert str(caught.value) == NOT_PUBLIC
 
 
 def test_the_system_s_answers_are_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

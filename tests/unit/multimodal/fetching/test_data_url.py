@@ -97,7 +97,7 @@ def test_what_is_far_too_large_is_neither_decoded_nor_copied(
 
 
 def test_percent_encoded_content_may_not_cost_many_times_its_size() -> None:
-    with pytest.raises(MediaFetchError, match="has to be base64"):
+    with pytest.raises(MediaFetchError, match="must be base64"):
         decode_data_url("data:," + "%" * (4 * 2**20 + 1), max_bytes=2**30)
 
 

@@ -205,7 +205,7 @@ def test_an_expired_fetch_names_the_limit_that_ended_it(
     loader = BlockingLoader(limits, resolve=Resolver(), connect=never_connect)
     with pytest.raises(RefusedMediaError) as caught:
         loader.load("http://host/", "image")
-    assert str(caught.value) == f"media from host: not delivered within {text}"
+    assert str(caught.value) == f"media from host: the media was not delivered within {text}"
     assert caught.value.reason == "deadline"
     loader.close()
 
