@@ -70,9 +70,10 @@ _item_decoder = msgspec.msgpack.Decoder(_WireItem)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedEmbeds:
-    """What an encoder would give for an item, computed by a client.
+    """The encoder output for one media item, which a client computed and sent instead of the item.
 
-    Whether a model takes such embeddings is decided elsewhere.
+    Raise `RequestError` on creation unless the tensor is a dense matrix of floating-point numbers
+    with at most `MAX_EMBEDS` rows. Whether the model accepts such embeddings is checked elsewhere.
     """
 
     tensor: torch.Tensor  # [num_embeds, width], floating-point numbers
@@ -91,12 +92,19 @@ class PrecomputedEmbeds:
 
 
 def get_num_bytes(kwargs: MultiModalKwargsItem) -> int:
-    """Return the size of the block that holds the tensors."""
+    """Return how many bytes the tensors of a media item take in one block of memory.
+
+    The bytes of each tensor are padded to a multiple of `ALIGNMENT`.
+    """
     return sum(_align(tensor.nbytes) for tensor in kwargs.values())
 
 
 def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
-    """Return the description of the tensors in their block."""
+    """Return a header in msgpack that describes the tensors in the block of a media item.
+
+    The header has the name, the dtype, the shape and the offset in bytes of each tensor. Raise
+    `RequestError` if the codec does not support the dtype of a tensor.
+    """
     specs = []
     offset = 0
     for name, tensor in kwargs.items():
@@ -109,7 +117,11 @@ def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
 
 
 def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
-    """Copy the tensors into a writable block of `get_num_bytes`."""
+    """Copy the tensors of a media item into a block of memory, which must be writable.
+
+    The block has `get_num_bytes(kwargs)` bytes. Each tensor starts at the offset that
+    `encode_header` gives for it.
+    """
     offset = 0
     for tensor in kwargs.values():
         if tensor.nbytes:
@@ -119,7 +131,11 @@ def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
 
 
 def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return the block in pieces. Contiguous tensors are not copied."""
+    """Return the bytes of a media item's block as buffers that are to be written one after another.
+
+    Together they equal the block that `write_block` fills. Tensors that are contiguous and in host
+    memory are not copied.
+    """
     buffers = []
     for tensor in kwargs.values():
         if tensor.nbytes:
@@ -129,25 +145,36 @@ def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's memory as a flat tensor of bytes.
+    """Return the memory of a tensor as a one-dimensional tensor of bytes (uint8) on the host.
 
-    It is a view if the tensor is contiguous and on the host.
+    The result is a view of the tensor if that is contiguous and on the host, and a copy otherwise.
     """
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
-    """Return views of a writable block. Raise `RequestError` if the header doesn't fit it."""
+    """Return the tensors that a header describes, by name, as views of a writable block of memory.
+
+    Raise `RequestError` if the header can't be decoded, or if it places a tensor outside of the
+    block.
+    """
     return {spec.name: _decode_tensor(spec, block) for spec in _decode_header(header)}
 
 
 def as_frames(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return one piece of memory per tensor. Contiguous tensors are not copied."""
+    """Return the bytes of each tensor as one flat buffer, in the order of `kwargs`.
+
+    Tensors that are contiguous and in host memory are not copied.
+    """
     return [as_bytes(tensor).numpy().data for tensor in kwargs.values()]
 
 
 def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, torch.Tensor]:
-    """Return views of writable frames, one per tensor of the header."""
+    """Return the tensors that a header describes, by name, as views of writable buffers (frames).
+
+    There is one frame for each tensor, in the order of the header. Raise `RequestError` if the
+    header can't be decoded or does not fit the frames.
+    """
     specs = _decode_header(header)
     if len(specs) != len(frames):
         raise RequestError(f"{len(frames)} frames for {len(specs)} tensors")
@@ -158,7 +185,10 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
 
 
 def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> bytes:
-    """Return the item as it leaves the machine."""
+    """Return a processed media item in msgpack, as it is sent over the network.
+
+    `layout` describes the text that replaces the item's marker in a prompt. It may be None.
+    """
     tensors = {
         name: _WireTensor(_name_dtype(tensor), tuple(tensor.shape), as_bytes(tensor).numpy().data)
         for name, tensor in kwargs.items()
@@ -167,9 +197,10 @@ def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> byte
 
 
 def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLayout | None]:
-    """Return tensors of finite numbers that own their memory, and the layout.
+    """Return the tensors and the layout of a processed media item that came over the network.
 
-    Raise `RequestError` if the bytes are no such item.
+    The tensors are copies, and contain only finite numbers. The layout is None if the sender gave
+    none. Raise `RequestError` if `data` is not a processed item in msgpack.
     """
     item = _decode_wire(data, "it is no processed item in msgpack")
     if len(item.tensors) > _MAX_TENSORS:
@@ -182,7 +213,11 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 
 
 def decode_embeds(encoded: bytes) -> PrecomputedEmbeds:
-    """Return the embeddings in `{"tensors": {"embeds": ...}}`. Raise `RequestError` without any."""
+    """Return the embeddings that a client has computed and sent in msgpack.
+
+    The message must be `{"tensors": {"embeds": ...}}` with one tensor of shape `[num_embeds,
+    width]`. Raise `RequestError` if it is anything else.
+    """
     item = _decode_wire(encoded, "embeddings can't be decoded: they are msgpack")
     if item.tensors.keys() != {PRECOMPUTED}:
         raise RequestError(f"embeddings are one tensor of the name {PRECOMPUTED!r}")
@@ -222,7 +257,11 @@ def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
 
 
 def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
-    """Return a view of a writable block. Raise `RequestError` if there can't be one."""
+    """Return one tensor as a view of a writable block of memory.
+
+    Raise `RequestError` if the dtype or the shape is not supported, or if the tensor is not inside
+    the block at an aligned offset.
+    """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")

@@ -44,7 +44,11 @@ _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in p
 
 
 class MediaHasher:
-    """A maker of hashes. `model_revision` and `processor_fingerprint` are part of every hash."""
+    """A maker of hashes that identify media items by their content and how they are processed.
+
+    `algorithm` is one of `HASH_ALGORITHMS`. `model_revision` and `processor_fingerprint` are part
+    of every hash that `name_item` returns, so different models never share a processed item.
+    """
 
     def __init__(
         self,
@@ -58,9 +62,11 @@ class MediaHasher:
         self._context = self._digest("context", [model_revision, processor_fingerprint])
 
     def digest_source(self, media: object) -> str:
-        """Return the digest of the source alone. The bytes of `MediaBytes` are digested once.
+        """Return the digest of a media source as it was given, before anything is decoded.
 
-        Embeddings are never named as a picture or a sound of the same numbers.
+        `media` is a `MediaBytes`, a `PrecomputedEmbeds`, or a decoded image, array or tensor. The
+        digest of a `MediaBytes` is stored in that object and computed only once. The digest of
+        embeddings never equals that of other media with the same numbers.
         """
         if isinstance(media, PrecomputedEmbeds):
             return self._digest("embeds", media.tensor)
@@ -79,21 +85,29 @@ class MediaHasher:
         processor_kwargs: Mapping[str, object],
         cache_salt: str | None,
     ) -> str:
-        """Return the `mm_hash` of an item.
+        """Return the `mm_hash` of a media item, which is its key in the caches of processed items.
 
-        `decode_options` are `None` for media that came decoded.
+        Two items have the same `mm_hash` only if all arguments are equal, so items with different
+        salts are never shared. `decode_options` is None for media that the caller gave in decoded
+        form.
         """
         parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return the `mm_hash` for a name that was not made here. It equals no other `mm_hash`."""
+        """Return the `mm_hash` for a media item that a client identifies by a name that it chose.
+
+        The result depends on the name and the salt, and never equals a hash of `name_item`.
+        """
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(
         self, uuid: str, modality: str, cache_salt: str | None, client: str | None = None
     ) -> str:
-        """Return the name under which a store keeps what a client's uuid refers to."""
+        """Return the key under which the shared store records what a client's uuid refers to.
+
+        `client` is a digest of the client's API key, or None for a client without a key.
+        """
         clients = [] if client is None else [client]
         return self._digest("uuid", [uuid, modality, cache_salt, *clients])
 
@@ -107,9 +121,10 @@ class MediaHasher:
 
 
 def choose_algorithm(machine: str) -> str:
-    """Return the fastest algorithm for files, by measurement (docs/adr/0008-identity.md).
+    """Return the hash algorithm that is fastest for files on a machine type such as "x86_64".
 
-    It is BLAKE3 where that has wide vectors, and SHA-256 where the processor computes it.
+    That is "blake3" on x86-64 if its package is installed, and "sha256" otherwise. The measurements
+    are in docs/adr/0008-identity.md.
     """
     has_blake3 = importlib.util.find_spec("blake3") is not None
     return "blake3" if machine in ("x86_64", "AMD64") and has_blake3 else "sha256"
@@ -167,7 +182,7 @@ def _update_scalar(digest: Any, value: object) -> None:
 
 
 def _as_plain(value: int | float) -> int | float:
-    """Return a value of the plain type, because subclasses may have another `repr`."""
+    """Return the number as a plain `int` or `float`, because a subclass may have another `repr`."""
     return int(value) if isinstance(value, int) else float(value)
 
 
@@ -210,7 +225,10 @@ _DIGEST, _IS_ENCODED = "digest", "is_encoded"  # tensors of a binding in a store
 
 
 class UuidScope(NamedTuple):
-    """The scope in which a uuid refers to one source."""
+    """The scope in which a client's uuid identifies one media source.
+
+    The same uuid may stand for another source in another scope.
+    """
 
     client: str | None = None  # digest of an API key; None: all clients without a key
     cache_salt: str | None = None  # of the request
@@ -221,32 +239,40 @@ _Key = tuple[UuidScope, str, str]  # scope, modality, uuid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundSource:
-    """The source that a uuid refers to."""
+    """The media source that a client's uuid refers to, identified by its digest."""
 
     digest: str
     is_encoded: bool  # it was a file, not pixels or samples in process
 
 
 class UuidBindings:
-    """The bindings of one process. Several threads may use it."""
+    """A table that records which media source each uuid of a client refers to.
+
+    A uuid is bound to the source that it was first used with. The table belongs to one process, and
+    several threads may use it. When it is full, the least recently used binding is dropped.
+    """
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._sources: LruCache[_Key, BoundSource] = LruCache(max_entries)
         self._lock = Lock()  # between a check and its binding
 
     def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
-        """Return the source that the uuid is bound to, and keep the binding for longer."""
+        """Return the media source that the uuid is bound to, or None if it is not bound.
+
+        The binding becomes the most recently used.
+        """
         return self._sources.get((scope, modality, uuid))
 
     def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        """Raise `RequestError` if the uuid is bound to another source."""
+        """Raise `RequestError` if the uuid is already bound to another media source."""
         bound = self.get(uuid, modality=modality, scope=scope)
         _check_same(uuid, modality, source, bound)
 
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        """Bind the uuid to a source that was processed: a damaged one takes no uuid away.
+        """Bind the uuid to a media source, and raise `RequestError` if it is bound to another one.
 
-        Raise `RequestError` if the uuid is bound to another source.
+        Call this only after the source was processed, so that a damaged file does not occupy a
+        uuid.
         """
         key = scope, modality, uuid
         with self._lock:
@@ -260,7 +286,10 @@ def _check_same(uuid: str, modality: str, source: BoundSource, bound: BoundSourc
 
 
 def check_uuid(uuid: object) -> str | None:
-    """Return a uuid of a client, or raise `RequestError` if it can't be one."""
+    """Return the uuid that a client sent for a media item, or None if it sent none.
+
+    Raise `RequestError` if the value is not a string of 1 to `MAX_UUID_LENGTH` characters.
+    """
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
@@ -269,11 +298,11 @@ def check_uuid(uuid: object) -> str | None:
 
 
 class SharedUuidBindings(UuidBindings):
-    """The bindings of all frontends that share a store.
+    """A table of uuid bindings that all frontend processes share.
 
-    A binding is an item of the store under a name of its own. The first frontend that puts it has
-    bound the uuid, and it is evicted as other items are. What is bound in this process as well is
-    not read from the store.
+    Each binding is a small item in the shared-memory store, and the first frontend that stores it
+    has bound the uuid. The store may evict a binding like any other item. A binding that this
+    process has made is also kept in its own memory, and is read from there.
     """
 
     def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:
