@@ -64,9 +64,9 @@ class MediaHasher:
     def digest_source(self, media: object) -> str:
         """Return the digest of a media source as it was given, before anything is decoded.
 
-        `media` is a `MediaBytes`, a `PrecomputedEmbeds`, or a decoded image, array or tensor. The
-        digest of a `MediaBytes` is stored in that object and computed only once. The digest of
-        embeddings never equals that of other media with the same numbers.
+        `media` is a `MediaBytes`, a `PrecomputedEmbeds`, or decoded media such as an image, an
+        array or a tensor. The digest of a `MediaBytes` is stored in that object and computed only
+        once. The digest of embeddings never equals that of other media with the same numbers.
         """
         if isinstance(media, PrecomputedEmbeds):
             return self._digest("embeds", media.tensor)
@@ -95,9 +95,10 @@ class MediaHasher:
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return the `mm_hash` for a media item that a client identifies by a name that it chose.
+        """Return the `mm_hash` for a media item that a client sent under a hash of its own.
 
-        The result depends on the name and the salt, and never equals a hash of `name_item`.
+        The result depends on the client's hash (`mm_hash`) and on the salt, and never equals a hash
+        of `name_item`.
         """
         return self._digest("external", [mm_hash, cache_salt])
 
