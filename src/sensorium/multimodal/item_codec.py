@@ -82,12 +82,15 @@ class PrecomputedEmbeds:
         tensor = self.tensor
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-            raise RequestError("embeddings are a plain tensor that holds its values")
+            raise RequestError("embeddings must be a plain tensor that holds its values")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise RequestError(f"embeddings are floating-point numbers, not {tensor.dtype}")
+            raise RequestError(
+                f"embeddings must be 16-, 32- or 64-bit floating-point numbers, not {tensor.dtype}"
+            )
         if tensor.ndim != 2 or not 0 < len(tensor) <= MAX_EMBEDS or not tensor.shape[1]:
             raise RequestError(
-                f"embeddings have the shape [1 to {MAX_EMBEDS}, width], not {list(tensor.shape)}"
+                f"embeddings must have the shape [1 to {MAX_EMBEDS}, width], "
+                f"not {list(tensor.shape)}"
             )
 
 
@@ -110,7 +113,9 @@ def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
     for name, tensor in kwargs.items():
         dtype = _name_dtype(tensor)
         if dtype not in _DTYPES:
-            raise RequestError(f"a processed item can't hold {name} as {dtype}")
+            raise RequestError(
+                f"tensor {name!r} of a processed media item can't have the dtype {dtype}"
+            )
         specs.append(_TensorSpec(name, dtype, tuple(tensor.shape), offset))
         offset += _align(tensor.nbytes)
     return _encoder.encode(specs)
@@ -177,7 +182,9 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
     """
     specs = _decode_header(header)
     if len(specs) != len(frames):
-        raise RequestError(f"{len(frames)} frames for {len(specs)} tensors")
+        raise RequestError(
+            f"a media item has {len(specs)} tensors, but came in {len(frames)} frames"
+        )
     return {
         spec.name: _decode_tensor(replace(spec, offset=0), frame)
         for spec, frame in zip(specs, frames, strict=True)
@@ -202,9 +209,11 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
     The tensors are copies, and contain only finite numbers. The layout is None if the sender gave
     none. Raise `RequestError` if `data` is not a processed item in msgpack.
     """
-    item = _decode_wire(data, "it is no processed item in msgpack")
+    item = _decode_wire(data, "the data is not a processed media item in msgpack")
     if len(item.tensors) > _MAX_TENSORS:
-        raise RequestError(f"it has {len(item.tensors)} tensors, {_MAX_TENSORS} at most")
+        raise RequestError(
+            f"the item has {len(item.tensors)} tensors, but may have {_MAX_TENSORS} at most"
+        )
     tensors = {name: _copy_tensor(name, tensor) for name, tensor in item.tensors.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -218,12 +227,14 @@ def decode_embeds(encoded: bytes) -> PrecomputedEmbeds:
     The message must be `{"tensors": {"embeds": ...}}` with one tensor of shape `[num_embeds,
     width]`. Raise `RequestError` if it is anything else.
     """
-    item = _decode_wire(encoded, "embeddings can't be decoded: they are msgpack")
+    item = _decode_wire(encoded, "embeddings can't be decoded: they must be msgpack")
     if item.tensors.keys() != {PRECOMPUTED}:
-        raise RequestError(f"embeddings are one tensor of the name {PRECOMPUTED!r}")
+        raise RequestError(f"embeddings must be one tensor of the name {PRECOMPUTED!r}")
     given = item.tensors[PRECOMPUTED]
     if len(given.shape) != 2 or min(given.shape) < 1:
-        raise RequestError(f"embeddings have the shape [number, width], not {list(given.shape)}")
+        raise RequestError(
+            f"embeddings must have the shape [number, width], not {list(given.shape)}"
+        )
     return PrecomputedEmbeds(_copy_tensor(PRECOMPUTED, given))
 
 
@@ -237,7 +248,9 @@ def _decode_wire(data: bytes | memoryview, complaint: str) -> _WireItem:
 def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
     spec = _TensorSpec(name[:200], tensor.dtype[:50], tensor.shape, 0)
     if not all(spec.shape):
-        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape[:9]} holds nothing")
+        raise RequestError(
+            f"tensor {spec.name!r} of shape {spec.shape[:9]} holds nothing: no dimension may be 0"
+        )
     own = bytearray(tensor.data)  # the message may be of any size, and is read-only
     decoded = _decode_tensor(spec, memoryview(own))
     if decoded.nbytes != len(own):
@@ -245,7 +258,9 @@ def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
             f"tensor {spec.name!r} of shape {spec.shape} has {decoded.nbytes} bytes, not {len(own)}"
         )
     if decoded.dtype is torch.bool and bool((decoded.view(torch.uint8) > 1).any()):
-        raise RequestError(f"tensor {spec.name!r} holds bytes that are neither true nor false")
+        raise RequestError(
+            f"tensor {spec.name!r} of booleans holds bytes that are neither true nor false"
+        )
     return decoded
 
 
@@ -253,7 +268,7 @@ def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
     try:
         return _header_decoder.decode(header)
     except msgspec.MsgspecError as error:
-        raise RequestError(f"tensors can't be decoded: {error}") from error
+        raise RequestError(f"the header of the tensors can't be decoded: {error}") from error
 
 
 def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
@@ -264,13 +279,16 @@ def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")
+        raise RequestError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
     if len(spec.shape) > _MAX_DIMENSIONS:
         raise RequestError(
-            f"tensor {spec.name!r} has {len(spec.shape)} dimensions, {_MAX_DIMENSIONS} at most"
+            f"tensor {spec.name!r} has {len(spec.shape)} dimensions, but may have "
+            f"{_MAX_DIMENSIONS} at most"
         )
     if any(size < 0 for size in spec.shape):
-        raise RequestError(f"tensor {spec.name!r}: impossible shape {spec.shape}")
+        raise RequestError(
+            f"tensor {spec.name!r} has the impossible shape {spec.shape}: a size is negative"
+        )
     count = prod(spec.shape)
     end = spec.offset + count * dtype.itemsize
     if spec.offset < 0 or spec.offset % ALIGNMENT or end > len(block):

@@ -145,7 +145,7 @@ def _get_constructor(algorithm: str) -> Callable[[], Any]:
 
 def _update(digest: Any, value: object, *, depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise RequestError(f"media options are nested more than {_MAX_DEPTH} deep")
+        raise RequestError(f"media options are nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, Image.Image):
         _update_image(digest, value)
     elif isinstance(value, torch.Tensor):
@@ -176,10 +176,10 @@ def _update_scalar(digest: Any, value: object) -> None:
     elif value is None or isinstance(value, bool | int | float):
         plain = value if value is None or isinstance(value, bool) else _as_plain(value)
         if isinstance(plain, int) and plain.bit_length() > _MAX_BITS:
-            raise RequestError("media options can't hold a number this large")
+            raise RequestError("media options can't hold a whole number this large")
         _frame(digest, type(plain).__name__.encode(), repr(plain).encode())
     else:
-        raise RequestError(f"media options can't hold a {type(value).__name__}")
+        raise RequestError(f"media options can't hold a value of the type {type(value).__name__}")
 
 
 def _as_plain(value: int | float) -> int | float:
@@ -208,7 +208,9 @@ def _update_image(digest: Any, image: Image.Image) -> None:
 
 def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
     if array.dtype.hasobject:
-        raise RequestError("media can't be a numpy array of objects")
+        raise RequestError(
+            "media can't be a numpy array of Python objects: use an array of numbers"
+        )
     _frame(digest, b"array", f"{array.dtype.str}:{array.shape}".encode())
     # As bytes first: not every type of numpy's can be shown as a buffer.
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -283,7 +285,9 @@ class UuidBindings:
 
 def _check_same(uuid: str, modality: str, source: BoundSource, bound: BoundSource | None) -> None:
     if bound not in (None, source):
-        raise RequestError(f"uuid {uuid!r} was first used for another {modality}")
+        raise RequestError(
+            f"uuid {uuid!r} was first used for another {modality}: choose a new uuid"
+        )
 
 
 def check_uuid(uuid: object) -> str | None:

@@ -159,7 +159,9 @@ class MediaPipeline:
                 return replace(again, times=add_times(item.times, again.times))
             self.cache.release([again.handle])  # the URL has other content now
         raise MissingMediaError(
-            "it is in no cache any more: send it again", (item.given_hash or mm_hash,), item.path
+            "the media item is in no cache any more: send it again",
+            (item.given_hash or mm_hash,),
+            item.path,
         )
 
     def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> Pausing[None]:
@@ -231,9 +233,9 @@ class _ItemCall:
                 self._bound = None if self._handle is None else source
         if item.media is None and self._handle is None:
             if item.uuid is None:
-                raise RequestError("there is neither media nor a uuid")
+                raise RequestError("has neither media nor a uuid: send one of them")
             raise MissingMediaError(
-                f"the media of uuid {item.uuid!r} is in no cache: send it", (item.uuid,)
+                f"the media of uuid {item.uuid!r} is in no cache: send the media", (item.uuid,)
             )
 
     def start(self) -> None:
@@ -323,7 +325,9 @@ class _ItemCall:
                 self._handle = self._pipeline.cache.get_and_update_item(self._get_job().mm_hash)
             if self._handle is not None:
                 return
-        raise CapacityError("the cache of processed media is too busy to keep this item")
+        raise CapacityError(
+            "the cache of processed media is too busy to keep the media item: try again later"
+        )
 
     def _take(self, waiter: Waiter[str, _Result]) -> None:
         """Wait for the processing of the media item, and put the result into the cache.
@@ -338,7 +342,9 @@ class _ItemCall:
             timeout_s = pipeline.limits.flight_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=self._cancelled)
         except TimeoutError as error:  # the cause is not known here
-            raise CapacityError("it could not be processed in time") from error
+            raise CapacityError(
+                "the media item could not be processed in time: try again later"
+            ) from error
         if not waiter.is_leader:
             self.times.add({"wait": time.monotonic() - began})
         elif finished is not None:

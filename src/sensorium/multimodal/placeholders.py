@@ -247,7 +247,7 @@ def _make_features(
             raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")
         if position.get_num_embeds() != layout.num_embeds:
             raise RequestError(
-                f"the layout of a {item.modality} promises {layout.num_embeds} embeddings, but its "
+                f"the layout of this {item.modality} has {layout.num_embeds} embeddings, but its "
                 f"text has room for {position.get_num_embeds()}"
             )
         features.append(

@@ -202,7 +202,9 @@ class Waiter(Generic[K, V]):
                 result: V = _get_own(outcome)
                 return result
             self.leave()
-        raise CapacityError("the item was given up by others, again and again")
+        raise CapacityError(
+            "other requests that processed the same media item were cancelled: try again"
+        )
 
     def leave(self) -> None:
         """Stop waiting, and cancel the flight if it still runs and no other caller waits for it.
@@ -232,7 +234,7 @@ def _wait(outcome: Future[Any], cancelled: Future[Any] | None, deadline: float) 
         return
     if cancelled is not None and cancelled.done():
         raise CancelledError
-    raise TimeoutError("the item was not ready in time")
+    raise TimeoutError("the media item was not ready in time")
 
 
 def _get_own(outcome: Future[Any]) -> Any:

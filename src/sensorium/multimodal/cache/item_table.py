@@ -269,8 +269,8 @@ class ItemTable:
         if 0 < capacity_bytes < num_bytes and not self._was_warned:
             self._was_warned = True
             _logger.warning(
-                "An item of %d bytes is larger than the cache (%d bytes). It is served uncached, "
-                "and so are others of that size.",
+                "A processed media item of %d bytes is larger than the cache (%d bytes). Items "
+                "of that size are not cached. To cache them, give a larger mm_processor_cache_gb.",
                 num_bytes,
                 capacity_bytes,
             )

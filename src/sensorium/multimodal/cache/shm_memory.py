@@ -73,7 +73,9 @@ class ShmSegment:
         Raise `ModelError` if the system is not Linux, or has too little memory available.
         """
         if sys.platform != "linux":
-            raise ModelError("the shared-memory cache needs Linux: use the lru cache")
+            raise ModelError(
+                "the shared-memory cache needs Linux: give mm_processor_cache_type=lru"
+            )
         free_bytes = get_free_system_bytes()
         if num_bytes > free_bytes:
             raise ModelError(
@@ -89,6 +91,7 @@ class ShmSegment:
             os.close(fd)
             raise ModelError(
                 f"the shared-memory cache can't reserve {num_bytes} bytes: {error.strerror}"
+                "; give a smaller mm_processor_cache_gb"
             ) from error
 
     @classmethod
@@ -126,7 +129,9 @@ class ShmSegment:
             except BlockingIOError:
                 continue
             return member
-        raise CapacityError(f"the shared memory has {max_members} members already")
+        raise CapacityError(
+            f"the shared memory has {max_members} members (processes) already, and takes no more"
+        )
 
     def is_member(self, member: int) -> bool:
         """Return True if `member` is the number of another instance that is still alive."""
@@ -461,7 +466,9 @@ def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
     Raise `ModelError` if either is less than 1, or if the system has too little memory.
     """
     if capacity_bytes < 1 or max_object_bytes < 1:
-        raise ModelError("the shared-memory cache and its largest object need >= 1 byte")
+        raise ModelError(
+            "the sizes of the shared-memory cache and of its largest object must be >= 1 byte"
+        )
     capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES
     num_slots = min(max(capacity_bytes // _CAPACITY_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
     segment = ShmSegment.create(get_table_bytes(num_slots) + capacity_bytes)

@@ -94,7 +94,9 @@ class Channel:
         after the deadline, and `ValueError` if the frame has more than `MAX_FRAME_BYTES`.
         """
         if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
+            raise ValueError(
+                f"the frame has {len(frame)} bytes, and may have {MAX_FRAME_BYTES} at most"
+            )
         views = [view for block in blocks if (view := memoryview(block)).nbytes]
         num_bytes = sum(view.nbytes for view in views)
         is_mapped = num_bytes > MAX_INLINE_BYTES
@@ -128,9 +130,11 @@ class Channel:
             prefix, descriptors = self._receive_prefix(deadline, stack)
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
             if frame_bytes > MAX_FRAME_BYTES or is_mapped != len(descriptors):
-                raise ChannelError("a message that can't be read")
+                raise ChannelError("the other end has sent a message that can't be read")
             if not is_mapped and num_bytes > MAX_INLINE_BYTES:
-                raise ChannelError("a block that is too large to be sent in a message")
+                raise ChannelError(
+                    "the other end has sent a block that is larger than a message may be"
+                )
             frame = bytes(self._receive_exactly(frame_bytes, deadline))
             if not is_mapped:
                 return frame, memoryview(self._receive_exactly(num_bytes, deadline))
@@ -209,16 +213,18 @@ def _check_block(descriptor: int, num_bytes: int) -> None:
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
-        raise ChannelError("a block that is not sealed memory") from error
+        raise ChannelError("the other end has sent a block that is not sealed memory") from error
     if not is_sealed or os.fstat(descriptor).st_size != num_bytes:
-        raise ChannelError("a block that is not sealed, or of another size than its message")
+        raise ChannelError(
+            "the other end has sent a block that is not sealed, or not as large as it wrote"
+        )
 
 
 class CostlyJobError(Exception):
     """The job is estimated to take longer than it may, and has to be run as a long job."""
 
     def __init__(self, cost_s: float) -> None:
-        super().__init__(f"about {cost_s:.1f} s of work")
+        super().__init__(f"the job takes about {cost_s:.1f} s, and has to be run as a long one")
         self.cost_s = cost_s
 
 
@@ -249,8 +255,10 @@ class Handler(Protocol):
         ...
 
 
-NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
-NO_MEMORY = "it needs more memory to be processed than an item may take"
+NOT_PROCESSED = (
+    "the media item could not be processed: the server failed, and its log has the reason"
+)
+NO_MEMORY = "the media item needs more memory to be processed than one item may take"
 _MAX_MESSAGE_LENGTH = 2000
 
 

@@ -131,7 +131,9 @@ class JobQueue:
                     break
                 remaining = job.waits_until - time.monotonic()
                 if remaining <= 0.0:
-                    raise CapacityError("too many media items wait to be processed")
+                    raise CapacityError(
+                        "too many media items wait to be processed: try again later"
+                    )
                 self._changed.wait(min(remaining, 1.0))
             self._jobs.append(job)
             self._changed.notify_all()
@@ -160,7 +162,9 @@ class JobQueue:
         if has_room:
             self.add_again(job)
         else:
-            job.fail(CapacityError("too many long media items wait to be processed"))
+            job.fail(
+                CapacityError("too many long media items wait to be processed: try again later")
+            )
 
     def take_job(self, worker: object, timeout_s: float) -> PoolJob | None:
         """Take the next job out of the queue, and record that `worker` runs it.
@@ -196,7 +200,7 @@ class JobQueue:
         for job in expired:
             job.fail(
                 CapacityError(
-                    f"no process was free to work on it within {job.wait_s:g} seconds: "
+                    f"no process was free to work on the media item within {job.wait_s:g} seconds: "
                     "too many media items wait"
                 )
             )

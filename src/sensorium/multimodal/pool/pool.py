@@ -154,7 +154,7 @@ class Slot:
                 self._queue.add_again(job)
             self._lose_process()
             if time.monotonic() - self._ready_at < _SETTLED_S:
-                self._note_failed_start("it ended without a job")
+                self._note_failed_start("the process ended before it got a job")
             else:
                 self._num_failed_starts = 0
         elif job is not None:
@@ -164,7 +164,7 @@ class Slot:
             except WorkerInterruptedError:
                 raise
             except Exception:  # a job fails alone, whatever happens to it here
-                _logger.exception("a job of the pool failed")
+                _logger.exception("a job of the media pool failed")
                 self._lose_process()
                 job.fail(FailedRequestError(NOT_PROCESSED))
             finally:
@@ -189,7 +189,7 @@ class Slot:
             )
         except TimeoutError:
             self._lose_process()
-            reason = f"it could not be processed in time ({job.deadline_s:g} seconds)"
+            reason = f"the media item could not be processed in time ({job.deadline_s:g} seconds)"
             job.fail(RequestError(reason))
         except WorkerLostError as error:
             _logger.warning("a worker that processed media was lost: %s", error)
@@ -228,9 +228,12 @@ def _make_loss(job: PoolJob) -> SensoriumError:
     error is a `CapacityError`, and the client may try again.
     """
     if job.num_crashes == job.num_lost:
-        return RequestError(f"the process that worked on it crashed ({job.num_lost} times)")
+        return RequestError(
+            f"the process that worked on the media item crashed ({job.num_lost} times)"
+        )
     return CapacityError(
-        f"the process that worked on it was ended from outside ({job.num_lost} times in all)"
+        f"the process that worked on the media item was ended from outside "
+        f"({job.num_lost} times in all)"
     )
 
 
@@ -300,7 +303,7 @@ class ProcessPool:
         `inherited_fds` under the same numbers.
         """
         if size < 1:
-            raise InvariantError(f"a pool of {size} processes")
+            raise InvariantError(f"a pool needs at least one process, not {size}")
         make_process = partial(
             WorkerProcess, handler=handler, settings=settings, inherited_fds=tuple(inherited_fds)
         )
@@ -375,7 +378,9 @@ class ProcessPool:
         result of the handler. What it returns becomes the result of the future.
         """
         if len(job) > _MAX_JOB_BYTES:
-            raise InvariantError(f"a job of {len(job)} bytes; {_MAX_JOB_BYTES} at most")
+            raise InvariantError(
+                f"a job has {len(job)} bytes, and may have {_MAX_JOB_BYTES} at most"
+            )
         self.start()
         pool_job = PoolJob(
             job=job,

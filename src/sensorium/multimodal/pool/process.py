@@ -109,14 +109,18 @@ class WorkerProcess:
             self._channel.send(self._start, deadline=deadline)
             message, _ = self._receive(deadline, map_privately)
         except TimeoutError:
-            return f"it was not ready within {timeout_s:g} s"
+            return f"the process was not ready within {timeout_s:g} s"
         except (OSError, ChannelError):
-            return f"it ended with {self._end()} while it started"
+            return f"the process ended with {self._end()} while it started"
         except WorkerLostError as error:
             return str(error)
         if isinstance(message, StartFailed):
             return message.reason
-        return None if isinstance(message, Ready) else f"it began with {type(message).__name__}"
+        return (
+            None
+            if isinstance(message, Ready)
+            else f"its first message was {type(message).__name__}, not Ready"
+        )
 
     def run(
         self,
@@ -142,9 +146,11 @@ class WorkerProcess:
         except (OSError, ChannelError) as error:
             end = self._end()
             is_crash = self._process.returncode in _CRASHES
-            raise WorkerLostError(f"{error}; it ended with {end}", is_crash=is_crash) from error
+            raise WorkerLostError(
+                f"{error}; the process ended with {end}", is_crash=is_crash
+            ) from error
         if not isinstance(message, Reply | Failure | Costly):
-            raise WorkerLostError(f"{type(message).__name__} out of turn")
+            raise WorkerLostError(f"the worker has sent {type(message).__name__} out of turn")
         return message, block
 
     def close(self, grace_s: float) -> None:
@@ -174,7 +180,7 @@ class WorkerProcess:
         try:
             return decode_message(frame), block
         except msgspec.MsgspecError as error:
-            raise WorkerLostError("a message that can't be read") from error
+            raise WorkerLostError("the worker has sent a message that can't be read") from error
 
     def _end(self) -> str:
         """Wait for the end of a process after its connection broke, and return how it ended.
@@ -226,4 +232,6 @@ def _log_lines(lines: IO[bytes]) -> None:
     """Write each line that a worker process prints to the log of this process."""
     with lines:
         for line in lines:
-            _logger.warning("a worker: %s", line.decode(errors="replace").rstrip())
+            _logger.warning(
+                "a worker of the media pool: %s", line.decode(errors="replace").rstrip()
+            )

@@ -145,12 +145,12 @@ def _start(channel: Channel) -> Handler | None:
     frame, _ = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Start):
-        raise ChannelError(f"{type(message).__name__} before the start")
+        raise ChannelError(f"the parent has sent {type(message).__name__} before the start")
     try:
         module, _, factory = message.handler.partition(":")
         handler: Handler = getattr(importlib.import_module(module), factory)(message.settings)
     except Exception as error:  # the parent must learn the reason, whatever it is
-        _logger.exception("a worker of the pool could not start")
+        _logger.exception("a worker of the media pool could not start")
         reason = str(error)
         if not isinstance(error, SensoriumError):
             reason = f"{type(error).__name__}: {error}"
@@ -175,7 +175,7 @@ def _serve(channel: Channel, handler: Handler) -> None:
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):
-        raise ChannelError(f"{type(message).__name__} out of turn")
+        raise ChannelError(f"the parent has sent {type(message).__name__} out of turn")
     work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
         reply = run_at_low_priority(work) if message.is_long else work()
@@ -187,7 +187,7 @@ def _serve(channel: Channel, handler: Handler) -> None:
     except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
         frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
     except Exception:  # a job fails alone, and its caller learns no internals
-        _logger.exception("a job of the pool failed")
+        _logger.exception("a job of the media pool failed")
         frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)
 
@@ -200,7 +200,9 @@ def _encode_reply(reply: bytes, kwargs: MultiModalKwargsItem) -> tuple[bytes, li
         header, buffers = encode_header(kwargs), as_buffers(kwargs)
     frame = encode_message(Reply(reply, header))
     if len(frame) > MAX_FRAME_BYTES:
-        raise ValueError(f"a reply of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
+        raise ValueError(
+            f"the reply has {len(frame)} bytes, and may have {MAX_FRAME_BYTES} at most"
+        )
     return frame, buffers
 
 
