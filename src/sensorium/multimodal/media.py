@@ -15,10 +15,10 @@ from sensorium.types.options import ALL_COMMANDS, check_options, option
 
 @dataclass(slots=True)
 class MediaBytes:
-    """The bytes of one encoded media file, and their digest after it was first computed."""
+    """The bytes of one encoded media file, such as a PNG, and their digest once it is computed."""
 
     data: bytes
-    # Filled by the hasher when it is first needed. A cache that keeps these bytes keeps it, too.
+    # Computed by the hasher when it is first needed. A cache of these bytes keeps the digest, too.
     digest: str | None = field(default=None, repr=False)
 
 
@@ -27,7 +27,7 @@ class LoadedMedia:
     """The outcome of loading one media item: its bytes, or the error that prevented it."""
 
     outcome: MediaBytes | RequestError
-    fetch_s: float  # how long it took, from the moment when it was this item's turn
+    fetch_s: float  # the seconds of loading, from when this item's turn came
 
 
 _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
@@ -37,10 +37,10 @@ _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
 class MediaItem:
     """An image, a video or an audio clip of a request, as the caller gave it."""
 
-    path: FieldPath  # where it stands in its prompt, for errors
+    path: FieldPath  # the field of the request that has the item, for errors
     modality: str
     # A URL (`data:`, `http:`, `https:`, `file:`), a file's bytes, or a PIL image, array or tensor.
-    # None: the caller expects a cache to have it, under `uuid`.
+    # None: the caller sent only a `uuid`, and expects the item to be in a cache.
     media: Any
     uuid: str | None = None
 
@@ -56,7 +56,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceptionOptions:
-    """The options of a request that apply to all its media items."""
+    """The options of a request for decoding, processing and caching all its media items."""
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the model's processor
     # Modality -> options of the decoder.
@@ -75,7 +75,7 @@ _deadline = partial(option, above=0, most=_MAX_DEADLINE_S, metavar="SECONDS", co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """The limits on what one media item may cost, and the rules for where it may come from.
+    """The limits on the size and the work of a media item, and on where it may come from.
 
     By default, local files and private network addresses are refused.
     """

@@ -262,20 +262,21 @@ class UuidBindings:
     def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
         """Return the media source that the uuid is bound to, or None if it is not bound.
 
-        The binding becomes the most recently used.
+        A uuid is bound to the source that it was first used with. The binding becomes the most
+        recently used.
         """
         return self._sources.get((scope, modality, uuid))
 
     def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        """Raise `RequestError` if the uuid is already bound to another media source."""
+        """Raise `RequestError` if the uuid was first used for another media source in its scope."""
         bound = self.get(uuid, modality=modality, scope=scope)
         _check_same(uuid, modality, source, bound)
 
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        """Bind the uuid to a media source, and raise `RequestError` if it is bound to another one.
+        """Bind the uuid to a media source, so that a later request may send the uuid alone.
 
-        Call this only after the source was processed, so that a damaged file does not occupy a
-        uuid.
+        Raise `RequestError` if the uuid is bound to another source in this scope. Call this only
+        after the source was processed, so that a damaged file does not occupy a uuid.
         """
         key = scope, modality, uuid
         with self._lock:
@@ -319,7 +320,7 @@ class SharedUuidBindings(UuidBindings):
         name = self._name(uuid, modality, scope)
         found = super().get(uuid, modality=modality, scope=scope)
         if found is not None:
-            self._store.touch(name)  # it must not be evicted for others while it is used here
+            self._store.touch(name)  # so that other processes don't evict what this one uses
             return found
         stored = self._store.copy_item(name)
         return None if stored is None else _read_item(stored)
@@ -329,7 +330,7 @@ class SharedUuidBindings(UuidBindings):
         _check_same(uuid, modality, source, found)
         name = self._name(uuid, modality, scope)
         reference = self._store.put(_make_item(name, modality, source))
-        if reference is not None:  # else there is no room, and it is bound in this process only
+        if reference is not None:  # else the store is full: bound in this process only
             try:
                 bound = _read_item(self._store.open(reference))
             finally:

@@ -46,7 +46,7 @@ from sensorium.types.multimodal import ItemTimes, ProcessedItem
 from sensorium.utils.pausing import Pausing, run_through
 
 _MAX_RETRIES = 3  # an item may be evicted between its processing and its first use
-_Result = FinishedItem | None  # None: the cache has it already
+_Result = FinishedItem | None  # None: the item is in the cache already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,9 @@ class _ItemCall:
         pipeline, job, source = self._pipeline, self._get_job(), self.source
 
         def start() -> Flight:
-            if pipeline.cache.is_cached(job.mm_hash):  # it came after the look-up
+            if pipeline.cache.is_cached(
+                job.mm_hash
+            ):  # another request has put it there since the look-up
                 return FinishedFlight(None)
             return pipeline.backend.start(job, source)
 
@@ -332,8 +334,8 @@ class _ItemCall:
     def _take(self, waiter: Waiter[str, _Result]) -> None:
         """Wait for the processing of the media item, and put the result into the cache.
 
-        The processing is a flight, which several requests may wait for. This request leaves the
-        flight only when the item is in the cache, so that a later request finds one of the two.
+        Several requests may wait for the same processing (a flight). This request leaves the flight
+        only when the item is in the cache, so that a later request finds one of the two.
         """
         pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
         began = time.monotonic()

@@ -105,7 +105,7 @@ def check_unicode(text: str) -> None:
 class LaidOutItem(Protocol):
     """The attributes of a media item that are needed to put it into a prompt.
 
-    The text of `layout` replaces the item's marker in the prompt.
+    The text of `layout` replaces the item's marker (a placeholder such as `<image>`).
     """
 
     @property
@@ -132,9 +132,10 @@ def expand_text(
 ) -> ExpandedPrompt:
     """Replace the media markers in the text of a prompt, tokenise it, and locate the media items.
 
-    Return the token ids, and for each item its modality, its hash and its range of tokens. The n-th
-    marker of a modality stands for the n-th item of that modality. `check_length` gets the text
-    with its markers replaced, and raises a `RequestError` if that is too long to be tokenised.
+    A marker is a placeholder such as `<image>`. The n-th marker of a modality stands for the n-th
+    item of that modality. Return the token ids, and for each item its modality, its hash and its
+    range of tokens. `check_length` gets the text with its markers replaced, and raises a
+    `RequestError` if that is too long to be tokenised.
     """
     check_unicode(text)
     expanded, spans = _replace_markers(processor, text, items)
@@ -160,9 +161,9 @@ def expand_token_ids(
 ) -> ExpandedPrompt:
     """Replace the marker tokens in a prompt of token ids, and locate the media items.
 
-    There is one marker token for each item. Return the same as `expand_text`. Raise a
-    `RequestError` if the prompt has more than `max_tokens` tokens after a replacement. None means
-    no limit.
+    A marker is a placeholder token, and there is one for each item. Return the token ids, and for
+    each item its modality, its hash and its range of tokens. Raise a `RequestError` if the prompt
+    has more than `max_tokens` tokens after a replacement. None means no limit.
     """
     modality_of = {
         processor.tokenizer.convert_tokens_to_ids(processor.get_marker(modality)): modality
@@ -191,9 +192,10 @@ def expand_token_ids(
 def _replace_markers(
     processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
 ) -> tuple[str, list[_Span]]:
-    """Replace the media markers in a text, and return it with the place of each media item.
+    """Replace the media markers in a text, and return it with the range of each media item.
 
-    A place is a range of characters in the returned text, with an exclusive end.
+    A marker is a placeholder such as `<image>`. A range counts characters of the returned text, and
+    its end is exclusive.
     """
     modality_of = {processor.get_marker(modality): modality for modality in processor.modalities}
     pattern = "|".join(f"({re.escape(marker)})" for marker in modality_of) or "(?!)"

@@ -27,19 +27,19 @@ from sensorium.types.errors import CapacityError, InvariantError
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_MAX_FLIGHTS = 3  # that one caller sees cancelled by others, before it gives up
+_MAX_FLIGHTS = 3  # after so many flights that others cancelled, a waiter gives up
 
 
-# A computation that has begun. To cancel it means to give it up; it may go on if it can't be
-# stopped.
+# A computation that has begun. After a cancellation its result is not used, but the computation goes
+# on if it can't be stopped.
 Flight = Future[Any]
 
 
 class FinishedFlight(Flight):
-    """A computation that has already ended, because `start` ran it in the caller's own thread.
+    """A computation that has already ended, because the caller ran it in its own thread.
 
-    It can't be cancelled while it runs, so a caller that is cancelled notices that only afterwards.
-    Other callers of the same key wait for it as for any computation.
+    It has a result from the beginning, and can't be cancelled. Other callers of the same key get
+    its result like that of any computation.
     """
 
     def __init__(self, result: Any) -> None:
@@ -174,20 +174,24 @@ class SingleFlight(Generic[K, V]):
 
 @dataclass(slots=True, eq=False)
 class Waiter(Generic[K, V]):
-    """One caller that waits for a flight (a running computation), until it leaves."""
+    """One caller that waits for a flight (a computation that several callers share).
+
+    It counts as a waiter until it leaves.
+    """
 
     _flights: SingleFlight[K, V]
     _key: K
     _start: Callable[[], Flight]
-    _entry: _Entry | None  # None: it has left
+    _entry: _Entry | None  # None: the caller has left
     is_leader: bool  # the flight began with this caller
 
     def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
-        """Return the result of the flight, or of a new flight if this one is cancelled.
+        """Return the result of the flight (the shared computation), and wait for it.
 
-        Raise `CancelledError` if `cancelled` completes first, and `TimeoutError` after `timeout_s`
-        seconds. Raise `CapacityError` if the flight is cancelled several times. An error of the
-        flight is raised as a copy. The caller still has to `leave`.
+        If other callers cancel the flight, wait for a new one. Raise `CapacityError` if that
+        happens several times. Raise `CancelledError` if `cancelled` completes first, and
+        `TimeoutError` after `timeout_s` seconds. An error of the flight is raised as a copy. The
+        caller still has to `leave`.
         """
         deadline = time.monotonic() + timeout_s
         for attempt in range(_MAX_FLIGHTS):
@@ -207,9 +211,9 @@ class Waiter(Generic[K, V]):
         )
 
     def leave(self) -> None:
-        """Stop waiting, and cancel the flight if it still runs and no other caller waits for it.
+        """Stop waiting, and cancel the shared computation if no other caller waits for it.
 
-        Further calls do nothing.
+        A computation that has ended is not affected. Further calls do nothing.
         """
         entry, self._entry = self._entry, None
         if entry is not None:

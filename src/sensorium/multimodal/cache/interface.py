@@ -49,7 +49,7 @@ class ItemHandle:
     mm_hash: str
     layout: ItemLayout | None
     num_bytes: int
-    is_hit: bool = False  # the cache had it
+    is_hit: bool = False  # the cache had the item before this request
     kwargs: MultiModalKwargsItem | None = None  # the tensors, where the frontend has them
     reference: ShmReference | None = None  # a lease on the place in shared memory
 
@@ -60,7 +60,9 @@ class ProcessorCache(Protocol):
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
         """Return True if the cache has the media item, so that `get_and_update_item` would find it.
 
-        This changes neither the order of eviction nor the statistics.
+        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
+        a prompt) counts as absent. This call changes neither the order of eviction nor the
+        statistics.
         """
         ...
 
@@ -71,13 +73,13 @@ class ProcessorCache(Protocol):
 
         The handle keeps the item in the cache until `release`, and the item becomes the most
         recently used. If the cache has the item, that counts as a query and a hit. If it does not
-        and `item` is given, that counts as a query, and `item` is stored if there is room. If
-        `item` is None, return None and count nothing: the caller processes the item and calls
-        again.
+        and `item` is given, that counts as a query, and `item` is stored if there is room. If it
+        does not and `item` is None, return None and count nothing: the caller processes the item
+        and calls again.
 
-        `needs_layout` means that the prompt has yet to be expanded. Then an entry without a layout
-        counts as absent. If `item` is given, such an entry takes over its layout and keeps its own
-        tensors.
+        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
+        a prompt) counts as absent. If `item` is given, such an entry takes over its layout and
+        keeps its own tensors.
         """
         ...
 
@@ -96,7 +98,11 @@ class ProcessorCache(Protocol):
 
 
 class SenderCache(ProcessorCache, Protocol):
-    """The frontend's side of a cache of processed media items that are sent to an engine core."""
+    """The frontend's side of a cache of processed media items that are sent to an engine core.
+
+    The frontend is the process that prepares requests. The engine core is the process that
+    schedules them and runs the model.
+    """
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
         """Return the message that brings the media items of a request to the engine core.
@@ -108,27 +114,27 @@ class SenderCache(ProcessorCache, Protocol):
     def handle_missing(self, missing: MissingItems) -> None:
         """Record that the engine core has refused a request because it lacks these media items.
 
-        The caller then makes another transfer. A handle with tensors can be used again. Instead of
-        a handle without tensors the caller gets a new one from `get_and_update_item`, as for a new
-        item, and releases the old one. That counts as one more query.
+        The caller then makes another transfer. A handle with tensors can be used for it. For a
+        handle without tensors, the caller first gets a new one from `get_and_update_item`, as for a
+        new item, and releases the old one. That counts as one more query.
         """
         ...
 
 
 class ReceiverCache(Protocol):
-    """The engine core's side of a cache of processed media items.
+    """The engine core's side of a cache of processed media items that a frontend sends.
 
-    It is not thread-safe, because a core has only one thread that uses it.
+    It is not thread-safe, because only one thread of the core uses it.
     """
 
     def receive(
         self, mm_hashes: Sequence[str], transfer: Transfer
     ) -> dict[str, MultiModalKwargsItem] | MissingItems:
-        """Return the tensors of a request's media items by `mm_hash`.
+        """Return the tensors of a request's media items by `mm_hash`, and hold them for it.
 
-        The items stay available until the request ends and `release` is called. If the engine core
-        lacks some of the items, hold none of them and return `MissingItems`, which lists those that
-        have to be sent.
+        The items are held until `release`. If the engine core lacks some of them, hold nothing and
+        return `MissingItems`, which lists those that have to be sent. `transfer` is the message
+        that the frontend sent with the request.
         """
         ...
 

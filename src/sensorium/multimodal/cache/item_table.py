@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 class ItemEntry:
     """A processed media item in a cache.
 
-    There is also an entry for an item that did not fit into the cache, while a handle refers to it.
+    A request may also hold an entry that did not fit into the cache.
     """
 
     modality: str
@@ -103,9 +103,9 @@ class ByteLru:
             self._num_pinned_bytes += entry.num_bytes
 
     def unpin(self, entry: ItemEntry) -> None:
-        """Take back one pin of an entry.
+        """Take back one pin, which kept the entry from being evicted.
 
-        After the last one the entry may be evicted, and counts as the most recently used. Raise
+        After its last pin the entry may be evicted, and counts as the most recently used. Raise
         `InvariantError` if the entry has no pin.
         """
         if not entry.num_pins:
@@ -191,9 +191,10 @@ class ItemTable:
             return replace(self._counts, num_items=len(self._lru), num_bytes=self._lru.num_bytes)
 
     def _find(self, mm_hash: str, needs_layout: bool) -> ItemEntry | None:
-        """Return the entry of this hash that the cache has, or None if there is none.
+        """Return the entry that the cache has for this hash, or None if there is none.
 
-        With `needs_layout`, an entry without a layout counts as absent.
+        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
+        a prompt) counts as absent.
         """
         entry = self._lru.get(mm_hash)
         return entry if entry and (entry.layout is not None or not needs_layout) else None
@@ -201,8 +202,10 @@ class ItemTable:
     def _rebind(self, handles: Sequence[ItemHandle]) -> None:
         """Make each handle pin the entry that the cache has for its hash at this moment.
 
-        The cache may have been cleared since the handle was made. If the cache has no entry for the
-        hash, the item is stored again, provided that the handle has the tensors and there is room.
+        A handle is a request's reference to a media item, and its pin keeps the entry from being
+        evicted. The cache may have been cleared since the handle was made. If the cache has no
+        entry for the hash, the item is stored again, provided that the handle has the tensors and
+        there is room.
         """
         if any(handle not in self._held for handle in handles):
             raise InvariantError("a handle was released before its item was sent")
@@ -217,9 +220,9 @@ class ItemTable:
                 self._add(entry)
 
     def _pin_kept(self, handle: ItemHandle) -> bool:
-        """Make the handle pin the entry that the cache has for its hash.
+        """Make the handle keep the entry that the cache has now for its hash from being evicted.
 
-        Return False, and change nothing, if there is no such entry.
+        Return False, and change nothing, if the cache has no such entry.
         """
         entry, previous = self._lru.get(handle.mm_hash), self._held[handle]
         if entry is not None and entry is not previous:
@@ -259,9 +262,10 @@ class ItemTable:
             self._note_removals([entry])
 
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
-        """Process entries that were removed from the cache.
+        """Do nothing after entries were removed from the cache.
 
-        Subclasses that send items to an engine core override this. Here it does nothing.
+        A subclass that sends items to an engine core overrides this, to make the core drop them as
+        well.
         """
 
     def _warn_if_too_large(self, num_bytes: int) -> None:
@@ -279,8 +283,9 @@ class ItemTable:
 def own_tensors(kwargs: MultiModalKwargsItem) -> MultiModalKwargsItem:
     """Return the tensors of a media item, with a copy of each that is only a part of a larger one.
 
-    This way a cache holds no more memory than it counts. Memory behind `torch.frombuffer` can't be
-    measured here, so each item needs a block of its own, as `item_codec` makes it.
+    A copy frees the cache from keeping the whole larger tensor in memory. Memory behind
+    `torch.frombuffer` can't be measured here, so each item needs a block of its own, as
+    `item_codec` makes it.
     """
     return {
         name: tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()

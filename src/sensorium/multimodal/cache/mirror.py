@@ -34,11 +34,11 @@ from sensorium.types.multimodal import (
     Transfer,
 )
 
-UNKNOWN_EPOCH = 0  # no core has it: the first message is answered with the true one
+UNKNOWN_EPOCH = 0  # of no core: the core answers the first message with its own epoch
 
 
 class MirrorSender(ItemTable):
-    """A `SenderCache` that decides which media items one engine core keeps.
+    """A `SenderCache` in the frontend that decides which media items one engine core keeps.
 
     With a capacity of 0 bytes it keeps nothing, and sends each item with its request.
     """
@@ -63,9 +63,9 @@ class MirrorSender(ItemTable):
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
         """Return the message that brings the media items of a request to the engine core.
 
-        The message also lists the items that the core has to drop, and without handles it does only
+        The message also lists the items that the core has to drop. Without handles it does only
         that. Messages must be sent in the order in which they were made. If one is lost or comes
-        twice, the core clears its cache and begins a new epoch.
+        twice, the core clears its cache and begins a new epoch (a new count of messages).
         """
         with self._lock:
             self._rebind(handles)
@@ -118,15 +118,15 @@ class MirrorSender(ItemTable):
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
         """Record the removed entries that the engine core has to drop as well.
 
-        If a request still holds a handle for such an item, it sends the tensors again, provided
-        that the handle has them. If not, the core answers that they are missing, and the item is
-        processed again.
+        A request may still hold a handle (a reference) for such an item. Then the tensors are sent
+        again if the handle has them. If not, the core answers that they are missing, and the item
+        is processed again.
         """
         self._evictions += [entry.mm_hash for entry in entries if entry.sent_in is not None]
 
 
 class MirrorReceiver:
-    """A `ReceiverCache` that keeps the media items that one `MirrorSender` decides on.
+    """A `ReceiverCache` in the engine core that keeps what the frontend's `MirrorSender` decides.
 
     Every message must be passed to `receive`, even if its request is refused. The items of a
     message without an update (the sender has no capacity) are returned, but neither kept nor
@@ -181,9 +181,9 @@ class MirrorReceiver:
     def _refuse(self, update: MirrorUpdate) -> None:
         """Clear the cache and begin a new epoch, after a message that does not follow the last one.
 
-        Such a message means that another was lost or came twice, or that the sender has another
-        epoch. Do nothing if the message is only a late one: it has another epoch, and no message of
-        the current epoch has come yet.
+        An epoch is the time between two clearings. The message shows that another one was lost or
+        came twice, or that the sender counts for another epoch. If no message of the current epoch
+        has come yet, a message of another epoch is only late, and nothing changes.
         """
         if update.epoch == self.epoch or self._num_applied:
             self.clear_cache()

@@ -31,9 +31,9 @@ _MAX_MISSING = 4096
 class ShmSender:
     """A `SenderCache` of media items that this process or others have put into shared memory.
 
-    Its handles carry a reference to the item in shared memory. A handle carries the tensors instead
-    or as well if they must be sent in a message, because there was no room in shared memory or the
-    engine core could not find them there.
+    Its handles (a request's references to items) point to shared memory. A handle carries the
+    tensors themselves if they must be sent in a message, because there was no room in shared memory
+    or the engine core could not find them there.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -68,9 +68,9 @@ class ShmSender:
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
         """Return a handle for a media item that another process has put into shared memory.
 
-        This counts as one query without a hit. Return None, and count nothing, if the item is no
-        longer in shared memory. Raise `InvariantError` if the reference leads to an item of another
-        hash.
+        The handle keeps the item in shared memory until it is released. The statistics count one
+        query and no hit. Return None, and count nothing, if the item was evicted meanwhile. Raise
+        `InvariantError` if the reference leads to an item of another hash.
         """
         item = self._store.lease(reference)
         if item is None:
@@ -115,11 +115,10 @@ class ShmSender:
         return replace(handle, kwargs=item.kwargs)
 
     def _put(self, item: ProcessedItem) -> tuple[ItemHandle, bool]:
-        """Put a media item into shared memory.
+        """Put a media item into shared memory, and return a handle that keeps it there.
 
-        Return a handle for the item, and True if it was in shared memory already. If there is no
-        room for the item, but shared memory has the same item without a layout, the handle refers
-        to that one.
+        The second value is True if shared memory had the item already. If there is no room for the
+        item, but shared memory has the same item without a layout, the handle refers to that one.
         """
         reference, was_there = self._store.put_or_find(item)
         if reference is None and (bare := self._store.acquire(item.mm_hash)) is not None:

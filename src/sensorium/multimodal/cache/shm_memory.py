@@ -118,9 +118,9 @@ class ShmSegment:
         self._thread_lock.release()
 
     def join(self, max_members: int) -> int:
-        """Register this instance as a member of the segment, and return its number.
+        """Register this instance as a member of the shared memory, and return its member number.
 
-        The number is below `max_members`, and no other living instance has it. Raise
+        The number is below `max_members`, and no other living instance in any process has it. Raise
         `CapacityError` if all numbers are taken. The caller must hold the mutex.
         """
         for member in range(max_members):
@@ -134,12 +134,12 @@ class ShmSegment:
         )
 
     def is_member(self, member: int) -> bool:
-        """Return True if `member` is the number of another instance that is still alive."""
+        """Return True if another instance, in any living process, has this member number."""
         found = fcntl.fcntl(self._lock_fd, fcntl.F_OFD_GETLK, _describe(fcntl.F_WRLCK, member))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the file descriptors, which ends this instance's membership.
+        """Close the file descriptors, which also gives up this instance's member number.
 
         Views of the buffer stay usable. The caller must hold the mutex.
         """
@@ -228,10 +228,11 @@ class ShmIndex:
     # Questions.
 
     def find(self, key: Key, *, needs_layout: bool = False) -> int | None:
-        """Return the number of the READY slot with this key, or None if there is none.
+        """Return the number of the slot (table row) that has the media item of this key, or None.
 
-        With `needs_layout`, an item without a layout counts as absent. At most one READY slot has a
-        given key.
+        With `needs_layout`, an item without a layout (the text that replaces its marker in a
+        prompt) counts as absent. At most one slot in the state READY has a given key, and only that
+        is found.
         """
         words = np.frombuffer(key, np.uint64)
         for slot in (self._keys[0] == words[0]).nonzero()[0]:
@@ -240,7 +241,10 @@ class ShmIndex:
         return None
 
     def is_current(self, reference: ShmReference) -> bool:
-        """Return True if the slot still holds the media item that the reference was made for."""
+        """Return True if the slot of a reference still holds the media item that it was made for.
+
+        After an eviction the slot (a table row) may have been used for another item.
+        """
         slot = reference.slot
         return (
             0 <= slot < self.num_slots
@@ -264,9 +268,10 @@ class ShmIndex:
         return bool(self._has_layout[slot])
 
     def get_members(self) -> Iterator[int]:
-        """Yield the number of every member (attached process) that has a lease on a slot.
+        """Yield the number of every member (attached process) that has a lease on a media item.
 
-        The process may have died since. Leases that were left behind in FREE slots count as well.
+        A lease keeps an item in shared memory while a process uses it. The process may have died
+        since. Leases that were left behind in FREE slots (unused table rows) count as well.
         """
         for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
             for bit in range(_WORD_BITS):
@@ -290,7 +295,7 @@ class ShmIndex:
     # Changes.
 
     def touch(self, slot: int) -> None:
-        """Mark the media item of a slot as the most recently used."""
+        """Mark the media item of a slot (table row) as the most recently used."""
         now = int(self._header[_Field.CLOCK]) + 1
         self._header[_Field.CLOCK] = now
         self._last_used[slot] = now
@@ -303,9 +308,9 @@ class ShmIndex:
     ) -> int | None:
         """Reserve a slot and memory for a new media item, and return the number of the slot.
 
-        The slot is in the state WRITING, and `member` has a lease on it. Items without a lease are
-        evicted as needed, the least recently used first. Return None if that does not make enough
-        room.
+        The slot (table row) is in the state WRITING, and the process with the number `member` has a
+        lease on it, which keeps it from being evicted. Items without a lease are evicted as needed,
+        the least recently used first. Return None if that does not make enough room.
         """
         room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
         plan = self._plan(room)
@@ -332,19 +337,24 @@ class ShmIndex:
     def commit(self, slot: int) -> None:
         """Make the media item of a slot available to `find`, now that its bytes are complete.
 
-        If the cache was cleared meanwhile, the slot stays RETIRED and the item is not found.
+        If the cache was cleared since the slot was reserved, it stays RETIRED and the item is not
+        found.
         """
         if self._states[slot] == SlotState.WRITING:
             self._states[slot] = SlotState.READY
 
     def free(self, slot: int) -> None:
-        """Mark a slot as FREE, which must have been only reserved, or have no lease."""
+        """Mark a slot (table row) as FREE, so that it can be used for another media item.
+
+        The slot must have been only reserved, or have no lease.
+        """
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
-        """Make the media item of a slot unavailable to `find`.
+        """Make the media item of a slot (table row) unavailable to `find`.
 
-        The slot becomes FREE when its last lease ends, or at once if it has no lease.
+        The slot becomes FREE when the last process that uses the item gives up its lease, or at
+        once if there is no lease.
         """
         is_leased = self._leases[:, slot].any()
         self._states[slot] = SlotState.RETIRED if is_leased else SlotState.FREE
@@ -364,15 +374,18 @@ class ShmIndex:
             self.retire(slot)
 
     def discharge(self, member: int) -> None:
-        """Remove all leases of a member (an attached process) that has left or died."""
+        """Remove all leases of a member (an attached process) that has left or died.
+
+        A lease keeps a media item in shared memory while a process uses it.
+        """
         word, bit = divmod(member, _WORD_BITS)
         for slot in np.flatnonzero(self._leases[word] >> np.uint64(bit) & np.uint64(1)):
             self.remove_lease(int(slot), member)
 
     def free_orphans(self) -> None:
-        """Free the slots that no living process will complete or free.
+        """Free the slots (table rows) that no living process will complete or free.
 
-        These are the WRITING and RETIRED slots without a lease.
+        These are the WRITING and RETIRED slots on which no process has a lease.
         """
         is_pending = (self._states == SlotState.WRITING) | (self._states == SlotState.RETIRED)
         for slot in np.flatnonzero(is_pending):
@@ -384,9 +397,10 @@ class ShmIndex:
     def _plan(self, room: int) -> tuple[int, list[int]] | None:
         """Return an offset at which `room` bytes fit, and the slots that must be evicted for that.
 
-        Return None if there is no such offset. The search takes the smallest number of items
-        without a lease, the least recently used first, that would leave a large enough gap. Only
-        those of them that lie in the gap are evicted, or one if all slots are in use.
+        Return None if there is no such offset. Only items that no process uses may be evicted, the
+        least recently used first. The search takes the smallest number of them that would leave a
+        large enough gap. Those of them that lie in the gap are evicted, or one if only a slot
+        (table row) is lacking.
         """
         slots = np.flatnonzero(self._states)  # FREE is 0
         slots = slots[np.argsort(self._offsets[slots], kind="stable")]
@@ -412,9 +426,9 @@ class ShmIndex:
         return offset, victims or slots[oldest[:num_slots_lacking]].tolist()
 
     def _get_evictable(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the positions in `slots` of items that may be evicted.
+        """Return the positions in `slots` of items that may be evicted, oldest use first.
 
-        The least recently used item comes first. Only READY slots without a lease may be evicted.
+        An item may be evicted if its slot (table row) is READY and no process has a lease on it.
         """
         is_ready = self._states[slots] == SlotState.READY
         positions = np.flatnonzero(is_ready & ~self._leases[:, slots].any(axis=0))

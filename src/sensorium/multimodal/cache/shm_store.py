@@ -114,7 +114,7 @@ class ShmStore:
         return self.put_or_find(item)[0]
 
     def put_or_find(self, item: ProcessedItem) -> tuple[ShmReference | None, bool]:
-        """Do what `put` does, and return also True if the store already had the item."""
+        """Do what `put` does, and return also True if the store had the media item already."""
         key = _make_key(item.mm_hash)
         metadata = _encoder.encode(
             _Metadata(item.modality, item.mm_hash, item.layout, encode_header(item.kwargs))
@@ -151,9 +151,10 @@ class ShmStore:
         return self._read_item(reference)
 
     def lease(self, reference: ShmReference) -> LeasedItem | None:
-        """Take one more lease on a reference, which may come from another process.
+        """Take one more lease on a media item, by a reference that may be of another process.
 
-        Return a handle for the item, or None if the item is no longer in the store.
+        The lease keeps the item in shared memory until `release`. Return a handle for the item, or
+        None if the item is no longer in the store.
         """
         with self._segment:
             if not self._index.is_current(reference):
@@ -171,10 +172,10 @@ class ShmStore:
         return decode_block(metadata.header, block)
 
     def release(self, reference: ShmReference) -> None:
-        """Give back one lease on a media item.
+        """Give back one lease, which kept a media item in shared memory.
 
         An item without any lease may be evicted. Raise `InvariantError` if this instance has no
-        lease on it.
+        lease on the item.
         """
         with self._segment:
             if not self._num_leases[reference]:
@@ -224,9 +225,10 @@ class ShmStore:
             return self._index.statistics()
 
     def close(self) -> None:
-        """Give back all leases and close the shared memory, after all running calls of `put` end.
+        """Give back all leases and close the shared memory, when all calls of `put` have ended.
 
         Tensors that are still in use keep the memory mapped, but other processes may overwrite it.
+        Further calls do nothing.
         """
         with self._writers:
             if self._is_closed:
@@ -263,8 +265,9 @@ class ShmStore:
     ) -> tuple[ShmReference | None, bool]:
         """Lease the media item of this key, or memory for it if the store does not have it.
 
-        The second value is True if the returned reference is to memory that has to be written. The
-        reference is None if there is no room.
+        A lease keeps the item in shared memory until `release`. The second value is True if the
+        returned reference is to memory that has to be written. The reference is None if there is no
+        room.
         """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
@@ -297,10 +300,10 @@ class ShmStore:
         rest[:] = metadata
 
     def _commit(self, key: Key, reference: ShmReference) -> ShmReference:
-        """Make a written media item available to other processes, unless another one was faster.
+        """Make a written media item available to `acquire`, unless another writer was faster.
 
-        Return the reference that is leased now: the one that was passed, or that of the item that
-        another process has stored.
+        Return the reference that the caller has a lease on: `reference` itself, or that of the item
+        which the other writer has stored.
         """
         with self._segment:
             rival = self._index.find(key)
@@ -313,7 +316,7 @@ class ShmStore:
             return reference
 
     def _abandon(self, reference: ShmReference) -> None:
-        """Give back a slot that was reserved and not committed.
+        """Give back a slot (table row) that was reserved for a media item and never committed.
 
         The caller must hold the mutex.
         """
@@ -330,7 +333,10 @@ class ShmStore:
         return reference
 
     def _sweep(self) -> None:
-        """Remove the leases of processes that have died, and free the slots that they left."""
+        """Take back the media items and the memory that dead processes held.
+
+        The caller must hold the mutex.
+        """
         for member in list(self._index.get_members()):
             if member != self._member and not self._segment.is_member(member):
                 self._index.discharge(member)
@@ -356,7 +362,7 @@ class ShmStore:
         )
 
     def _get_views(self, slot: int) -> tuple[memoryview, memoryview]:
-        """Return the memory of a slot: the block of the tensors, and the encoded metadata."""
+        """Return views of a slot's memory: the bytes of its tensors, and the encoded metadata."""
         start, middle, end = self._index.get_extent(slot)
         return self._data[start:middle], self._data[middle:end]
 

@@ -27,7 +27,7 @@ from sensorium.types.errors import CapacityError, StoppingError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 SHORT_S = 0.5  # a job that is estimated to take more is a long one
-_MAX_LAG_S = 10.0  # the longest job is taken as if it had come so much later
+_MAX_LAG_S = 10.0  # seconds by which the longest job is set back in the order
 _MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs
 CLOSED = "media can't be processed: the server is stopping"
 
@@ -139,7 +139,7 @@ class JobQueue:
             self._changed.notify_all()
 
     def add_again(self, job: PoolJob) -> None:
-        """Put a job back into the queue that a worker took but did not finish.
+        """Put a job back into the queue, after a worker took it but did not finish it.
 
         The job keeps its rank, and may again wait for `wait_s` seconds. Do nothing if it was
         cancelled meanwhile.
@@ -151,7 +151,7 @@ class JobQueue:
                 self._changed.notify_all()
 
     def add_as_long(self, job: PoolJob, cost_s: float) -> None:
-        """Put a job back into the queue that is a long one, as the worker that took it found out.
+        """Put a job back into the queue, after a worker found that it is a long one.
 
         `cost_s` is the estimated time of work in seconds. The job fails with a `CapacityError` if
         too many long jobs are in the queue already.

@@ -95,10 +95,10 @@ class Slot:
             self._queue.close()
 
     def _let_the_first_start(self) -> None:
-        """Wait until the worker of the first slot has started, or has failed to start.
+        """Wait until the first worker process of the pool has started, or has failed to start.
 
-        Starting two at once takes twice as long on a machine with few cores, and the server needs
-        one worker as soon as possible.
+        The slot of that process itself does not wait. Starting two at once takes twice as long on a
+        machine with few cores, and the server needs one worker as soon as possible.
         """
         first = self._slots[0]
         while first is not self and not (first.was_ready or first._num_failed_starts):
