@@ -30,8 +30,8 @@ V = TypeVar("V")
 _MAX_FLIGHTS = 3  # after so many flights that others cancelled, a waiter gives up
 
 
-# A computation that has begun. After a cancellation its result is not used, but the computation goes
-# on if it can't be stopped.
+# A computation that has begun. After a cancellation its result is not used, but it goes on if it
+# can't be stopped.
 Flight = Future[Any]
 
 

@@ -100,9 +100,9 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> str | None:
-        """Wait until the worker accepts jobs, and return None, or the reason why it does not.
+        """Wait until the worker process accepts jobs, and return None.
 
-        Not being ready within `timeout_s` seconds is such a reason.
+        If it does not, return the reason, such as that it was not ready within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -150,7 +150,7 @@ class WorkerProcess:
                 f"{error}; the process ended with {end}", is_crash=is_crash
             ) from error
         if not isinstance(message, Reply | Failure | Costly):
-            raise WorkerLostError(f"the worker has sent {type(message).__name__} out of turn")
+            raise WorkerLostError(f"the worker has sent {type(message).__name__}, not an answer")
         return message, block
 
     def close(self, grace_s: float) -> None:

@@ -175,7 +175,7 @@ def _serve(channel: Channel, handler: Handler) -> None:
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):
-        raise ChannelError(f"the parent has sent {type(message).__name__} out of turn")
+        raise ChannelError(f"the parent has sent {type(message).__name__} instead of a job")
     work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
         reply = run_at_low_priority(work) if message.is_long else work()
